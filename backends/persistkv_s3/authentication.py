@@ -2,9 +2,8 @@
 
 1. The bytes of a frame are served only with their tag. It covers the bytes, their place in the pack, and the pack's
    whole table: identity (as namespace), keys, codec, checksums.
-2. An existing pack is reused only with the tag of its table and of its frames' tags.
-3. Index objects, snapshots and keys of manifests are accepted only with their tag. It covers their kind and name, so
-   that none can replace another.
+2. The head, identities, commits, feed objects, snapshots and keys of manifests are accepted only with their tag. It
+   covers their kind and name, so that none can replace another.
 
 Without a key nothing is authenticated: there are no tags.
 """
@@ -20,7 +19,7 @@ from persistkv.errors import CorruptPackError
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import PackTable
 from persistkv_s3.client.bucket import Bucket
-from persistkv_s3.log.layout import Names
+from persistkv_s3.feed.format import Names
 
 TAG_BYTES = 32
 _DERIVED_FOR = b"persistkv s3 authentication 1"
@@ -121,21 +120,20 @@ class SignedObjects:
         self.namespace = namespace
         self.authenticator = authenticator
 
-    def put(self, key: str, pieces: Sequence[Buffer], *, only_if_absent: bool = True) -> None:
-        """See ``Bucket.put``."""
-        signed = self.authenticator.signed(self.namespace, key.removeprefix(self.names.base), pieces)
-        self.bucket.put(key, signed, only_if_absent=only_if_absent)
+    def put(self, name: str, pieces: Sequence[Buffer], *, condition: str | None = None) -> None:
+        """Write an object; see ``Bucket.put``.
 
-    def get(self, key: str) -> memoryview:
-        """Return a small object without its tag; see ``Bucket.get``.
-
-        :raises CorruptPackError: it is too large, or not written with the key.
+        :param name: relative to the namespace's prefix.
         """
-        return self.opened(key, self.bucket.get(key))
+        signed = self.authenticator.signed(self.namespace, name, pieces)
+        self.bucket.put(self.names.base + name, signed, condition=condition)
 
-    def opened(self, key: str, data: Buffer) -> memoryview:
-        """Return the content of an object without its tag; errors as in ``get``."""
-        return self.authenticator.opened(self.namespace, key.removeprefix(self.names.base), data)
+    def get(self, name: str, limit: int) -> memoryview:
+        """Return an object without its tag; see ``Bucket.get``.
+
+        :raises CorruptPackError: it is larger than ``limit`` bytes, or not written with the key.
+        """
+        return self.authenticator.opened(self.namespace, name, self.bucket.get(self.names.base + name, limit))
 
 
 def _digest(table: PackTable) -> bytes:

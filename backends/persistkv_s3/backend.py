@@ -1,47 +1,64 @@
 """The S3 driver: one handle on the namespaces of one store.
 
-An unreachable server does not prevent an engine from starting: the handle is then *dark*. Lookups miss and commits
-raise until the server has answered once and the handle has checked the store's format. A handle opened with the
-argument ``read_only`` is never dark: opening raises. If the server rejects requests, opening raises in any case.
+1. Other engines' commits arrive through the feed (``feed/leader``). A thread of the handle polls the head, applies the
+   feed to the local catalogues, and leads if there is no leader and this handle has unmerged commits.
+2. An unreachable server does not prevent an engine from starting: the handle is then *dark*. Lookups miss and commits
+   raise until the server has answered once. A handle opened with the argument ``read_only`` is never dark: opening
+   raises. If the server rejects requests, opening raises in any case.
 """
 
 from __future__ import annotations
 
 import logging
+import socket
+import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
 
 from persistkv.config import StoreUrl
-from persistkv.errors import CorruptPackError, CorruptStoreError, StoreError, StoreUnavailableError
+from persistkv.errors import (
+    ConfigurationError,
+    CorruptPackError,
+    CorruptStoreError,
+    StoreError,
+    StoreUnavailableError,
+)
 from persistkv.storage.backend import Capabilities, Changes, CommitBatch, CommitResult, Namespace, ReadSpan
 from persistkv.storage.extensions import BackendStats, InspectableBackend, Policy, RequestUse
-from persistkv.storage.format.manifest import ManifestKeys, RequestManifest, decode_manifest
+from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.format.pack import Frame, PackTable
 from persistkv.storage.identity import Identity
 from persistkv_s3.authentication import Authenticator, SignedObjects
+from persistkv_s3.catalogue import Catalogue
 from persistkv_s3.client.boto import BotoClient, PlainBucket
 from persistkv_s3.client.bucket import Breaker, Bucket
-from persistkv_s3.client.transport import PASSING, ObjectExistsError, ObjectMissingError, Transport
-from persistkv_s3.log.follower import Follower
-from persistkv_s3.log.layout import (
-    FORMAT,
-    IDENTITIES,
-    STATUSES,
-    Names,
-    decode_format,
-    encode_format,
-    encode_namespace,
-    parse_identity,
-    parse_namespace,
+from persistkv_s3.client.transport import (
+    ABSENT,
+    PASSING,
+    Clock,
+    ConditionFailedError,
+    ObjectMissingError,
+    Transport,
 )
+from persistkv_s3.feed.format import Names, StoreNames, encode_namespace, parse_identity, parse_namespace
+from persistkv_s3.feed.head import NO_NAMESPACE, StoreHead
+from persistkv_s3.feed.leader import ROUND_S, Leader
 from persistkv_s3.options import Place, S3Options, parse_url
-from persistkv_s3.retention import Retention, Round
 from persistkv_s3.session import NamespaceSession
 
 logger = logging.getLogger(__name__)
 
 _STATUS_KEPT_S = 86_400.0  # one day
+_IDLE_AFTER_S = 60.0  # without reads and commits
+_IDLE_POLL_S = 30.0
+_LEAST_PAUSE_S = 0.05
+_POLICY_TRIES = 10
 
 
 class S3Backend(InspectableBackend):
@@ -49,28 +66,40 @@ class S3Backend(InspectableBackend):
 
     capabilities = Capabilities(remote=True)
 
-    def __init__(self, place: Place, options: S3Options, transport: Transport, *, read_only: bool = False) -> None:
+    def __init__(
+        self, place: Place, options: S3Options, transport: Transport, *, read_only: bool = False, clock: Clock
+    ) -> None:
         """Initialise without sending a request; ``connect`` sends the first one.
 
         :param transport: makes single attempts; closed with the handle.
         """
-        self.breaker = Breaker(str(place), options.slow_s)
+        self.breaker = Breaker(str(place), options.slow_s, clock=clock.monotonic, jitter=clock.random.random)
         """Decides whether requests are sent at present."""
         self._place = place
         self._options = options
         self._read_only = read_only or options.read_only
         self.capabilities = replace(self.capabilities, writable=not self._read_only)
         self.status_interval_s = None if self._read_only else options.status_s
+        self._clock = clock
         self._authenticator = Authenticator(options.secret())
-        self._bucket = Bucket(transport, self.breaker, options.deadline_s, options.connections)
-        self._policy = options.policy
-        self._retention = Retention(self._bucket, place.prefix, options.retention_s, options.grace_s)
+        self._bucket = Bucket(transport, self.breaker, options.deadline_s, options.connections, clock)
+        self._names = StoreNames(place.prefix, self._authenticator.key_id)
+        self._head = StoreHead(self._bucket, place.prefix, self._authenticator, str(place))
         self._namespaces: dict[bytes, Namespace] = {}
         self._sessions: dict[bytes, NamespaceSession] = {}
+        self._leader = Leader(
+            self._bucket, self._names, self._head, self._session_or_none, self._sessions, options.grace_s
+        )
         self._status_shown = False
         self._dark: StoreError | None = None
         """Why the store has never been reached."""
         self._closed = False
+        self._lock = threading.RLock()
+        self._poll_at = self._round_at = self._watch_at = 0.0
+        self._used_at = clock.monotonic()
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
     @classmethod
     def open(cls, url: StoreUrl, *, read_only: bool = False) -> S3Backend:
@@ -86,12 +115,25 @@ class S3Backend(InspectableBackend):
         return PlainBucket(*parse_url(url))
 
     @classmethod
-    def connect(cls, place: Place, options: S3Options, transport: Transport, *, read_only: bool = False) -> S3Backend:
-        """Open a store with a given client, which the handle then owns; otherwise like ``open``."""
-        backend = cls(place, options, transport, read_only=read_only)
+    def connect(
+        cls,
+        place: Place,
+        options: S3Options,
+        transport: Transport,
+        *,
+        read_only: bool = False,
+        clock: Clock | None = None,
+        background: bool = True,
+    ) -> S3Backend:
+        """Open a store with a given client, which the handle then owns; otherwise like ``open``.
+
+        :param clock: time and randomness of the handle; None: those of the machine.
+        :param background: call ``step`` in a thread of the handle; False: the caller does it.
+        """
+        backend = cls(place, options, transport, read_only=read_only, clock=clock or Clock())
         try:
-            backend._check_format()
-            if not backend._read_only and (differences := backend._policy.contradictions(options.policy)):
+            backend._head.open(options.policy, create=not backend._read_only)
+            if not backend._read_only and (differences := backend._head.head.policy.contradictions(options.policy)):
                 text = "%s: the URL says %s; the store keeps its recorded policy (persistkv set changes it)"
                 logger.warning(text, place, differences)
         except PASSING as error:
@@ -103,42 +145,96 @@ class S3Backend(InspectableBackend):
         except BaseException:
             backend.close()
             raise
+        backend._poll_at = backend._clock.monotonic() + options.refresh_s
+        if background:
+            backend._thread = threading.Thread(target=backend._run, name="persistkv-s3-feed", daemon=True)
+            backend._thread.start()
         return backend
 
-    def _check_format(self) -> None:
-        key = self._place.prefix + FORMAT
+    # Background work
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._wake.wait(self.step())
+            self._wake.clear()
+
+    def step(self) -> float:
+        """Do the background work that is due; return the seconds until more is due. Failures are logged only."""
         try:
-            self._policy = self._recorded_policy()
+            with self._lock:
+                if not self._closed and not self._is_dark():
+                    self._poll_if_due()
+                    self._lead_if_due()
+        except PASSING as error:
+            logger.debug("%s: background work failed (%s); it is repeated", self._place, error)
+        except StoreError as error:
+            logger.warning("%s: background work failed (%s); it is repeated", self._place, error)
+        due = [self._poll_at]
+        if self._leader.leads:
+            due.append(self._round_at)
+        elif self._waiting:
+            due.append(self._watch_at)
+        return max(_LEAST_PAUSE_S, min(due) - self._clock.monotonic())
+
+    @property
+    def _waiting(self) -> bool:
+        """Whether a commit of this handle is not in the feed."""
+        return any(session.is_waiting for session in list(self._sessions.values()))
+
+    def _poll_if_due(self) -> None:
+        now = self._clock.monotonic()
+        watches = self._waiting and not self._leader.leads
+        if now < self._poll_at and not (watches and now >= self._watch_at):
             return
-        except ObjectMissingError:
-            if self._read_only:
-                raise StoreUnavailableError(f"{self._place} holds no store, and is opened read-only") from None
-        except CorruptPackError:
-            raise CorruptStoreError(f"{self._place}: the object there is not of a persistkv store") from None
+        idle = now - self._used_at > _IDLE_AFTER_S and not self._waiting
+        interval = max(_IDLE_POLL_S, self._options.refresh_s) if idle else max(self._options.refresh_s, 0.05)
+        self._poll_at = now + interval * self._clock.random.uniform(0.75, 1.25)
+        self._watch_at = now + ROUND_S
+        if not self._leader.leads:
+            self._refresh()
+
+    def _lead_if_due(self) -> None:
+        if self._read_only:
+            return
+        now = self._clock.monotonic()
+        if not self._leader.leads:
+            if not (self._waiting and self._leader.may_elect and self._leader.elect()):
+                return
+            self._round_at = now
+        if now >= self._round_at:
+            self._round_at = now + ROUND_S
+            self._leader.round()
+
+    def _refresh(self) -> None:
+        """Read the head, and apply the feeds of open namespaces."""
         try:
-            self._bucket.put(key, [encode_format(self._policy)])
-        except ObjectExistsError:  # another process was faster
-            self._policy = self._recorded_policy()
+            self._head.poll()
+        except (ObjectMissingError, CorruptPackError):
+            if self._read_only:
+                raise StoreUnavailableError(f"{self._place}: the store was deleted, or its head is damaged") from None
+            self._head.open(self._head.head.policy, create=True)
+            for name in self._sessions:
+                self._put_identity(self._namespaces[name])
+        for session in list(self._sessions.values()):
+            session.sync()
 
-    def _recorded_policy(self) -> Policy:
-        return decode_format(self._bucket.get(self._place.prefix + FORMAT), str(self._place))
+    def refresh(self) -> None:
+        """Apply everything that any engine has committed, also what the feed lacks.
 
-    def policy(self) -> Policy:
-        self._check_open()
-        self._policy = self._recorded_policy()
-        return self._policy
-
-    def set_policy(self, policy: Policy) -> None:
-        self._check_open(writes=True)
-        self.policy()  # a store of this format
-        self._bucket.put(self._place.prefix + FORMAT, [encode_format(policy)], only_if_absent=False)
-        self._policy = policy
+        :raises StoreError: the medium failed; the catalogues have a consistent earlier state.
+        """
+        with self._lock:
+            self._check_open()
+            found = [(session, session.inbox()) for session in list(self._sessions.values())]
+            self._refresh()
+            for session, infos in found:
+                session.read_inbox(infos)
 
     def _is_dark(self) -> bool:
         """Return whether the server has never answered; if it answers now, complete the opening."""
         if self._dark is not None:
             try:
-                self._check_format()
+                self._head.open(self._options.policy, create=not self._read_only)
                 for namespace in () if self._read_only else self._namespaces.values():
                     self._put_identity(namespace)
             except PASSING as error:
@@ -147,15 +243,38 @@ class S3Backend(InspectableBackend):
             self._dark = None
         return False
 
-    def _put_identity(self, namespace: Namespace) -> None:
-        with suppress(ObjectExistsError):
-            self._bucket.put(self._identity_key(namespace.id), [encode_namespace(namespace)])
+    # Policy
+
+    def policy(self) -> Policy:
+        with self._lock:
+            self._check_open()
+            self._head.poll()
+            return self._head.head.policy
+
+    def set_policy(self, policy: Policy) -> None:
+        if policy.placement is not None:
+            raise ConfigurationError("placement", policy.placement, "none: this driver has one placement")
+        with self._lock:
+            self._check_open(writes=True)
+            for _ in range(_POLICY_TRIES):
+                self._head.poll()
+                head = msgspec.structs.replace(self._head.head, capacity=policy.capacity, ttl_s=policy.ttl_s)
+                if self._head.write(head):
+                    return
+        raise StoreUnavailableError(f"{self._place}: other engines changed the head meanwhile; try again")
+
+    # Namespaces
+
+    def _put_identity(self, namespace: Namespace, *, replace: bool = False) -> None:
+        pieces = self._authenticator.signed(NO_NAMESPACE, "identity", [encode_namespace(namespace)])
+        with suppress(ConditionFailedError):
+            self._bucket.put(self._names.identity(namespace.id), pieces, condition=None if replace else ABSENT)
 
     def namespaces(self) -> Iterator[Namespace]:
         self._check_open()
         if self._is_dark():
             return iter([])
-        found = sorted(self._bucket.list(self._place.prefix + IDENTITIES), key=lambda info: -info.modified)
+        found = sorted(self._bucket.list(self._names.identities_prefix), key=lambda info: -info.modified)
         return self._fetched([name for info in found if (name := parse_identity(info.key)) is not None])
 
     def _fetched(self, names: list[bytes]) -> Iterator[Namespace]:
@@ -178,18 +297,22 @@ class S3Backend(InspectableBackend):
         if found is None:
             self._put_identity(Namespace(identity, self._bucket.now()))
             found = self._namespace(identity.digest)  # another process may have been faster
+        if found is None:  # junk: the digest determines the content
+            self._put_identity(Namespace(identity, self._bucket.now()), replace=True)
+            found = self._namespace(identity.digest)
         if found is None:
-            raise CorruptStoreError(f"{self._identity_key(identity.digest)} does not read")
+            raise CorruptStoreError(f"{self._names.identity(identity.digest)} does not read")
         return found
-
-    def _identity_key(self, name: bytes) -> str:
-        return f"{self._place.prefix}{IDENTITIES}{name.hex()}"
 
     def _namespace(self, name: bytes) -> Namespace | None:
         """Return a namespace, fetched once, because identities never change; None if it is missing or invalid."""
         if name not in self._namespaces:
-            data = self._small_object(self._identity_key(name))
-            found = None if data is None else parse_namespace(data, name)
+            data = self._small_object(self._names.identity(name))
+            try:
+                opened = None if data is None else self._authenticator.opened(NO_NAMESPACE, "identity", data)
+            except CorruptPackError:
+                return None
+            found = None if opened is None else parse_namespace(opened, name)
             if found is None:
                 return None
             self._namespaces[name] = found
@@ -205,59 +328,82 @@ class S3Backend(InspectableBackend):
     def session(self, namespace: bytes) -> NamespaceSession:
         """Return this handle's session with a namespace."""
         self._check_open()
-        if namespace not in self._sessions and self._namespace(namespace) is None:
+        found = self._session_or_none(namespace)
+        if found is None:
             raise StoreError(f"{self._place} holds no namespace {namespace.hex()}")
-        return self._sessions.get(namespace) or self._sessions.setdefault(namespace, self._make_session(namespace))
+        return found
+
+    def _session_or_none(self, namespace: bytes) -> NamespaceSession | None:
+        if namespace in self._sessions:
+            return self._sessions[namespace]
+        if self._namespace(namespace) is None:
+            return None
+        with self._lock:
+            if namespace not in self._sessions:
+                self._sessions[namespace] = self._make_session(namespace)
+        return self._sessions[namespace]
 
     def _make_session(self, namespace: bytes) -> NamespaceSession:
-        names, options = Names(self._place.prefix, namespace, self._authenticator.key_id), self._options
+        names = Names(self._place.prefix, namespace, self._authenticator.key_id)
         objects = SignedObjects(self._bucket, names, namespace, self._authenticator)
-        place = f"{options.endpoint_url or ''} {self._place.bucket} {names.base}"
-        follower = Follower(objects, options.refresh_s, options.cache_directory(), place)
-        return NamespaceSession(objects, follower, options.touch_s)
+        place = f"{self._options.endpoint_url or ''} {self._place.bucket} {names.base} {socket.gethostname()}"
+        file = f"{blake2b(place.encode(), digest_size=16).hexdigest()}.catalogue"
+        catalogue = Catalogue(self._directory() / file, namespace)
+        session = NamespaceSession(objects, self._names, catalogue, self._head, self._options.touch_s)
+        if self._dark is None:
+            try:
+                infos = session.inbox()
+                self._head.poll()
+                session.sync()
+                session.read_inbox(infos)
+            except BaseException:
+                catalogue.close()
+                raise
+        return session
+
+    def _directory(self) -> Path:
+        """Return the directory of local catalogues, created if necessary; a temporary one if it cannot be written."""
+        wanted = self._options.cache_directory()
+        if wanted is not None:
+            try:
+                wanted.mkdir(parents=True, exist_ok=True, mode=0o700)
+                with tempfile.TemporaryFile(dir=wanted):
+                    return wanted
+            except OSError as error:
+                logger.warning("no local catalogue is kept in %s (%s)", wanted, error)
+        if self._temporary is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="persistkv-s3-", ignore_cleanup_errors=True)
+        return Path(self._temporary.name)
+
+    # Content
 
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
         self._check_open(writes=True)
         if any(pack.namespace != namespace for pack in batch.packs):
             raise StoreError(f"a pack of another namespace than {namespace.hex()}")
-        session = self.session(namespace)
         if self._is_dark():
             raise StoreUnavailableError(f"{self._place} has not answered yet ({self._dark})")
-        if session.follower.emptied:  # format and identity are missing, too
-            self._check_format()
-            self._put_identity(self._namespaces[namespace])
-            session.restart()
-        result = session.commit(batch, 1 + max(other.state.moment for other in self._sessions.values()))
-        if self._retention.is_due():
-            try:
-                self.retain()
-            except StoreError as error:
-                logger.warning("%s: retention failed (%s); the next period retries it", self._place, error)
+        session = self.session(namespace)
+        if batch.deletions or batch.bad or not self._options.refresh_s:
+            self.refresh()  # a manifest that another engine wrote since may name what is deleted
+        self._used_at = self._clock.monotonic()
+        waited = session.is_waiting
+        result = session.commit(batch)
+        if session.is_waiting and not waited:
+            self._wake.set()
         return result
 
-    def retain(self, now: float | None = None) -> Round | None:
-        """Evict as the ttl and the capacity require and remove orphans, unless an engine has done so in this period.
-
-        Fetches the index of all namespaces. ``changes`` reports the evicted packs.
-
-        :param now: do it in any case, as if this were the server's time.
-        :raises StoreError: it was not completed; the round of the next period continues.
-        """
-        self._check_open(writes=True)
-        names = [namespace.id for namespace in self.namespaces()]
-        sessions = {name: self._sessions.get(name) or self._make_session(name) for name in names}
-        if now is not None:
-            return self._retention.run(sessions, self.policy(), now)
-        return self._retention.run_if_first(sessions, self.policy)
-
     def changes(self, namespace: bytes, cursor: bytes | None) -> Changes:
-        session = self.session(namespace)
-        if not self._is_dark():
-            look = session.follower.load if cursor is None else session.follower.look
-            look()
-        return session.state.changes(cursor)
+        if self._is_dark():
+            self._check_open()
+            if namespace not in self._namespaces:
+                raise StoreError(f"{self._place} has not answered yet, so no namespace {namespace.hex()} is known")
+            return Changes(b"", [], reset=True)
+        session = self._fresh(namespace)
+        return session.catalogue.changes(namespace, cursor)
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
+        self._used_at = self._clock.monotonic()
         return self.session(namespace).packs.read(spans)
 
     def read_frames(
@@ -268,51 +414,46 @@ class S3Backend(InspectableBackend):
         buffer: memoryview,
         take: Callable[[int, memoryview], None],
     ) -> None:
+        self._used_at = self._clock.monotonic()
         self.session(namespace).packs.read_frames(pack_id, frames, buffer, take)
 
-    def manifests(self, namespace: bytes) -> Iterator[RequestManifest]:
-        session = self.session(namespace)
-        session.follower.look()
-        for manifest in list(session.state.manifests.values()):
-            try:
-                yield decode_manifest(manifest.head)
-            except CorruptPackError:
-                continue
-
-    def manifests_naming(self, namespace: bytes, packs: Sequence[bytes]) -> list[RequestManifest]:
-        naming = self.session(namespace).state.naming
-        names = {name for pack in packs for name in naming.get(pack, ())}
-        return [head for head in self.manifests(namespace) if head.id in names] if names else []
-
-    def chain(self, namespace: bytes, manifest_id: str) -> list[bytes] | None:
-        held = self.session(namespace).state.manifests.get(manifest_id)
-        return None if held is None else list(held.packs)
-
     def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
-        packs = self.session(namespace).state.packs
-        return [held.table for held in map(packs.get, pack_ids) if held is not None]
+        return self.session(namespace).catalogue.tables(namespace, pack_ids)
+
+    def manifests(self, namespace: bytes) -> Iterator[RequestManifest]:
+        return self._fresh(namespace).catalogue.manifests(namespace)
 
     def manifest_keys(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[ManifestKeys | None]:
         session = self.session(namespace)
         return [session.manifest_keys(manifest_id) for manifest_id in manifest_ids]
 
+    def manifests_naming(self, namespace: bytes, packs: Sequence[bytes]) -> list[RequestManifest]:
+        return self.session(namespace).catalogue.manifests_naming(namespace, packs)
+
+    def chain(self, namespace: bytes, manifest_id: str) -> list[bytes] | None:
+        return self.session(namespace).catalogue.chain(namespace, manifest_id)
+
     def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
+        return self.session(namespace).catalogue.uses(namespace, manifest_ids)
+
+    def _fresh(self, namespace: bytes) -> NamespaceSession:
+        """Return a session, after a refresh if the handle refreshes at each call."""
         session = self.session(namespace)
-        return [session.state.request_use(manifest_id) for manifest_id in manifest_ids]
+        if not self._options.refresh_s:
+            self.refresh()
+        return session
 
     def stats(self) -> BackendStats:
-        sessions = [self.session(namespace.id) for namespace in self.namespaces()]
-        for session in sessions:
-            session.follower.look()
-        packs = [pack for session in sessions for pack in session.state.packs.values()]
+        catalogues = [self._fresh(namespace.id).catalogue for namespace in self.namespaces()]
+        states = [state for catalogue in catalogues for state in catalogue.states()]
         return BackendStats(
-            packs=len(packs),
-            blocks=sum(len(pack.table.keys) for pack in packs),
-            requests=sum(len(session.state.manifests) for session in sessions),
-            raw_bytes=sum(pack.table.raw_length for pack in packs),
-            stored_bytes=sum(pack.table.payload_length for pack in packs),
-            disk_bytes=sum(session.state.stored_bytes for session in sessions),
-            capacity=self._policy.capacity,
+            packs=sum(state.packs for state in states),
+            blocks=sum(state.blocks for state in states),
+            requests=sum(state.requests for state in states),
+            raw_bytes=sum(state.raw_bytes for state in states),
+            stored_bytes=sum(state.stored_bytes for state in states),
+            disk_bytes=sum(catalogue.disk_bytes() for catalogue in catalogues),
+            capacity=self._head.head.capacity,
         )
 
     @property
@@ -325,32 +466,37 @@ class S3Backend(InspectableBackend):
 
     def publish_status(self, engine: str, row: bytes | None) -> None:
         self._check_open(writes=True)
-        key = f"{self._place.prefix}{STATUSES}{engine}"
+        key = f"{self._names.statuses_prefix}{engine}"
         if row is None:
             self._bucket.delete([key])
             return
         if not self._status_shown:  # delete those that killed engines left
             old = self._bucket.now() - _STATUS_KEPT_S
-            found = self._bucket.list(self._place.prefix + STATUSES)
+            found = self._bucket.list(self._names.statuses_prefix)
             self._bucket.delete([info.key for info in found if info.modified < old])
             self._status_shown = True
-        self._bucket.put(key, [row], only_if_absent=False)
+        self._bucket.put(key, [row])
 
     def statuses(self) -> dict[str, bytes]:
         self._check_open()
-        keys = [info.key for info in self._bucket.list(self._place.prefix + STATUSES)]
+        keys = [info.key for info in self._bucket.list(self._names.statuses_prefix)]
         rows = zip(keys, self._bucket.all(self._small_object, keys), strict=True)
         return {key.rpartition("/")[2]: row for key, row in rows if row is not None}
 
     def close(self) -> None:
         if self._closed:
             return
+        for session in list(self._sessions.values()):
+            session.close(publish=not self._read_only)
         self._closed = True
+        self._wake.set()
         try:
-            for session in () if self._read_only else self._sessions.values():
-                session.close()
+            if self._thread is not None and self._thread is not threading.current_thread():
+                self._thread.join(self._options.deadline_s)
         finally:
             self._bucket.close()
+            if self._temporary is not None:
+                self._temporary.cleanup()
 
     def _check_open(self, *, writes: bool = False) -> None:
         if self._closed:

@@ -21,7 +21,7 @@ _ACCOUNT = re.compile(r"[0-9]{12}")
 _CREDENTIAL = re.compile("key|secret|token|password|credential|signature", re.IGNORECASE)
 _SECRET_BYTES = 32
 _ENDPOINT = "https://host:port or http://host:port, without user, path or query"
-_DURATIONS = ("deadline", "slow", "refresh", "touch", "ttl", "retention", "grace", "status")
+_DURATIONS = ("deadline", "slow", "refresh", "touch", "ttl", "grace", "status")
 _MAY_BE_ZERO = ("refresh", "touch")
 
 
@@ -53,22 +53,21 @@ class S3Options(msgspec.Struct, frozen=True):
     """Maximum time of one operation, including retries."""
     slow_s: float = msgspec.field(default=10.0, name="slow")
     """Longer operations count against the server, even if they succeed."""
-    refresh_s: float = msgspec.field(default=2.0, name="refresh")
-    """Time between polls for packs that others stored; each interval is 75 % to 125 % of it. 0: at every call."""
+    refresh_s: float = msgspec.field(default=1.0, name="refresh")
+    """Time between polls for packs that others stored; each interval is 75 % to 125 % of it, and 30 s in an idle
+    engine. 0: at every call, and commits that no leader has merged are read, too."""
     touch_s: float = msgspec.field(default=600.0, name="touch")
     """Maximum time that uses wait for a commit that writes them; later they are written by a request of their own."""
     connections: int = 8
     """Maximum of concurrent requests per call."""
     capacity: int | None = None
-    """Bound on the bytes of a new store, enforced once per ``retention`` period. None: unbounded. An existing store
+    """Bound on the bytes of a new store, enforced within seconds. None: unbounded. An existing store
     keeps its recorded capacity (``persistkv set`` changes it)."""
     ttl_s: float | None = msgspec.field(default=None, name="ttl")
     """Time after its last use until content of a new store expires. None: never. An existing store keeps its recorded
     ttl (``persistkv set`` changes it)."""
-    retention_s: float = msgspec.field(default=600.0, name="retention")
-    """Period in which one of the engines evicts and removes orphans once."""
     grace_s: float = msgspec.field(default=3600.0, name="grace")
-    """Age at which an object that the index does not reference counts as an orphan. Longer than any upload or read."""
+    """Time for which removed and superseded objects are kept. Longer than any read."""
     status_s: float | None = msgspec.field(default=None, name="status")
     """Interval in which this engine publishes its status, with one PUT each. None: never."""
     key_file: str | None = None
@@ -77,8 +76,8 @@ class S3Options(msgspec.Struct, frozen=True):
     key_env: str | None = None
     """Name of an environment variable that holds the key, instead of a file."""
     cache: str | bool | None = None
-    """Directory of the index cache, which is kept between runs; ``no``: no cache. None: ``persistkv/s3`` in the user's
-    cache directory."""
+    """Directory of the local catalogues, which are kept between runs; ``no``: a temporary one. None: ``persistkv/s3``
+    in the user's cache directory."""
 
     def __post_init__(self) -> None:
         if self.endpoint_url is not None:
@@ -121,7 +120,7 @@ class S3Options(msgspec.Struct, frozen=True):
         return found
 
     def cache_directory(self) -> Path | None:
-        """Directory of the index cache; None: no cache, also if the user has no home directory."""
+        """Directory of the local catalogues; None: a temporary one, also if the user has no home directory."""
         if self.cache is False:
             return None
         if isinstance(self.cache, str):

@@ -1,37 +1,27 @@
 """Pack objects: uploads and reads.
 
-1. A pack is uploaded with one conditional PUT; the first writer wins. Its object is a pack as in ``docs/format.md``:
-   payload, table, trailer; with a key, tags between payload and table.
-2. The name is the pack's id and a generation. A pack that was deleted is written again under a higher generation, so
-   the bytes under a name never change, and a damaged object is never taken for a valid one.
+1. An object is a pack as in ``docs/format.md``: payload, table, trailer; with a key, tags between payload and table.
+2. Its name ends in a nonce, drawn for each upload: the bytes under a name never change, and no upload adopts an object.
 3. Adjacent ranges of a pack are read with one request, and requests run in parallel.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from contextlib import contextmanager
 
-from persistkv.errors import CorruptPackError
 from persistkv.storage.backend import ReadSpan
 from persistkv.storage.format.codec import Buffer
-from persistkv.storage.format.pack import Frame, PackTable
+from persistkv.storage.format.pack import Frame
 from persistkv.storage.format.pack_writer import NewPack
 from persistkv_s3.authentication import SignedObjects, slices
-from persistkv_s3.client.transport import FrameSink, ObjectExistsError, ObjectMissingError, S3Error
-from persistkv_s3.log.follower import Follower
-from persistkv_s3.log.state import PackState
-
-logger = logging.getLogger(__name__)
+from persistkv_s3.catalogue import Catalogue, PackObject
+from persistkv_s3.client.transport import FrameSink, ObjectMissingError
+from persistkv_s3.feed.format import NONCE_BYTES, PackRow
 
 _GAP_BYTES = 128 << 10  # 128 KiB: less than the bytes transferred in the latency of one request
-_TAIL_BYTES = 64 << 10  # 64 KiB: another writer's table is longer if it has cut the same keys into more frames
-_GENERATIONS = 4
-"""Maximum of generations tried for one pack: an unreadable object occupies its name."""
 
 
 class UploadBudget:
@@ -56,92 +46,40 @@ class UploadBudget:
                 self._changed.notify_all()
 
 
-class Uploaded(NamedTuple):
-    """A pack whose object exists."""
-
-    writer: NewPack
-    table: PackTable
-    """Table of the object, which another writer may have uploaded."""
-    tags: bytes
-    """Tags of the object, see ``authentication``."""
-    generation: int
-    reused: bool
-    """Another writer, or an earlier attempt, had uploaded it."""
-
-
 class PackObjects:
-    """The packs of one namespace. Thread-safe."""
+    """The packs of one namespace. Thread-safe.
 
-    def __init__(self, objects: SignedObjects, follower: Follower) -> None:
+    :param missing: called with id and nonce of a pack whose object is missing or too short.
+    """
+
+    def __init__(self, objects: SignedObjects, catalogue: Catalogue, missing: Callable[[bytes, bytes], None]) -> None:
         self._bucket = objects.bucket
         self._names = objects.names
         self._authenticator = objects.authenticator
-        self._follower = follower
+        self._catalogue = catalogue
+        self._missing = missing
 
-    def upload(self, writer: NewPack, first_generation: int) -> Uploaded:
-        """Upload a pack unless its object exists already. Errors of its stream are raised unchanged.
+    def upload(self, writer: NewPack) -> PackRow:
+        """Upload a pack. Errors of its stream are raised unchanged.
 
-        :raises S3Error: the object may exist or not; no index object references it.
+        :raises S3Error: the object may exist or not; no commit names it.
         """
-        pieces, tags = self._pieces(writer)
-        for generation in range(first_generation, first_generation + _GENERATIONS):
-            try:
-                self._bucket.put(self._names.pack(writer.pack_id, generation), pieces)
-            except ObjectExistsError:
-                held = self._held(writer.table, generation)
-                if held is not None:
-                    return Uploaded(writer, *held, generation, reused=True)
-            else:
-                return Uploaded(writer, writer.table, tags, generation, reused=False)
-        raise S3Error(f"{self._names.pack(writer.pack_id, generation)}: the object is not this pack, or damaged")
-
-    def restore(self, pack: Uploaded) -> None:
-        """Upload a reused pack again if its object has been removed since."""
-        pack_id, key = pack.table.pack_id, self._names.pack(pack.table.pack_id, pack.generation)
-        try:
-            self._bucket.head(key)
-            return
-        except ObjectMissingError:
-            logger.warning("%s was removed while a commit reused it: uploading it again", key)
-        held = self._follower.state.packs.get(pack_id)
-        if pack.table == pack.writer.table:
-            with suppress(ObjectExistsError):
-                self._bucket.put(key, self._pieces(pack.writer)[0])
-        elif held is not None:  # the index references another writer's bytes, which no longer exist
-            self._follower.miss(pack_id, held)
-
-    def _pieces(self, writer: NewPack) -> tuple[list[Buffer], bytes]:
-        """Return the buffers of the whole object, and its tags."""
         payload: list[Buffer] = list(writer.stream())
-        tags = self._authenticator.pack_tags(writer.table, payload)
-        return [*payload, tags, writer.table.encode()], tags
-
-    def _held(self, ours: PackTable, generation: int) -> tuple[PackTable, bytes] | None:
-        """Return table and tags of an existing object; None if it is another pack, damaged, or not authentic."""
-        key, tags_length = self._names.pack(ours.pack_id, generation), self._authenticator.tags_length
-        try:
-            tail = self._bucket.tail(key, max(tags_length(ours) + len(ours.encode()), _TAIL_BYTES))
-            table = PackTable.parse(tail)
-            size = self._bucket.head(key).size
-        except (CorruptPackError, ObjectMissingError):  # retention may delete it at any time
-            return None
-        end = len(tail) - len(table.encode())
-        tags = bytes(tail[max(0, end - tags_length(table)) : end])
-        whole = table.payload_length + len(tags) + len(tail) - end
-        same = (table.namespace, table.pack_id, table.keys) == (ours.namespace, ours.pack_id, ours.keys)
-        return (table, tags) if same and size == whole and self._authenticator.is_ours(table, tags) else None
+        nonce = self._bucket.clock.random.randbytes(NONCE_BYTES)
+        body = self._authenticator.pack_tags(writer.table, payload) + writer.table.encode()
+        self._bucket.put(self._names.pack(writer.pack_id, nonce), [*payload, body])
+        return PackRow(writer.pack_id, nonce, body)
 
     def read(self, spans: Sequence[ReadSpan]) -> list[bool]:
         """See ``Backend.read``."""
-        self._follower.ensure()
         filled = [False] * len(spans)
 
         def fetch(run: _RangedGet) -> None:
             frames = run.widen() if self._authenticator.key_id else []
             try:
-                self._bucket.fill(self._names.pack(run.pack_id, run.held.generation), run.start, run.buffers)
+                self._bucket.fill(self._names.pack(run.pack_id, run.held.nonce), run.start, run.buffers)
             except ObjectMissingError:
-                self._follower.miss(run.pack_id, run.held)
+                self._missing(run.pack_id, run.held.nonce)
                 return
             is_ours = self._authenticator.frame_check(run.held.table, run.held.tags)
             pieces = slices(run.buffers, [(frame.offset - run.start, frame.stored_length) for _, frame in frames])
@@ -156,8 +94,7 @@ class PackObjects:
         self, pack_id: bytes, frames: Sequence[Frame], buffer: memoryview, take: Callable[[int, memoryview], None]
     ) -> None:
         """See ``Backend.read_frames``."""
-        self._follower.ensure()
-        held = self._follower.state.packs.get(pack_id)
+        held = self._catalogue.objects([pack_id]).get(pack_id)
         if held is None:
             return
         offsets = [frame.offset for frame in held.table.frames]
@@ -171,18 +108,19 @@ class PackObjects:
 
             ranges = [(frames[number].offset, frames[number].stored_length) for number in run]
             try:
-                self._bucket.pour(self._names.pack(pack_id, held.generation), FrameSink(ranges, buffer, check))
+                self._bucket.pour(self._names.pack(pack_id, held.nonce), FrameSink(ranges, buffer, check))
             except ObjectMissingError:
-                self._follower.miss(pack_id, held)
+                self._missing(pack_id, held.nonce)
                 return
 
     def _runs(self, spans: Sequence[ReadSpan], filled: list[bool]) -> list[_RangedGet]:
         """Group spans by request; mark empty ones as filled, and skip those beyond the payload."""
         runs: list[_RangedGet] = []
+        objects = self._catalogue.objects({span.pack_id for span in spans})
         for index in sorted(range(len(spans)), key=lambda n: (spans[n].pack_id, spans[n].offset)):
             span = spans[index]
             length = sum(buffer.nbytes for buffer in span.buffers)
-            held = self._follower.state.packs.get(span.pack_id)
+            held = objects.get(span.pack_id)
             if held is None or span.offset + length > held.table.payload_length:
                 continue
             if not length:
@@ -213,7 +151,7 @@ def _adjacent(frames: Sequence[Frame], payload_length: int) -> Iterator[list[int
 class _RangedGet:
     """One ranged GET of a pack in the state ``held``, from byte ``start`` to ``end`` of its payload."""
 
-    def __init__(self, pack_id: bytes, held: PackState, start: int) -> None:
+    def __init__(self, pack_id: bytes, held: PackObject, start: int) -> None:
         self.pack_id = pack_id
         self.held = held
         self.start = self.end = start

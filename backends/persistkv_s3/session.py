@@ -1,300 +1,444 @@
-"""Session of one handle with one namespace: commits, uses, keys of manifests.
+"""Session of one handle with one namespace: commits, uses, and the local catalogue's way to the head's position.
 
 A commit has three steps:
 
-1. Packs are uploaded in parallel, together with one object that holds the keys of the manifests. No index object
-   references them yet: after a failure or a kill they are orphans, which retention removes.
-2. One index object describes the whole commit. Its upload is the commit: every handle sees all of it, or nothing.
-3. Packs that existed already are checked again: a pack that was pruned between 1 and 2 is uploaded again.
+1. Packs are uploaded in parallel, together with one object that holds the keys of the manifests. Nothing names them
+   yet: after a failure or a kill a sweep removes them.
+2. One object in the writer's inbox describes the whole commit. Its upload is the commit. The next commit has the next
+   number, and is sent after the outcome of this one is known.
+3. The commit is applied to the local catalogue. The leader merges it into the feed, which every engine applies.
 
-If the outcome of 2 is unknown, the session continues under a new writer id, because the numbers of a writer have no
-gaps. If the upload did succeed, the session merges it like a commit of another writer.
+If the outcome of 2 stays unknown, the session continues under a new writer id and never deletes anything: the leader
+may still find the object and merge it. A pack of the failed commit is then a duplicate, which the feed resolves.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import time
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import TypeVar
 
 from persistkv.errors import CorruptPackError, StoreError
 from persistkv.storage.backend import CommitBatch, CommitResult
 from persistkv.storage.format.manifest import ManifestKeys, decode_manifest_keys, encode_manifest, encode_manifest_keys
-from persistkv.storage.format.pack_writer import NewPack
-from persistkv_s3.authentication import Authenticator, SignedObjects
-from persistkv_s3.client.transport import ObjectExistsError, ObjectMissingError
-from persistkv_s3.log.follower import Follower
-from persistkv_s3.log.layout import Entry, GoneRow, LogName, ManifestRow, Stamp, encode_entries
-from persistkv_s3.log.state import LastUse, LogState, PackState
-from persistkv_s3.packs import PackObjects, UploadBudget, Uploaded
+from persistkv_s3.authentication import SignedObjects
+from persistkv_s3.catalogue import Catalogue, Plan, Position
+from persistkv_s3.client.transport import ABSENT, ConditionFailedError, ObjectInfo, ObjectMissingError, S3Error
+from persistkv_s3.feed.format import (
+    MAX_FEED_BYTES,
+    MAX_INBOX_BYTES,
+    MAX_SEGMENT_BYTES,
+    MAX_SNAPSHOT_BYTES,
+    WRITER_BYTES,
+    Dump,
+    Entry,
+    Feed,
+    InboxName,
+    ManifestRow,
+    NamespaceHead,
+    PackRow,
+    Snapshot,
+    StoreNames,
+    parse_inbox,
+    seal,
+    split_records,
+    unseal,
+)
+from persistkv_s3.feed.head import StoreHead
+from persistkv_s3.packs import PackObjects, UploadBudget
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+MOST_COMMIT_S = 12 * 3600.0  # 12 hours from the first upload to the commit's object; a sweep spares younger objects
+_TRIES = 4
+"""Maximum of attempts to reach the head's position: listed objects may be deleted before they are fetched."""
+_AT_ONCE = 4
+"""Feed objects or segments in memory at a time."""
+
 
 class NamespaceSession:
-    """See the top of this file. One thread at a time commits; ``packs`` is thread-safe."""
+    """See the top of this file. One thread at a time commits; the other methods and ``packs`` are thread-safe."""
 
-    def __init__(self, objects: SignedObjects, follower: Follower, touch_s: float) -> None:
-        self.follower = follower
-        self.state = follower.state
-        self.names = objects.names
-        self.packs = PackObjects(objects, follower)
+    def __init__(
+        self, objects: SignedObjects, store_names: StoreNames, catalogue: Catalogue, head: StoreHead, touch_s: float
+    ) -> None:
         self.objects = objects
+        self.catalogue = catalogue
+        self.packs = PackObjects(objects, catalogue, self._lose)
         self._bucket = objects.bucket
-        self._authenticator = objects.authenticator
+        self._clock = objects.bucket.clock
+        self._store_names = store_names
         self._namespace = objects.namespace
+        self._head = head
         self._touch_s = touch_s
-        self._writer = os.urandom(16)
+        self._writer = self._clock.random.randbytes(WRITER_BYTES)
         self._number = 0
-        self._written_at = time.monotonic()
+        self._unmerged: dict[int, Entry] = {}
+        """Own commits that the feed does not contain yet."""
+        self._read: set[InboxName] = set()
+        """Commits of others that were read from the inbox."""
+        self._uses: dict[bytes, int] = {}
+        """Packs that were used and the moments, which no commit has published."""
+        self._moments = 0
+        self._lost: dict[tuple[bytes, bytes], None] = {}
+        """Packs whose objects are missing, until a commit removes them for all engines."""
+        self._written_at = self._clock.monotonic()
+        self._lock = threading.RLock()
 
-    def commit(self, batch: CommitBatch, moment: int, *, dropped: Sequence[str] = ()) -> CommitResult:
-        """See ``Backend.commit``.
+    @property
+    def writer(self) -> bytes:
+        """Writer id of the next commit."""
+        return self._writer
 
-        :param moment: greater than all moments that the handle has merged, in any namespace.
-        :param dropped: manifests to remove without their packs.
-        """
-        follower, state = self.follower, self.state
-        if batch.deletions or batch.bad:
-            follower.refresh()  # a pack that another writer uploaded since must not be deleted
-        else:
-            follower.look_before_commit()
-        if batch.seen is not None and not state.is_current(batch.seen):
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the feed lacks a commit of this session."""
+        return bool(self._unmerged)
+
+    def commit(self, batch: CommitBatch) -> CommitResult:
+        """See ``Backend.commit``."""
+        plan = self.catalogue.plan(batch)
+        if batch.seen is not None and plan.cursor != batch.seen:
             return CommitResult(batch.seen, stale=True)
-        moment = max(moment, state.moment + 1)
-        now = self._bucket.now()
-        plan = _Plan(state, batch, follower.lost, dropped)
-        if not plan.is_commit:
-            self._touch(plan.uses, LastUse(moment, now))
-            return CommitResult(state.cursor)
-        keys = plan.manifest_keys(self._namespace, self._authenticator)
-        uploaded = self._upload(plan.missing, UploadBudget(batch.memory), b"".join(keys))
-        entry = plan.entry(self._namespace, Stamp(moment, self._writer), now, self._number + 1, uploaded, keys)
-        self._publish([*self._pending(), entry])
-        cursor = state.cursor
-        state.relearn(pack.table.pack_id for pack in uploaded if pack.reused and pack.table != pack.writer.table)
-        self._maintain([pack for pack in uploaded if pack.reused])
-        return CommitResult(cursor, [held.table for held in plan.gone.values()])
+        missing = {pack.pack_id for pack in plan.missing}
+        used = [*batch.touches, *(pack.pack_id for pack in batch.packs if pack.pack_id not in missing)]
+        used += [pack_id for write in batch.manifests for pack_id in write.packs]
+        used = list(dict.fromkeys(used))
+        if not (plan.missing or plan.gone or batch.manifests or plan.pins):
+            self._touch(used)
+            return CommitResult(plan.cursor)
+        if plan.missing or batch.manifests:
+            self._written_at = self._clock.monotonic()
+        entry = self._upload(batch, plan)
+        entry.uses = [*self._pending_uses(), b"".join(used)]
+        entry.gone = [*plan.gone, *(lost for lost in list(self._lost) if lost not in plan.gone)]
+        before, after = self._publish(entry)
+        return CommitResult(after if before == plan.cursor else plan.cursor, plan.removed)
 
-    def _upload(self, packs: Sequence[tuple[NewPack, int]], budget: UploadBudget, keys: bytes) -> list[Uploaded]:
-        """Upload packs under their generations, and an object with the keys of the manifests."""
-        found: dict[int, Uploaded] = {}
-        name = LogName(self._writer, self._number + 1)
+    def _upload(self, batch: CommitBatch, plan: Plan) -> Entry:
+        """Upload packs, and an object with the keys of the manifests; return the commit that names them."""
+        number, started = self._number + 1, self._bucket.now()
+        keys_name, keys = f"keys/{self._writer.hex()}-{number:012x}", list[bytes]()
+        manifests, offset = list[ManifestRow](), 0
+        for write in batch.manifests:
+            encoded = [encode_manifest_keys(write.keys)]
+            signed = self.objects.authenticator.signed(self._namespace, _keys_of(write.manifest.id), encoded)
+            keys.append(b"".join(signed))
+            named = b"".join(dict.fromkeys(write.packs))
+            manifests.append(ManifestRow(encode_manifest(write.manifest), named, keys_name, offset, len(keys[-1])))
+            offset += len(keys[-1])
+        found: dict[int, PackRow] = {}
+        budget = UploadBudget(batch.memory)
 
-        def put(number: int | None) -> None:
-            if number is None:
-                self._bucket.put(self.names.manifest_keys(name), [keys], only_if_absent=False)
+        def put(number: int) -> None:
+            if number < 0:
+                self._bucket.put(self.objects.names.base + keys_name, keys)
                 return
-            writer, generation = packs[number]
-            with budget.reserved(writer):
-                found[number] = self.packs.upload(writer, generation)
+            with budget.reserved(plan.missing[number]):
+                found[number] = self.packs.upload(plan.missing[number])
 
         try:
-            self._bucket.all(put, [*range(len(packs)), *([None] if keys else [])], writes=True)
+            self._bucket.all(put, [*range(len(plan.missing)), *([-1] if keys else [])], writes=True)
         except BaseException:
             self._renew_writer()  # a late PUT may still create the object with keys: do not reuse its name
             raise
-        return [found[number] for number in range(len(packs))]
+        packs = [found[number] for number in range(len(plan.missing))]
+        return Entry(writer=self._writer, number=number, time=started, packs=packs, manifests=manifests, pins=plan.pins)
 
-    def _publish(self, entries: list[Entry]) -> None:
-        """Write one index object with these entries."""
-        name = LogName(self._writer, self._number + 1)
+    def _publish(self, entry: Entry) -> tuple[bytes, bytes]:
+        """Write a commit and apply it; return the cursors before and after it."""
+        name = InboxName(self._namespace, entry.writer, entry.number)
+        data = self.objects.authenticator.signed(self._namespace, _signed_as(name), [seal(entry)])
+        if sum(len(memoryview(piece)) for piece in data) > MAX_INBOX_BYTES:
+            raise StoreError(f"a commit of more than {MAX_INBOX_BYTES} bytes of key tables: commit fewer packs at once")
         try:
-            self.objects.put(self.names.log(name), encode_entries(entries))
-        except ObjectExistsError as error:
+            self._bucket.put(self._store_names.inbox(name), data, condition=ABSENT)
+        except ConditionFailedError as error:
             if not error.uncertain:  # the writer id is not unique: the process was copied
                 self._renew_writer()
                 raise
-        except StoreError:
+        except S3Error as error:
+            if not (error.uncertain and self._was_written(name)):
+                self._renew_writer()
+                raise
+        if self._bucket.now() - entry.time > MOST_COMMIT_S:  # the process was suspended: the leader rejects it
             self._renew_writer()
-            raise
-        self._number = name.number
-        self.follower.published(name, entries)
-        self.follower.touched.clear()
-        self._written_at = time.monotonic()
-        for entry in entries:
-            for pack_id in [*(row.pack_id for row in entry.head.packs), *(row.pack_id for row in entry.head.gone)]:
-                self.follower.lost.pop(pack_id, None)
+            raise StoreError("the commit took more than 12 hours and does not count")
+        self._number = entry.number
+        with self._lock:
+            self._unmerged[entry.number] = entry
+        for gone in entry.gone:
+            self._lost.pop(gone, None)
+        self._uses.clear()
+        return self.catalogue.apply_pending(entry, self._bucket.now())
 
-    def restart(self) -> None:
-        """Continue under a new writer id after the bucket was emptied."""
-        self._renew_writer()
-        self.follower.emptied = False
+    def _was_written(self, name: InboxName) -> bool:
+        """Return whether a commit exists, or was merged already."""
+        try:
+            self._bucket.head(self._store_names.inbox(name))
+            return True
+        except ObjectMissingError:
+            self._head.poll()
+            self.sync()
+            return self.catalogue.merged_number(name.writer) >= name.number
+        except S3Error:
+            return False
 
     def _renew_writer(self) -> None:
-        self._writer = os.urandom(16)
-        self._number = 0
+        self._writer, self._number = self._clock.random.randbytes(WRITER_BYTES), 0
 
-    def _maintain(self, reused: list[Uploaded]) -> None:
-        """Restore reused packs and take a snapshot; the commit stays valid if this fails."""
-        try:
-            self._bucket.all(self.packs.restore, reused, writes=True)
-            self.follower.take_snapshot_if_due(self._writer)
-        except StoreError as error:
-            logger.warning("%s: maintenance failed (%s); a later commit retries it", self.names.base, error)
+    # Uses
 
-    def _touch(self, pack_ids: list[bytes], use: LastUse) -> None:
+    def _touch(self, pack_ids: Sequence[bytes]) -> None:
         """Record uses; they are written with the next commit, or alone after ``touch``."""
-        for pack_id in pack_ids:
-            self.state.use(pack_id, use)
-            self.follower.touched[pack_id] = use
-        if not self.follower.touched:
-            self._written_at = time.monotonic()
-        elif time.monotonic() - self._written_at >= self._touch_s:
+        held = self.catalogue.objects(pack_ids) if pack_ids else {}
+        if held:
+            self.catalogue.touch(list(held), self._bucket.now())
+            self._moments += 1
+            for pack_id in held:
+                self._uses[pack_id] = self._moments
+        if not self._uses:
+            self._written_at = self._clock.monotonic()
+        elif self._clock.monotonic() - self._written_at >= self._touch_s:
             self.write_uses()
+
+    def _pending_uses(self) -> list[bytes]:
+        """Return the uses that no commit has published, for each moment."""
+        moments: dict[int, list[bytes]] = {}
+        for pack_id, moment in self._uses.items():
+            moments.setdefault(moment, []).append(pack_id)
+        return [b"".join(moments[moment]) for moment in sorted(moments)]
 
     def write_uses(self) -> None:
-        """Write the uses since the last commit."""
-        if self.follower.touched:
-            self._publish(self._pending())
+        """Publish the uses since the last commit."""
+        if self._uses:
+            number, now = self._number + 1, self._bucket.now()
+            uses = [*self._pending_uses(), b""]
+            self._publish(Entry(writer=self._writer, number=number, time=now, uses=uses, gone=list(self._lost)))
+            self._written_at = self._clock.monotonic()
 
-    def close(self) -> None:
-        """Write pending uses and the local cache of the index; failures are logged only."""
+    def _lose(self, pack_id: bytes, nonce: bytes) -> None:
+        """Remove a pack whose object is missing. Called from any thread."""
+        if self.catalogue.drop(pack_id, nonce, self._bucket.now()):
+            self._lost[pack_id, nonce] = None
+
+    # Feed
+
+    def sync(self) -> None:
+        """Apply the feed up to the head's position.
+
+        :raises S3Error: the catalogue has the position of the last feed object that was applied.
+        """
+        with self._lock:
+            for tries_left in reversed(range(_TRIES)):
+                try:
+                    self._sync(self._head.head.namespaces.get(self._namespace))
+                    break
+                except ObjectMissingError:  # superseded after the head was read
+                    if not tries_left:
+                        raise
+                    self._head.poll()
+            if self._unmerged:
+                merged = self.catalogue.merged_number(self._writer)
+                self._unmerged = {number: entry for number, entry in self._unmerged.items() if number > merged}
+
+    def _sync(self, target: NamespaceHead | None) -> None:
+        if not self.catalogue.is_of(self._head.head.store):  # own commits were perhaps deleted with the head
+            inbox = {parse_inbox(info.key) for info in self.inbox()} if self._unmerged else set()
+            kept = {n: e for n, e in self._unmerged.items() if InboxName(self._namespace, e.writer, n) in inbox}
+            self._unmerged = kept
+            self._reload([], Position())
+        at = self.catalogue.position
+        if target is None:
+            if at.generation:
+                self._reload([], Position())
+            return
+        known = target.term_of(at.position)
+        follows = (
+            at.generation in ((target.generation,) if at.position else (b"", target.generation))
+            and at.position <= target.position
+            and known in (None, at.term)
+            and (at.position == target.position or target.term_of(at.position + 1) is not None)
+            and not (at.position == 0 and target.snapshot)
+        )
+        if not follows or not self._follow(target, at):
+            at = self._load_snapshot(target)
+            if not self._follow(target, at):
+                raise ObjectMissingError(f"{self.objects.names.feed_prefix}: the feed does not follow the snapshot")
+
+    def _follow(self, target: NamespaceHead, at: Position) -> bool:
+        """Apply the feed objects after ``at``; return False if they do not follow it."""
+        todo = list(range(at.position + 1, target.position + 1))
+        for start in range(0, len(todo), _AT_ONCE):
+            terms = [(position, target.term_of(position)) for position in todo[start : start + _AT_ONCE]]
+            if any(term is None for _, term in terms):
+                return False
+            for (position, term), feed in zip(terms, self._bucket.all(self._fetch, terms), strict=True):
+                if feed is None:
+                    at = Position(target.generation, position, term or b"", at.time, damaged=True)
+                    self.catalogue.skip_to(at)
+                    continue
+                if feed.generation != target.generation or (feed.previous != at.term and not at.damaged):
+                    return False
+                self.catalogue.apply_feed(feed)
+                at = Position(feed.generation, feed.position, feed.term, feed.time)
+        return True
+
+    def feed_object(self, name: tuple[int, bytes | None]) -> Feed | None:
+        """Return the feed object of a position and term; None if it is missing or unreadable."""
+        with suppress(ObjectMissingError):
+            return self._fetch(name)
+        return None
+
+    def _fetch(self, name: tuple[int, bytes | None]) -> Feed | None:
+        """Return a feed object; None if it is unreadable.
+
+        :raises ObjectMissingError: there is no such object.
+        """
+        position, term = name
+        key = self.objects.names.feed(position, term or b"").removeprefix(self.objects.names.base)
         try:
-            self.write_uses()
-        except StoreError as error:
-            logger.warning("%s: could not write last uses (%s); they are lost", self.names.base, error)
-        self.follower.close()
+            feed = unseal(self.objects.get(key, MAX_FEED_BYTES), Feed)
+            if (feed.position, feed.term) == (position, term):
+                return feed
+            raise CorruptPackError("Feed", "of another position")
+        except CorruptPackError as error:
+            logger.warning("%s%s is unreadable (%s): its packs are misses", self.objects.names.base, key, error)
+            return None
 
-    def _pending(self) -> list[Entry]:
-        """Return pending uses, one entry for each moment."""
-        by_use: dict[LastUse, list[bytes]] = {}
-        for pack_id, use in self.follower.touched.items():
-            by_use.setdefault(use, []).append(pack_id)
-        entries = []
-        for (moment, at), used in sorted(by_use.items()):
-            entries.append(Entry.of(self._namespace, Stamp(moment, self._writer), at))
-            entries[-1].head.uses = b"".join(used)
-        return entries
+    def applied(self, feed: Feed) -> None:
+        """Apply a feed object that this handle has published."""
+        with self._lock:
+            self.catalogue.apply_feed(feed)
+
+    def snapshot(self, target: NamespaceHead) -> Snapshot | None:
+        """Return the newest snapshot; None if there is none, or it is unreadable."""
+        if not target.snapshot:
+            return None
+        try:
+            return unseal(self.objects.get(target.snapshot, MAX_SNAPSHOT_BYTES), Snapshot)
+        except CorruptPackError as error:
+            logger.warning("%s%s is unreadable: %s", self.objects.names.base, target.snapshot, error)
+            return None
+
+    def _load_snapshot(self, target: NamespaceHead) -> Position:
+        """Replace the catalogue by the newest snapshot; unreadable parts are left out. Return its position."""
+        generation, name = target.generation, target.snapshot
+        found = self.snapshot(target)
+        if found is None:  # the feed objects that it covers are lost, too
+            term = target.term_of(target.snapshot_position) or b""
+            at = Position(generation, target.snapshot_position, term, 0.0, damaged=bool(name))
+            self._reload([], at)
+            return at
+        damaged: list[str] = []
+        self._reload(self._records(found.base, Dump, damaged), Position(generation))
+        for feed in self._records(found.tails, Feed, damaged):
+            self.catalogue.skip_to(Position(generation, feed.position - 1, feed.previous, 0.0))
+            self.catalogue.apply_feed(feed)
+        at = Position(generation, found.position, found.term, found.time, bool(damaged))
+        self.catalogue.skip_to(at)
+        return at
+
+    def _records(self, names: Sequence[str], kind: type[T], damaged: list[str]) -> Iterator[T]:
+        """Yield the records of segments; add the names of unreadable segments to ``damaged``."""
+        for start in range(0, len(names), _AT_ONCE):
+            some = names[start : start + _AT_ONCE]
+            for name, data in zip(some, self._bucket.all(self._segment, some), strict=True):
+                try:
+                    for record in split_records(data):
+                        yield unseal(record, kind)
+                except CorruptPackError as error:
+                    damaged.append(name)
+                    text = "%s%s is unreadable (%s): its packs are misses"
+                    logger.warning(text, self.objects.names.base, name, error)
+
+    def _segment(self, name: str) -> memoryview:
+        try:
+            return self.objects.get(name, MAX_SEGMENT_BYTES)
+        except CorruptPackError:
+            return memoryview(b"unreadable")
+
+    def _reload(self, dumps: Iterable[Dump], position: Position) -> None:
+        """Replace the catalogue, and apply own commits that are not merged again."""
+        self.catalogue.load(dumps, position, self._head.head.store)
+        self._read.clear()
+        for entry in self._unmerged.values():
+            self.catalogue.apply_pending(entry, self._bucket.now())
+
+    # Inbox
+
+    def inbox(self) -> list[ObjectInfo]:
+        """Return the commits of this namespace that the leader has not removed from the inbox."""
+        return list(self._bucket.list(f"{self._store_names.inbox_prefix}{self._namespace.hex()}-"))
+
+    def read_inbox(self, found: Iterable[ObjectInfo]) -> None:
+        """Apply listed commits that the feed lacks. Listed before the head was read, none is missed."""
+        with self._lock:
+            small = (info for info in found if info.size <= MAX_INBOX_BYTES)
+            infos = {name: info for info in small if (name := parse_inbox(info.key)) is not None}
+            merged = self.catalogue.merged() if infos else {}
+            self._read &= infos.keys()
+            new = [
+                name
+                for name in sorted(infos, key=lambda name: (infos[name].modified, name))
+                if name not in self._read and name.writer != self._writer and name.number > merged.get(name.writer, 0)
+            ]
+            for start in range(0, len(new), _AT_ONCE):
+                some = new[start : start + _AT_ONCE]
+                for name, entry in zip(some, self._bucket.all(self.read_commit, some), strict=True):
+                    self._read.add(name)
+                    if entry is None:  # merged and deleted since the head was read, or unreadable
+                        self._head.poll()
+                        self.sync()
+                    else:
+                        self.catalogue.apply_pending(entry, self._bucket.now())
+
+    def read_commit(self, name: InboxName) -> Entry | None:
+        """Return a commit in the inbox; None if it is missing, unreadable or not authentic."""
+        try:
+            data = self._bucket.get(self._store_names.inbox(name), MAX_INBOX_BYTES)
+            opened = self.objects.authenticator.opened(self._namespace, _signed_as(name), data)
+            entry = unseal(opened, Entry)
+            if (entry.writer, entry.number) == (name.writer, name.number):
+                return entry
+            raise CorruptPackError("Entry", "of another writer")
+        except ObjectMissingError:
+            return None
+        except CorruptPackError as error:
+            logger.warning("%s is unreadable (%s): its packs are misses", self._store_names.inbox(name), error)
+            return None
 
     def manifest_keys(self, manifest_id: str) -> ManifestKeys | None:
         """See ``Backend.manifest_keys``."""
-        self.follower.look()
-        held = self.state.manifests.get(manifest_id)
-        if held is None:
+        place = self.catalogue.keys_place(manifest_id)
+        if place is None or place.length > MAX_INBOX_BYTES:
             return None
-        buffer = bytearray(held.row.keys_length)
+        buffer = bytearray(place.length)
         try:
-            self._bucket.fill(self.names.manifest_keys(held.keys), held.row.keys_offset, [memoryview(buffer)])
-            signed_as = _keys_name(manifest_id)
-            return decode_manifest_keys(self._authenticator.opened(self._namespace, signed_as, buffer))
+            self._bucket.fill(self.objects.names.base + place.name, place.offset, [memoryview(buffer)])
+            opened = self.objects.authenticator.opened(self._namespace, _keys_of(manifest_id), buffer)
+            return decode_manifest_keys(opened)
         except (CorruptPackError, ObjectMissingError):
             return None
 
-
-class _Plan:
-    """Effects of a batch: removals, uploads, uses. The state is not changed."""
-
-    def __init__(
-        self, state: LogState, batch: CommitBatch, lost: dict[bytes, PackState], dropped: Sequence[str] = ()
-    ) -> None:
-        self._catalogue = state
-        self._batch = batch
-        self._lost = lost
-        self.gone: dict[bytes, PackState] = {}
-        self.manifests_gone = {name for name in dropped if name in state.manifests}
-        named = {pack_id for write in batch.manifests for pack_id in write.packs}
-        self._keep = named | {pack.pack_id for pack in batch.packs}
-        """Packs that removals of other packs leave in place."""
-        for pack_id in batch.deletions:
-            self._delete(pack_id)
-        for pack_id in batch.bad:
-            self._delete(pack_id, alone=True)
-        self.missing = self._missing()
-        """(pack, generation) of packs to upload."""
-        written = {write.manifest.id for write in batch.manifests}
-        self.pins = [
-            (name, pinned)
-            for name, pinned in batch.pins
-            if name in written or (name in state.manifests and name not in self.manifests_gone)
-        ]
-
-    def _delete(self, pack_id: bytes, *, alone: bool = False) -> None:
-        """Remove a pack and the manifests that reference it.
-
-        Unless ``alone``, also remove packs that only these manifests made reachable.
-        """
-        doomed = [pack_id]
-        while doomed:
-            pack_id = doomed.pop()
-            for name in self._naming(pack_id):
-                self.manifests_gone.add(name)
-                doomed += () if alone else self._unreachable(name, pack_id)
-            held = self._catalogue.packs.get(pack_id)
-            if held is not None:
-                self.gone[pack_id] = held
-
-    def _naming(self, pack_id: bytes) -> list[str]:
-        return [name for name in self._catalogue.naming.get(pack_id, ()) if name not in self.manifests_gone]
-
-    def _unreachable(self, name: str, pack_id: bytes) -> Iterable[bytes]:
-        manifest = self._catalogue.manifests[name]
-        behind = manifest.packs[manifest.packs.index(pack_id) + 1 :] if manifest.row.ordered else ()
-        return [other for other in behind if not self._naming(other) and other not in self._keep]
-
-    def _missing(self) -> list[tuple[NewPack, int]]:
-        found: dict[bytes, tuple[NewPack, int]] = {}
-        for writer in self._batch.packs:
-            name = writer.pack_id
-            if name in self.gone or name not in self._catalogue.packs:
-                before = self.gone.get(name) or self._catalogue.gone.get(name)
-                found.setdefault(name, (writer, 0 if before is None else before.generation + 1))
-        return list(found.values())
-
-    @property
-    def uses(self) -> list[bytes]:
-        """Packs of the state that the batch uses."""
-        batch = self._batch
-        used = [*batch.touches, *(pack.pack_id for pack in batch.packs)]
-        used += [pack_id for write in batch.manifests for pack_id in write.packs]
-        return [name for name in dict.fromkeys(used) if name in self._catalogue.packs and name not in self.gone]
-
-    @property
-    def is_commit(self) -> bool:
-        """Whether the batch changes more than uses."""
-        return bool(self.missing or self.gone or self.manifests_gone or self._batch.manifests or self.pins)
-
-    def manifest_keys(self, namespace: bytes, authenticator: Authenticator) -> list[bytes]:
-        """Return the signed keys of each manifest of the batch."""
-        return [
-            b"".join(authenticator.signed(namespace, _keys_name(write.manifest.id), [encode_manifest_keys(write.keys)]))
-            for write in self._batch.manifests
-        ]
-
-    def entry(
-        self,
-        namespace: bytes,
-        stamp: Stamp,
-        now: float,
-        number: int,
-        packs: Sequence[Uploaded],
-        manifest_keys: Sequence[bytes],
-    ) -> Entry:
-        """Return the entry of the commit.
-
-        :param number: of the index object and of the object with the keys.
-        """
-        entry = Entry.of(namespace, stamp, now)
-        head = entry.head
-        for pack in packs:
-            entry.add_pack(pack.writer.pack_id, pack.generation, pack.tags + pack.table.encode())
-        keys_at = 0
-        for write, keys in zip(self._batch.manifests, manifest_keys, strict=True):
-            manifest, named = write.manifest, b"".join(dict.fromkeys(write.packs))
-            row = ManifestRow(manifest.id, manifest.ordered, named, 0, 0, stamp.writer, number, keys_at, len(keys))
-            entry.add_manifest(row, encode_manifest(manifest))
-            keys_at += len(keys)
-        came = {row.pack_id for row in head.packs}
-        lost = {pack_id: held for pack_id, held in self._lost.items() if pack_id not in self._catalogue.packs}
-        gone = {**lost, **self.gone}
-        head.gone = [GoneRow(pack_id, held.generation) for pack_id, held in gone.items() if pack_id not in came]
-        head.uses = b"".join(self.uses)
-        head.manifests_gone = sorted(self.manifests_gone - {row.id for row in head.manifests})
-        head.pins = self.pins
-        return entry
+    def close(self, *, publish: bool) -> None:
+        """Publish uses, and release the catalogue; failures are logged only."""
+        try:
+            if publish:
+                self.write_uses()
+        except StoreError as error:
+            logger.warning("%s: could not write last uses (%s); they are lost", self.objects.names.base, error)
+        self.catalogue.close()
 
 
-def _keys_name(manifest_id: str) -> str:
+def _keys_of(manifest_id: str) -> str:
     """Name under which the keys of a manifest are signed."""
     return f"keys of {manifest_id}"
+
+
+def _signed_as(name: InboxName) -> str:
+    return f"inbox {name.writer.hex()}-{name.number}"

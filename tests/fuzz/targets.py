@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -35,19 +37,8 @@ from persistkv.storage.records import StoreOptions
 from persistkv.storage.store import Store
 from persistkv.testing.memory import MemoryBackend
 from persistkv.testing.samples import ArraySource
-from persistkv_s3.log.layout import (
-    Entry,
-    GoneRow,
-    Head,
-    ManifestRow,
-    PackRow,
-    Root,
-    encode_entries,
-    encode_root,
-    parse_entries,
-    parse_root_object,
-)
-from persistkv_s3.log.state import LogState
+from persistkv_s3.catalogue import Catalogue
+from persistkv_s3.feed.format import Entry, Feed, Head, ManifestRow, NamespaceHead, PackRow, Snapshot, seal, unseal
 from tests.memory_rows import set_payload, set_table_row
 
 BLOCK = 1024
@@ -307,96 +298,83 @@ class CodecTexts(Target):
         return True
 
 
-class S3Index(Target):
-    """Index objects of the S3 driver: entries merged into a catalogue must be valid, and must have been written."""
+class S3Feeds(Target):
+    """Feed objects of the S3 driver: a catalogue that applies them must be valid, and all its packs were written."""
 
-    name = "s3 index"
-    heads = tuple(
-        Head(
-            namespace=IDENTITY.digest,
-            writer=bytes([number]) * 16,
-            moment=number,
-            time=1.7e9 + number,
-            packs=[PackRow(pack.pack_id, number, 0, len(pack.table.encode()))],
-            gone=[GoneRow(bytes(16), number)],
-            uses=pack.pack_id,
-            manifests=[ManifestRow(f"r{number}", True, pack.pack_id, 0, 8, bytes(16), 1, 0, 9)],
-            pins=[(f"r{number}", True)],
-        )
-        for number, pack in enumerate(PACKS)
-    )
+    name = "s3 feed"
     samples = tuple(
-        b"".join(encode_entries([Entry(head, bytearray(pack.table.encode())) for head, pack in pairs]))
-        for pairs in (
-            tuple(zip(heads[:1], PACKS[:1], strict=True)),
-            tuple(zip(heads, PACKS, strict=True)),
-        )
-    )
-
-    def check(self, number: int, data: bytes, sealed: bool) -> bool:
-        state, merged = LogState(), 0
-        if sealed:
-            data = _seal_heads(data)
-        try:
-            for entry in parse_entries(data, IDENTITY.digest):
-                state.merge(entry)
-                merged += 1
-        except CorruptPackError:
-            pass
-        for pack_id, held in state.packs.items():
-            require(held.table.pack_id == pack_id, "a table under another name")
-            require(any(held.table == pack.table for pack in PACKS), "a table that nobody wrote")
-        changes = state.changes(None)
-        require(len(list(changes.added)) == len(state.packs) and state.stored_bytes >= 0, "totals")
-        require(not list(state.changes(changes.cursor).added), "news of nothing")
-        return merged > 0
-
-
-def _seal_heads(data: bytes) -> bytes:
-    """Fix the checksums of the heads, up to the first invalid length."""
-    body = bytearray(data)
-    at = 8
-    while at + 12 + 9 <= len(body):
-        head, bodies = int.from_bytes(body[at : at + 4], "little"), int.from_bytes(body[at + 4 : at + 12], "little")
-        sealed = body[at + 12 + 9 : at + 12 + head]
-        body[at + 12 + 1 : at + 12 + 9] = xxhash.xxh3_64_intdigest(bytes(sealed)).to_bytes(8, "little")
-        at += 12 + head + bodies
-    return bytes(body)
-
-
-class S3Roots(Target):
-    """Roots of the S3 driver's snapshots: rejected, or stable when encoded and parsed again."""
-
-    name = "s3 root"
-    samples = tuple(
-        encode_root(
-            Root(
-                namespace=IDENTITY.digest,
-                number=1,
-                covered=tuple((bytes([writer]) * 16, writer) for writer in range(count)),
-                segments=tuple(f"{index:032x}" for index in range(count)),
-                whole_segments=count // 2,
+        seal(
+            Feed(
+                generation=bytes(8),
+                position=1,
+                term=bytes(12),
+                previous=b"",
+                time=1.7e9,
+                merged={bytes(16): 1},
+                entries=[
+                    Entry(
+                        writer=bytes(16),
+                        number=number + 1,
+                        time=1.7e9,
+                        gone=[(bytes(16), bytes(8))],
+                        uses=[pack.pack_id, b""],
+                        packs=[PackRow(pack.pack_id, bytes([number]) * 8, pack.table.encode())],
+                        manifests=[ManifestRow(b"head", pack.pack_id, "keys/x", 0, 9)],
+                        pins=[(f"r{number}", True)],
+                    )
+                    for number, pack in enumerate(packs)
+                ],
             )
         )
-        for count in (0, 1, 12)
+        for packs in (PACKS[:1], PACKS)
     )
 
     def check(self, number: int, data: bytes, sealed: bool) -> bool:
-        data = seal_root(data) if sealed else data
         try:
-            root = parse_root_object(data, IDENTITY.digest, 1)
+            feed = unseal(seal_record(data) if sealed else data, Feed)
         except CorruptPackError:
             return False
-        require(sealed or data in self.samples, "damage passed the checksum")
-        require(parse_root_object(encode_root(root), IDENTITY.digest, 1) == root, "a root that does not survive")
+        with tempfile.TemporaryDirectory() as directory:
+            catalogue = Catalogue(Path(directory) / "catalogue", IDENTITY.digest)
+            feed.position = 1
+            catalogue.apply_feed(feed)
+            changes = catalogue.changes(IDENTITY.digest, None)
+            added = list(changes.added)
+            for table in added:
+                require(any(table == pack.table for pack in PACKS), "a table that no writer wrote")
+            require(catalogue.states()[0].packs == len(added) and catalogue.disk_bytes() >= 0, "totals")
+            catalogue.close()
         return True
 
 
-def seal_root(data: bytes) -> bytes:
-    """Return a root with a valid checksum."""
+class S3Records(Target):
+    """Heads and snapshots of the S3 driver: rejected, or stable when encoded and parsed again."""
+
+    name = "s3 record"
+    samples = (
+        seal(Head(store=bytes(8), namespaces={bytes(16): NamespaceHead(generation=bytes(8))})),
+        seal(Snapshot(generation=bytes(8), position=9, term=bytes(12), time=1.7e9, base=["segments/a"])),
+    )
+
+    def check(self, number: int, data: bytes, sealed: bool) -> bool:
+        data = seal_record(data) if sealed else data
+        read = False
+        for kind in (Head, Snapshot):
+            try:
+                record = unseal(data, kind)
+            except CorruptPackError:
+                continue
+            require(sealed or data in self.samples, "damage passed the checksum")
+            require(unseal(seal(record), kind) == record, "a record that does not survive")
+            read = True
+        return read
+
+
+def seal_record(data: bytes) -> bytes:
+    """Return a record with a valid checksum."""
     return data[:1] + xxhash.xxh3_64_intdigest(data[9:]).to_bytes(8, "little") + data[9:]
 
 
 TARGETS: tuple[Target, ...] = (
-    Tables(), Payloads(), Frames(), Manifests(), ManifestKeyLists(), Identities(), CodecTexts(), S3Index(), S3Roots(),
+    Tables(), Payloads(), Frames(), Manifests(), ManifestKeyLists(), Identities(), CodecTexts(), S3Feeds(), S3Records(),
 )  # fmt: skip

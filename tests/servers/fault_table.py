@@ -3,12 +3,11 @@
 An engine ticks each millisecond and submits small stores and loads. Its host process reaches the server over a proxy
 that breaks connections. Each fault lasts ``--seconds``. The ticks during the fault are compared with those before it,
 with the same load on the same server. After the fault the engine submits lost blocks again. Then a new handle that
-bypasses the proxy checks all content, and retention runs.
+bypasses the proxy checks all content.
 
-The run fails for wrong, missing or duplicate blocks, for objects that retention leaves behind, and for a breaker that
-does not open or close. Times are reported only. Without ``--endpoint`` the server is moto, which cannot be killed,
-because it keeps its content in memory. ``make test-faults`` runs against Ceph and puts the table into
-docs/reliability.md.
+The run fails for wrong, missing or duplicate blocks, and for a breaker that does not open or close. Times are reported
+only. Without ``--endpoint`` the server is moto, which cannot be killed, because it keeps its content in memory.
+``make test-faults`` runs against Ceph and puts the table into docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -37,19 +36,15 @@ from persistkv.storage.backend import ReadSpan
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.identity import Identity
 from persistkv_s3 import S3Backend
-from persistkv_s3.log.layout import Names, parse_pack
 from tests.backends.s3.faults import SERVERS, FaultProxy, wait_for_port
 from tests.servers.fault_load import BLOCK, PATIENCE_S, ROWS, Load
-from tests.servers.orphans import Orphans
-from tests.servers.writers import prune, stored_objects
+from tests.servers.writers import wait_until_merged
 
 PROMPT = "deadline=3s&slow=2s"
-PATIENT = "deadline=30s&slow=20s"
 COMMON = "refresh=1s&cache=no"
 MOST_LATE_S = 0.002
 MARKS = ("<!-- fault table: begin -->", "<!-- fault table: end -->")
 IDENTITY = Identity.of({"benchmark": BLOCK})  # identity of a rig's client
-ORPHANS = 24
 
 
 class World(NamedTuple):
@@ -139,7 +134,6 @@ def patiently(what: Callable[[], object]) -> None:
         time.sleep(0.2)
 
 
-PRUNED = Fault("orphan pruned while it is being reused", lambda world: None, lambda world: None, trips=False)
 FAULTS = [
     through_proxy("hang", "hang"),
     through_proxy("hang after the commit", "hang_reply"),
@@ -151,7 +145,6 @@ FAULTS = [
     Fault("server killed with -9 during uploads", lambda world: ceph(world, "kill9"), start_server, needs_ceph=True),
     Fault("credentials revoked", revoke, allow),
     Fault("bucket deleted, made anew", delete_bucket, create_bucket),
-    PRUNED,
 ]
 
 
@@ -160,13 +153,12 @@ class Said(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.opened = self.closed = self.rescued = 0
+        self.opened = self.closed = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         self.opened += "requests are held back" in text
         self.closed += text.endswith("/store answers again")
-        self.rescued += "was removed while a commit reused it" in text
 
 
 class Outcome(NamedTuple):
@@ -178,12 +170,8 @@ class Outcome(NamedTuple):
     wrong: int
     missing: int
     twice: int
-    left: int
-    """Pack objects that no index references after retention."""
     opened: int
     closed: int
-    rescued: int
-    """Packs that were removed while a commit reused them, and that were written again."""
     p99_s: tuple[float, float]
     """99th percentile of the tick delay, in seconds: without the fault, with it."""
     problem: str
@@ -193,8 +181,8 @@ class Outcome(NamedTuple):
     def cells(self) -> list[str]:
         before, beside = (value * 1e3 for value in self.p99_s)
         held = "yes" if beside - before <= MOST_LATE_S * 1e3 else "no"
-        told = f"{self.opened} / {self.closed}" + f", {self.rescued} written again" * bool(self.rescued)
-        counts = [self.misses, self.wrong, self.missing, self.twice, self.left]
+        told = f"{self.opened} / {self.closed}"
+        counts = [self.misses, self.wrong, self.missing, self.twice]
         late = f"{before:.2f} / {beside:.2f} ms: {held}"
         return [self.fault, *map(str, counts), told, late, self.problem or "yes"]
 
@@ -205,22 +193,23 @@ COLUMNS = [
     "wrong",
     "missing after",
     "twice",
-    "left after `prune`",
     "breaker opened / closed",
     f"p99 of the ticker without / with: + {MOST_LATE_S * 1e3:.0f} ms at most",
     "as it should be",
 ]
 
 
-def check(world: World, load: Load) -> tuple[int, int, int, int]:
-    """Read all content with a new handle that bypasses the proxy, then run retention.
+def check(world: World, load: Load) -> tuple[int, int, int]:
+    """Read all content with a new handle that bypasses the proxy.
 
-    :returns: missing blocks, wrong blocks, blocks stored twice, packs that no index references after retention.
+    :returns: missing blocks, wrong blocks, blocks stored twice.
     """
     backend = S3Backend.open(StoreUrl.parse(world.url))
     (namespace,) = [found.id for found in backend.namespaces()]
     holders: Counter[bytes] = Counter()
     wrong = 0
+    backend.changes(namespace, None)
+    wait_until_merged(backend, world.client, world.bucket)
     tables = list(backend.changes(namespace, None).added)
     for table in tables:
         keys = table.keys.unpack()
@@ -233,11 +222,8 @@ def check(world: World, load: Load) -> tuple[int, int, int, int]:
         wrong += sum(not np.array_equal(block, load.contents.of(key)) for block, key in blocks)
     missing = sum(holders[key] < 1 for keys in load.offered for key in keys)
     twice = sum(count > 1 for count in holders.values())
-    prune(backend)
-    names = stored_objects(world.client, world.bucket, Names("store/", namespace).packs_prefix)
-    left = sum(parse_pack(name) is not None for name in names) - len(tables)
     backend.close()
-    return missing, wrong, twice, left
+    return missing, wrong, twice
 
 
 def open_client(world: World, rig: Rig, options: str) -> StoreClient:
@@ -252,16 +238,11 @@ def try_fault(world: World, fault: Fault, seconds: float) -> Outcome:
     said = Said()
     log = logging.getLogger("persistkv")
     log.addHandler(said)
-    orphans = Orphans(world.url, IDENTITY, ORPHANS) if fault is PRUNED else None
     rig = Rig(ROWS, BLOCK)
-    load = Load(open_client(world, rig, PATIENT if orphans else PROMPT), rig)
+    load = Load(open_client(world, rig, PROMPT), rig)
     try:
         load.run(1.0)
         before = load.run(seconds)
-        if orphans is not None:
-            orphans.wait_until_old()
-            world.proxy.set(f"ask {orphans.port}")
-            load.planned.extend(orphans.jobs)
         fault.begin(world)
         beside = load.run(seconds)
         misses = load.missed
@@ -270,22 +251,20 @@ def try_fault(world: World, fault: Fault, seconds: float) -> Outcome:
     finally:
         load.client.close()
         log.removeHandler(said)
-        if orphans is not None:
-            orphans.close()
-    missing, wrong, twice, left = check(world, load)
+    missing, wrong, twice = check(world, load)
     p99 = (percentile(before, 0.99), percentile(beside, 0.99))
-    counts = (misses, wrong + load.wrong, missing, twice, left, said.opened, said.closed, said.rescued)
+    counts = (misses, wrong + load.wrong, missing, twice, said.opened, said.closed)
     found = Outcome(fault.name, *counts, p99, "")
     return found._replace(problem=problem_of(found, fault))
 
 
 def problem_of(found: Outcome, fault: Fault) -> str:
     """Return the first problem of a result, or an empty string."""
-    if found.wrong or found.missing or found.twice or found.left:
+    if found.wrong or found.missing or found.twice:
         return "NO: blocks"
     if found.opened != found.closed or (fault.trips and not found.opened):
         return "NO: breaker"
-    return "NO: never reused" if fault is PRUNED and not found.rescued else ""
+    return ""
 
 
 def try_all(endpoint: str, seconds: float, only: str, ceph: str | None) -> list[Outcome]:
@@ -300,7 +279,7 @@ def try_all(endpoint: str, seconds: float, only: str, ceph: str | None) -> list[
             outcomes.append(try_fault(World(endpoint, proxy, make_bucket(endpoint), client, ceph), fault, seconds))
         except Exception as error:
             traceback.print_exc()
-            outcomes.append(Outcome(fault.name, 0, 0, 0, 0, 0, 0, 0, 0, (0.0, 0.0), f"NO: {type(error).__name__}"))
+            outcomes.append(Outcome(fault.name, 0, 0, 0, 0, 0, 0, (0.0, 0.0), f"NO: {type(error).__name__}"))
         finally:
             proxy.close()
         sys.stderr.write(" · ".join(outcomes[-1].cells) + "\n")

@@ -16,7 +16,6 @@ Control: send one line to LISTEN_PORT + 1; the reply is the number of connection
     s503 N           answer the next N connections with 503 SlowDown
     deny             answer with 403 AccessDenied
     readonly         answer requests that would change the bucket with 403 AccessDenied
-    ask PORT         after a 412, delay the next PUT of an index object until the listener on PORT has hung up
     conns            change nothing, count only
 """
 
@@ -65,16 +64,6 @@ class FaultProxy:
         writer.close()
         return True
 
-    async def ask(self, data: bytes, is_request: bool, port: int) -> None:
-        """After a PUT found an object, before the PUT that references it, connect to ``port`` and wait for its end."""
-        if not is_request:
-            self.exists_already |= b"HTTP/1.1 412" in data[:200]
-        elif self.exists_already and data.startswith(b"PUT ") and b"/log/" in data.split(b"\r\n", 1)[0]:
-            self.exists_already = False
-            asked, asking = await asyncio.open_connection("127.0.0.1", port)
-            await asked.read()
-            asking.close()
-
     async def pump(self, reader: Reader, writer: Writer, is_request: bool, client_writer: Writer) -> None:
         sent = 0
         while data := await reader.read(65536):
@@ -86,8 +75,6 @@ class FaultProxy:
                 continue
             if name == "readonly" and is_request and await self.refuse(data, client_writer):
                 return
-            if name == "ask":
-                await self.ask(data, is_request, int(args[0]))
             if name == "hang" or (name == "hang_reply" and not is_request):
                 await asyncio.sleep(3600)
             if name.startswith("lose_reply") and not is_request:

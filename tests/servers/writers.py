@@ -32,14 +32,13 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreOptions
 from persistkv.storage.store import Store
 from persistkv_s3 import S3Backend
-from persistkv_s3.log.layout import Names, parse_pack
-from persistkv_s3.retention import Round
+from persistkv_s3.feed.format import Names, parse_pack
 
 BLOCK = 256 << 10
 PREFIX, OWN = 64, 8  # blocks: a pack cut at a fixed depth, and a pack of staged blocks
 IDENTITY = Identity.of({"trial": "writers"})
 OPTIONS = StoreOptions(staging_bytes=64 << 20)  # four packs of a prefix
-GRACE_S = 2 * 3600.0
+PATIENCE_S = 60.0
 
 
 class Report(NamedTuple):
@@ -138,11 +137,14 @@ def run(url: str, writers: int, readers: int, seconds: float) -> list[Report]:
     return reports
 
 
-def prune(backend: S3Backend) -> Round:
-    """Run a round of retention at a clock at which all present objects are old."""
-    done = backend.retain(time.time() + GRACE_S)
-    assert done is not None
-    return done
+def wait_until_merged(backend: S3Backend, client: object, bucket: str) -> None:
+    """Wait until the feed contains all commits."""
+    until = time.monotonic() + PATIENCE_S
+    while stored_objects(client, bucket, "store/inbox/"):
+        if time.monotonic() > until:
+            raise TimeoutError("commits remain in the inbox")
+        time.sleep(0.2)
+    backend.refresh()
 
 
 def stored_objects(client: object, bucket: str, prefix: str) -> list[str]:
@@ -155,6 +157,7 @@ def problems_of(url: str, bucket: str, client: object, reports: list[Report]) ->
     store = open_store(url)
     backend = store.catalogue.backend
     assert isinstance(backend, S3Backend)
+    wait_until_merged(backend, client, bucket)
     durable = sorted(set().union(*(report.keys for report in reports)))
     problems = [f"{report.wrong} wrong blocks were read" for report in reports if report.wrong]
     came = wrong = 0
@@ -168,16 +171,11 @@ def problems_of(url: str, bucket: str, client: object, reports: list[Report]) ->
     twice = [key for key, count in holders.items() if count > 1]
     if twice:
         problems.append(f"{len(twice)} blocks lie in more than one pack")
-    pruned = prune(backend)
-    if pruned.evicted:
-        problems.append(f"retention evicted {pruned.evicted} packs of a store without bounds")
     prefix = Names("store/", store.namespace).packs_prefix
     names = filter(None, map(parse_pack, stored_objects(client, bucket, prefix)))
-    left = Counter(pack_id for pack_id, _ in names)
-    if left != Counter(table.pack_id for table in tables):
-        problems.append(f"{sum(left.values())} packs lie in the bucket after retention; the index names {len(tables)}")
-    if prune(backend).orphans:
-        problems.append("a second round of retention found orphans")
+    objects = {pack_id for pack_id, _ in names}
+    if lost := {table.pack_id for table in tables} - objects:
+        problems.append(f"{len(lost)} packs of the catalogue have no object")
     store.close()
     return problems
 

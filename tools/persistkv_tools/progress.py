@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from rich.text import Text
 
 from persistkv_tools import render
@@ -29,8 +30,8 @@ def byte_progress() -> Progress:
     console = render.console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
-        BarColumn(),
-        _Bytes(),
+        BarColumn(bar_width=24),
+        _Bytes(table_column=Column(no_wrap=True)),
         TimeRemainingColumn(),
         console=console,
         transient=True,

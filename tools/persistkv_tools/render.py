@@ -24,6 +24,8 @@ from persistkv.errors import printable
 
 PIPE_CLOSED = 141  # as of a process that SIGPIPE ended
 _PLAIN_WIDTH = 1000  # a pipe or file has no width; rich would take 80 and cut
+_WIDE = 120  # columns
+_UNBROKEN = 12  # characters
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _AGES = ((86_400, "d"), (3600, "h"), (60, "m"))
 _BAR = 24
@@ -63,6 +65,11 @@ def format_time(seconds: float) -> str:
 def format_ratio(raw: int, stored: int) -> str:
     """Raw bytes per stored byte."""
     return f"{raw / stored:.2f}" if stored else "-"
+
+
+def format_model(name: str) -> str:
+    """Name or path of a model; only the last part where there is little room."""
+    return (name if is_wide() else name.rstrip("/").rpartition("/")[2]) or "-"
 
 
 def format_labels(labels: dict[str, str]) -> str:
@@ -191,12 +198,18 @@ def show_table(
         say(f"and {len(records) - most:,} more; --json lists all")
 
 
-def table(headers: Iterable[str], rows: Iterable[Sequence[str]], *, left: str = "") -> Table:
-    """A table with right-aligned numbers; see ``show_table``."""
+def is_wide() -> bool:
+    """Whether tables have room for all columns."""
+    return console().width >= _WIDE
+
+
+def table(headers: Iterable[str], rows: Sequence[Sequence[str]], *, left: str = "") -> Table:
+    """A table with right-aligned numbers; see ``show_table``. Only long texts are broken over lines."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for position, header in enumerate(headers):
         if position == 0 or header in left.split(","):
-            made.add_column(header, overflow="fold")
+            is_short = max((len(row[position]) for row in rows), default=0) <= _UNBROKEN
+            made.add_column(header, overflow="fold", no_wrap=is_short)
         else:
             made.add_column(header, justify="right", no_wrap=True)
     for row in rows:

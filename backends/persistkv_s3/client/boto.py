@@ -23,12 +23,13 @@ from urllib.parse import urlsplit
 from persistkv.errors import ConfigurationError, MissingExtraError, StoreError
 from persistkv.storage.extensions import PlainMedium
 from persistkv_s3.client.transport import (
+    ABSENT,
     Body,
     BrokenError,
+    ConditionFailedError,
     Deadline,
     LateError,
     ListPage,
-    ObjectExistsError,
     ObjectInfo,
     ObjectMissingError,
     RefusedError,
@@ -36,6 +37,7 @@ from persistkv_s3.client.transport import (
     Sink,
     ThrottledError,
     Transport,
+    UnchangedError,
 )
 from persistkv_s3.options import Place, S3Options
 
@@ -99,9 +101,9 @@ class BotoClient(Transport):
     def server_time(self) -> float:
         return time.time() if self._ahead_s is None else time.monotonic() + self._ahead_s
 
-    def put(self, key: str, body: Body, deadline: Deadline, *, only_if_absent: bool = True) -> None:
-        condition = {"IfNoneMatch": "*"} if only_if_absent else {}
-        target = {"Key": key, **condition, **self._target, **self._encryption}
+    def put(self, key: str, body: Body, deadline: Deadline, *, condition: str | None = None) -> str:
+        conditions = {} if condition is None else {"IfNoneMatch" if condition == ABSENT else "IfMatch": condition}
+        target = {"Key": key, **conditions, **self._target, **self._encryption}
         with self._translated("PUT", key, deadline):
             answer = self._client.put_object(Body=body, ContentLength=len(body), **target)
         if "VersionId" in answer and not self._versions_reported:
@@ -111,9 +113,12 @@ class BotoClient(Transport):
                 "expires noncurrent versions (docs/s3.md)",
                 self._where,
             )
+        return str(answer.get("ETag", ""))
 
-    def get(self, key: str, start: int | None, stop: int | None, sink: Sink, deadline: Deadline) -> None:
-        wanted = {}
+    def get(
+        self, key: str, start: int | None, stop: int | None, sink: Sink, deadline: Deadline, *, known: str | None = None
+    ) -> str:
+        wanted = {} if known is None else {"IfNoneMatch": known}
         if stop is not None:
             wanted["Range"] = f"bytes=-{stop}" if start is None else f"bytes={start}-{stop - 1}"
         with self._translated("GET", key, deadline):
@@ -125,6 +130,7 @@ class BotoClient(Transport):
                 sink.expect(answer["ContentLength"])
                 with _cut_off(body, deadline):
                     _receive(body, sink)
+        return str(answer.get("ETag", ""))
 
     def head(self, key: str, deadline: Deadline) -> ObjectInfo:
         with self._translated("HEAD", key, deadline):
@@ -274,7 +280,9 @@ def _of_answer(answer: Any, what: str) -> S3Error:
     if code in _MISSING:
         return ObjectMissingError(text)
     if status == 412:
-        return ObjectExistsError(text)
+        return ConditionFailedError(text)
+    if status == 304:
+        return UnchangedError(text)
     if code in _THROTTLES or status in (429, 503):
         found = ThrottledError(text)
         asked = str(answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("retry-after", ""))

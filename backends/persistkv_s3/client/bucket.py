@@ -34,9 +34,10 @@ from persistkv_s3.client.transport import (
     MOST_DELETED,
     Body,
     BreakerOpenError,
+    Clock,
+    ConditionFailedError,
     Deadline,
     FrameSink,
-    ObjectExistsError,
     ObjectInfo,
     RowSink,
     S3Error,
@@ -148,8 +149,12 @@ class Bucket:
     :param connections: maximum of concurrent operations in one call of ``all``.
     """
 
-    def __init__(self, transport: Transport, breaker: Breaker, deadline_s: float, connections: int) -> None:
+    def __init__(
+        self, transport: Transport, breaker: Breaker, deadline_s: float, connections: int, clock: Clock
+    ) -> None:
         self.breaker = breaker
+        self.clock = clock
+        self._connections = connections
         self._transport = transport
         self._deadline_s = deadline_s
         self._last_failure = "none failed"
@@ -175,7 +180,7 @@ class Bucket:
         :raises KeyboardInterrupt: at once. Queued calls never start; running ones end by their deadline.
         """
         todo = list(things)
-        if len(todo) <= 1:
+        if min(len(todo), self._connections) <= 1:
             return [what(thing) for thing in todo]
         pool = self._writers if writes else self._readers
         futures = [pool.submit(what, thing) for thing in todo]
@@ -186,26 +191,43 @@ class Bucket:
                 future.cancel()
         return [future.result() for future in futures]
 
-    def put(self, key: str, pieces: Sequence[Buffer], *, only_if_absent: bool = True) -> None:
-        """Upload an object.
+    def put(self, key: str, pieces: Sequence[Buffer], *, condition: str | None = None) -> str:
+        """Upload an object; return its ETag. See ``Transport.put`` for ``condition``.
 
-        :raises ObjectExistsError: ``only_if_absent``, and there is an object. If the error is ``uncertain``, an earlier
-            attempt of this call may have created it.
+        :raises ConditionFailedError: the condition does not hold. If the error is ``uncertain``, an earlier attempt of
+            this call may be the reason.
         """
         uncertain = False
 
-        def attempt(deadline: Deadline) -> None:
+        def attempt(deadline: Deadline) -> str:
             nonlocal uncertain
             try:
-                self._transport.put(key, Body(pieces, deadline), deadline, only_if_absent=only_if_absent)
+                return self._transport.put(key, Body(pieces, deadline), deadline, condition=condition)
             except S3Error as error:
-                if isinstance(error, ObjectExistsError):
+                if isinstance(error, ConditionFailedError):
                     error.uncertain = uncertain
                 uncertain = uncertain or error.uncertain
                 raise
 
         num_bytes = sum(memoryview(piece).nbytes for piece in pieces)
-        self._run(attempt, lambda: num_bytes)
+        return self._run(attempt, lambda: num_bytes)
+
+    def get_if_changed(self, key: str, known: str | None) -> tuple[bytearray, str]:
+        """Return a whole small object and its ETag.
+
+        :param known: ETag that the caller knows.
+        :raises UnchangedError: the object has this ETag.
+        :raises CorruptPackError: it is larger than 1 MiB.
+        """
+        sink = WholeSink(_SMALL_BYTES)
+
+        def attempt(deadline: Deadline) -> str:
+            nonlocal sink
+            sink = WholeSink(_SMALL_BYTES)  # the object may be another one than at the previous attempt
+            return self._transport.get(key, None, None, sink, deadline, known=known)
+
+        etag = self._run(attempt)
+        return sink.data, etag
 
     def get(self, key: str, limit: int = _SMALL_BYTES) -> bytearray:
         """Return a whole object.
@@ -266,16 +288,16 @@ class Bucket:
 
         :param num_bytes: called after each attempt: the bytes that the operation has transferred.
         """
-        deadline = Deadline(self._deadline_s)
+        deadline = Deadline(self._deadline_s, self.clock)
         bound = _FIRST_BOUND_S
         for attempts_left in reversed(range(MOST_ATTEMPTS)):
             try:
                 return self._attempt(attempt, deadline, num_bytes)
             except S3Error as error:
-                pause = error.pause_s + random.uniform(0, bound)
+                pause = error.pause_s + self.clock.random.uniform(0, bound)
                 if not error.retryable or not attempts_left or pause >= deadline.remaining:
                     raise
-            time.sleep(pause)
+            self.clock.sleep(pause)
             bound = min(2 * bound, _LAST_BOUND_S)
         raise AssertionError("the last attempt returns or raises")
 
@@ -284,7 +306,7 @@ class Bucket:
             raise BreakerOpenError(
                 f"no request is sent for a while after failures or slow answers; {self._last_failure}"
             )
-        begin, well = time.monotonic(), False
+        begin, well = self.clock.monotonic(), False
         try:
             result = attempt(deadline)
             well = True
@@ -295,7 +317,7 @@ class Bucket:
                 self._last_failure = f"the last failure: {error}"
             raise
         finally:
-            self.breaker.record(well=well, seconds=time.monotonic() - begin, num_bytes=num_bytes())
+            self.breaker.record(well=well, seconds=self.clock.monotonic() - begin, num_bytes=num_bytes())
 
     def close(self) -> None:
         """Release connections; idempotent. Does not wait for calls that an interrupt left running."""

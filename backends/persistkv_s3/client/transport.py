@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -37,8 +38,14 @@ class ObjectMissingError(S3Error):
     healthy = True
 
 
-class ObjectExistsError(S3Error):
-    """A conditional PUT found an existing object."""
+class ConditionFailedError(S3Error):
+    """The condition of a PUT does not hold: an object exists, or has another ETag."""
+
+    healthy = True
+
+
+class UnchangedError(S3Error):
+    """The object still has the ETag that the caller knows."""
 
     healthy = True
 
@@ -77,17 +84,37 @@ PASSING = (BrokenError, ThrottledError, LateError, BreakerOpenError)
 """Errors that only say that the server does not answer at present."""
 
 
+ABSENT = "*"
+"""Condition of a PUT: there is no object."""
+
+
+class Clock:
+    """Time and randomness of one handle. A simulation replaces it."""
+
+    random: random.Random = random.SystemRandom()
+    """Source of nonces and jitter."""
+
+    def monotonic(self) -> float:
+        """Return seconds since an arbitrary moment; never moves backwards."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Pause the calling thread."""
+        time.sleep(seconds)
+
+
 class Deadline:
     """Time by which an operation must end."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, clock: Clock | None = None) -> None:
         self.seconds = seconds
-        self._at = time.monotonic() + seconds
+        self._now = time.monotonic if clock is None else clock.monotonic
+        self._at = self._now() + seconds
 
     @property
     def remaining(self) -> float:
         """Seconds left; 0 or less: it has passed."""
-        return self._at - time.monotonic()
+        return self._at - self._now()
 
     def check(self, what: str) -> None:
         """:raises LateError: the deadline has passed."""
@@ -269,21 +296,26 @@ class Transport(ABC):
         return time.time()
 
     @abstractmethod
-    def put(self, key: str, body: Body, deadline: Deadline, *, only_if_absent: bool = True) -> None:
-        """Upload an object, in one request or in parts.
+    def put(self, key: str, body: Body, deadline: Deadline, *, condition: str | None = None) -> str:
+        """Upload an object in one request; return its ETag as the server wrote it, usually in quotes.
 
-        :raises ObjectExistsError: ``only_if_absent``, and there is an object. After a lost reply, this upload may have
-            created it.
+        :param condition: ``ABSENT``, or the ETag that the present object must have. None: replace any object.
+        :raises ConditionFailedError: the condition does not hold. After a lost reply, this upload may be the reason.
+        :raises ObjectMissingError: the condition is an ETag, and there is no object.
         """
 
     @abstractmethod
-    def get(self, key: str, start: int | None, stop: int | None, sink: Sink, deadline: Deadline) -> None:
-        """Download bytes ``start`` to ``stop`` into the sink.
+    def get(
+        self, key: str, start: int | None, stop: int | None, sink: Sink, deadline: Deadline, *, known: str | None = None
+    ) -> str:
+        """Download bytes ``start`` to ``stop`` into the sink; return the object's ETag.
 
         With ``start`` None: the last ``stop`` bytes. With both None: the whole object.
 
         After a failure, the bytes of the sink up to its position are valid.
 
+        :param known: an ETag; nothing is downloaded if the object still has it.
+        :raises UnchangedError: it has.
         :raises ObjectMissingError: there is no such object, or it is shorter.
         """
 

@@ -4,8 +4,18 @@ All drivers share this implementation. A driver supplies transactions over ``Row
 ``CatalogBackend``, and ``RowBackend`` for drivers that store payloads in rows, too.
 """
 
-from persistkv.storage.catalog.backend import CatalogBackend, RowBackend
+from persistkv.storage.catalog.backend import Catalog, CatalogBackend, RowBackend
 from persistkv.storage.catalog.rows import TABLES, Rows
 from persistkv.storage.catalog.transaction import LOG_ENTRIES, CatalogTransaction, Evicted, Payloads
 
-__all__ = ["LOG_ENTRIES", "TABLES", "CatalogBackend", "CatalogTransaction", "Evicted", "Payloads", "RowBackend", "Rows"]
+__all__ = [
+    "LOG_ENTRIES",
+    "TABLES",
+    "Catalog",
+    "CatalogBackend",
+    "CatalogTransaction",
+    "Evicted",
+    "Payloads",
+    "RowBackend",
+    "Rows",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -52,8 +52,11 @@ _TABLES_AT_ONCE = 4_096  # while a whole namespace is read
 _EXPIRED_AT_ONCE = 128  # packs and manifests that one commit expires, at less than 1 ms each
 
 
-class CatalogBackend(InspectableBackend):
-    """Base class of drivers over ordered rows. It lacks ``open``, ``commit``, ``read`` and ``close``."""
+class Catalog(ABC):
+    """Catalogue of one or more namespaces, over rows: the part of a driver that does not depend on payloads.
+
+    Methods are specified in ``Backend`` and ``InspectableBackend``.
+    """
 
     @abstractmethod
     def rows(self, *, write: bool = False) -> AbstractContextManager[Rows]:
@@ -68,27 +71,6 @@ class CatalogBackend(InspectableBackend):
     @abstractmethod
     def disk_bytes(self) -> int:
         """Return the bytes that the store takes on the medium."""
-
-    def namespaces(self) -> Iterator[Namespace]:
-        with self.rows() as rows:
-            found = [decode_namespace(key, row) for key, row in rows.range(NAMESPACES, b"")]
-        return iter([namespace for namespace in found if namespace is not None])
-
-    def open_namespace(self, identity: Identity) -> Namespace:
-        name = identity.digest
-        with self.rows() as rows:
-            if (found := _find_namespace(rows, name)) is not None:
-                return found
-        if not self.capabilities.writable:
-            raise StoreUnavailableError(f"the store holds no namespace {name.hex()}, and is open read-only")
-        with self.rows(write=True) as rows:
-            if (found := _find_namespace(rows, name)) is not None:  # another process has created it meanwhile
-                return found
-            created = Namespace(identity, time.time())
-            rows.put(NAMESPACES, name, encode_namespace(created))
-            if rows.get(STATES, name) is None:
-                rows.put(STATES, name, NamespaceState(os.urandom(8)).encode())
-            return created
 
     def changes(self, namespace: bytes, cursor: bytes | None) -> Changes:
         with self.rows() as rows:
@@ -162,9 +144,38 @@ class CatalogBackend(InspectableBackend):
                     found.append(None if chain is None else _use_of(rows, namespace, chain, skew, moments))
         return found
 
-    def stats(self) -> BackendStats:
+    def states(self) -> list[NamespaceState]:
+        """Return the totals of each namespace."""
         with self.rows() as rows:
-            states = [NamespaceState.decode(row) for _, row in rows.range(STATES, b"")]
+            return [NamespaceState.decode(row) for _, row in rows.range(STATES, b"")]
+
+
+class CatalogBackend(Catalog, InspectableBackend):
+    """Base class of drivers over ordered rows. It lacks ``open``, ``commit``, ``read`` and ``close``."""
+
+    def namespaces(self) -> Iterator[Namespace]:
+        with self.rows() as rows:
+            found = [decode_namespace(key, row) for key, row in rows.range(NAMESPACES, b"")]
+        return iter([namespace for namespace in found if namespace is not None])
+
+    def open_namespace(self, identity: Identity) -> Namespace:
+        name = identity.digest
+        with self.rows() as rows:
+            if (found := _find_namespace(rows, name)) is not None:
+                return found
+        if not self.capabilities.writable:
+            raise StoreUnavailableError(f"the store holds no namespace {name.hex()}, and is open read-only")
+        with self.rows(write=True) as rows:
+            if (found := _find_namespace(rows, name)) is not None:  # another process has created it meanwhile
+                return found
+            created = Namespace(identity, time.time())
+            rows.put(NAMESPACES, name, encode_namespace(created))
+            if rows.get(STATES, name) is None:
+                rows.put(STATES, name, NamespaceState(os.urandom(8)).encode())
+            return created
+
+    def stats(self) -> BackendStats:
+        states = self.states()
         return BackendStats(
             packs=sum(state.packs for state in states),
             blocks=sum(state.blocks for state in states),

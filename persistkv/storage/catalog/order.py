@@ -144,11 +144,12 @@ class Candidate(NamedTuple):
 class EvictionOrder:
     """The eviction order within one write transaction."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows, at: float | None = None) -> None:
+        """:param at: present time of a store that several machines share; None: the store's own clock."""
         self._rows = rows
         moment, before = read_clock(rows)
         self.moment = moment + 1
-        clock = before.advanced(Reading.now())
+        clock = before.advanced(Reading.now()) if at is None else StoreClock(at, Reading.now())
         self._clock = clock._replace(time=max(clock.time, math.nextafter(before.time, math.inf)))
         self.counts = False
         """Whether this transaction is a moment, so that the next one gets a new moment; otherwise both share one."""

@@ -82,8 +82,16 @@ class Goal(Protocol):
 class CatalogTransaction:
     """Changes of the catalogue within one write transaction of the driver, which commits them atomically."""
 
-    def __init__(self, rows: Rows, payloads: Payloads, namespace: bytes, keep: Collection[bytes] = ()) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        payloads: Payloads,
+        namespace: bytes,
+        keep: Collection[bytes] = (),
+        at: float | None = None,
+    ) -> None:
         """:param keep: names (see ``Candidate``) of packs and manifests that are not evicted.
+        :param at: see ``EvictionOrder``.
 
         :raises StoreError: there is no such namespace.
         """
@@ -94,7 +102,7 @@ class CatalogTransaction:
         self._rows = rows
         self._namespace = namespace
         self._keep = keep
-        self._order = EvictionOrder(rows)
+        self._order = EvictionOrder(rows, at)
         self._states: dict[bytes, NamespaceState] = {}
         self._before: dict[bytes, bytes] = {}
         self._state = self._state_of(namespace)
@@ -168,6 +176,14 @@ class CatalogTransaction:
             if candidate.name not in self._keep:
                 at_most -= 1
                 self._remove(candidate)
+
+    def drop_manifests(self, names: Iterable[bytes]) -> None:
+        """Delete manifests, and keep their packs.
+
+        :param names: see ``Candidate``.
+        """
+        for name in names:
+            self._drop_manifest(name)
 
     def drop_manifests_of(self, pack_id: bytes, at_most: int, *, alone: bool = False) -> bool:
         """Delete some of the manifests that name a pack: the first step of deleting a pack that many requests share.

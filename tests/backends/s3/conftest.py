@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -107,7 +108,7 @@ Opener = Callable[..., Handle]
 
 @pytest.fixture
 def open_store(endpoint: str, bucket: str) -> Iterator[Opener]:
-    """Open handles on one store. Close the open handles after the test."""
+    """Open handles on one store, whose background work the test does. Close the open handles after the test."""
     opened: list[S3Backend] = []
 
     def open_store(
@@ -116,10 +117,18 @@ def open_store(endpoint: str, bucket: str) -> Iterator[Opener]:
         where = endpoint if port is None else f"http://127.0.0.1:{port}"
         place, parsed = parse_url(StoreUrl.parse(f"s3://{bucket}/store?endpoint_url={where}&{options}"))
         client = CountingClient(place, parsed)
-        opened.append(S3Backend.connect(place, parsed, client, read_only=read_only))
+        opened.append(S3Backend.connect(place, parsed, client, read_only=read_only, background=False))
         client.take()
         return Handle(opened[-1], client)
 
     yield open_store
     for backend in opened:
         backend.close()
+
+
+@pytest.fixture
+def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Directory in memory for the catalogues of histories; some of them use a key."""
+    monkeypatch.setenv("PERSISTKV_TEST_KEY", "k" * 32)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        yield Path(name)

@@ -2,85 +2,61 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
 from persistkv.storage.backend import Backend, CommitBatch, ReadSpan
+from persistkv.storage.catalog.rows import MANIFESTS, PACKS, manifest_row
 from persistkv.storage.extensions import read_frames
 from persistkv.testing.conformance import BackendConformance, RawKind, RawStore
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_s3 import S3Backend
-from persistkv_s3.authentication import TAG_BYTES
-from persistkv_s3.log.layout import LogName, Names
 
 
 class RawS3(RawStore):
-    """Raw access with boto3.
-
-    After a change, the handle under test reloads its index, as a fresh handle would. Otherwise it would not fetch an
-    immutable object a second time.
-    """
+    """Raw access with boto3, and to the rows of the local catalogue."""
 
     def __init__(self, client: Any, bucket: str, backend: S3Backend) -> None:
         self.client = client
         self.bucket = bucket
         self.backend = backend
 
-    def _names(self, namespace: bytes) -> Names:
-        return self.backend.session(namespace).names
-
     def get(self, kind: RawKind, namespace: bytes, name: bytes) -> bytes:
+        if kind in (RawKind.TABLE, RawKind.MANIFEST):
+            with self.backend.session(namespace).catalogue.rows() as rows:
+                return bytes(rows.get(*self._row(kind, namespace, name)) or b"")
         key, start, stop = self._place(kind, namespace, name)
         return self._object(key)[start:stop]
 
     def put(self, kind: RawKind, namespace: bytes, name: bytes, data: bytes) -> None:
-        before = self.get(kind, namespace, name)
-        for key in self._copies(kind, namespace, name):
-            whole = self._object(key)
-            assert before in whole
-            body = self._signed_again(namespace, key, whole.replace(before, data))
-            self.client.put_object(Bucket=self.bucket, Key=key, Body=body)
-        self.backend.session(namespace).follower.load()
+        if kind in (RawKind.TABLE, RawKind.MANIFEST):
+            while self.backend.session(namespace).is_waiting:  # until then, the row is written again
+                time.sleep(self.backend.step())
+            with self.backend.session(namespace).catalogue.rows(write=True) as rows:
+                rows.put(*self._row(kind, namespace, name), data)
+            return
+        key, start, stop = self._place(kind, namespace, name)
+        whole = self._object(key)
+        self.client.put_object(Bucket=self.bucket, Key=key, Body=whole[:start] + data + whole[stop:])
 
-    def _signed_again(self, namespace: bytes, key: str, body: bytes) -> bytes:
-        """Sign an index object again, since an object without a valid signature would be ignored as a whole."""
-        names, authenticator = self._names(namespace), self.backend.session(namespace).objects.authenticator
-        if not authenticator.key_id or not key.startswith(names.log_prefix):
-            return body
-        return b"".join(authenticator.signed(namespace, key.removeprefix(names.base), [body[:-TAG_BYTES]]))
+    def _row(self, kind: RawKind, namespace: bytes, name: bytes) -> tuple[str, bytes]:
+        return (
+            (PACKS, namespace + name) if kind is RawKind.TABLE else (MANIFESTS, manifest_row(namespace, name.decode()))
+        )
 
     def _object(self, key: str) -> bytes:
         return bytes(self.client.get_object(Bucket=self.bucket, Key=key)["Body"].read())
 
     def _place(self, kind: RawKind, namespace: bytes, name: bytes) -> tuple[str, int, int]:
-        names, state = self._names(namespace), self.backend.session(namespace).state
-        if kind in (RawKind.PAYLOAD, RawKind.TABLE):
-            held = state.packs[name]
-            end = held.table.payload_length
-            key = names.pack(name, held.generation)
-            return (key, 0, end) if kind is RawKind.PAYLOAD else (key, end, end + held.table_bytes)
-        manifest = state.manifests[name.decode()]
-        if kind is RawKind.MANIFEST_KEYS:
-            return (
-                names.manifest_keys(manifest.keys),
-                manifest.row.keys_offset,
-                manifest.row.keys_offset + manifest.row.keys_length,
-            )
-        (key,) = self._index_objects(namespace, manifest.stamp.writer)
-        start = self._object(key).index(manifest.head)
-        return key, start, start + len(manifest.head)
-
-    def _copies(self, kind: RawKind, namespace: bytes, name: bytes) -> list[str]:
-        key, _, _ = self._place(kind, namespace, name)
-        if kind is not RawKind.TABLE:
-            return [key]
-        writer = self.backend.session(namespace).state.packs[name].stamp.writer
-        return [key, *self._index_objects(namespace, writer)]
-
-    def _index_objects(self, namespace: bytes, writer: bytes) -> list[str]:
-        """Return the names of the index objects of a writer that committed once."""
-        return [self._names(namespace).log(LogName(writer, 1))]
+        session = self.backend.session(namespace)
+        if kind is RawKind.PAYLOAD:
+            held = session.catalogue.objects([name])[name]
+            return session.objects.names.pack(name, held.nonce), 0, held.table.payload_length
+        place = session.catalogue.keys_place(name.decode())
+        assert place is not None
+        return session.objects.names.base + place.name, place.offset, place.offset + place.length
 
 
 class TestS3Backend(BackendConformance):

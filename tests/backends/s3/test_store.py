@@ -27,7 +27,7 @@ from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.samples import sample_pack
 from persistkv_s3 import S3Backend
 from persistkv_s3.client.transport import LateError
-from persistkv_s3.log.layout import LogName, Names
+from persistkv_s3.feed.format import StoreNames
 from persistkv_s3.packs import UploadBudget
 from tests.backends.s3.conftest import Opener
 from tests.storage.host.conftest import STRIDE, Hosted
@@ -264,9 +264,8 @@ def test_what_a_driver_logs_in_its_process_reaches_the_engine(
 ) -> None:
     client = hosted.connect(f"s3://{bucket}/store?endpoint_url={endpoint}")
     client.open()
-    names = Names("store/", Identity.of({"weights": "w"}).digest)
-    raw_client.put_object(Bucket=bucket, Key=names.log(LogName(bytes(16), 1)), Body=b"garbage")
-    wait_for(client, lambda: "its packs are misses" in caplog.text)
+    raw_client.put_object(Bucket=bucket, Key=StoreNames("store/").head, Body=b"PKVS3HD1" + bytes([1]) + b"damaged")
+    wait_for(client, lambda: "rebuilding it" in caplog.text)
 
 
 def _deletion(store: Store) -> CommitBatch:

@@ -15,11 +15,12 @@ from persistkv_s3.client.transport import (
     Body,
     BreakerOpenError,
     BrokenError,
+    Clock,
+    ConditionFailedError,
     Deadline,
     FrameSink,
     LateError,
     ListPage,
-    ObjectExistsError,
     ObjectInfo,
     ObjectMissingError,
     RefusedError,
@@ -51,10 +52,13 @@ class Scripted(Transport):
             raise step
         return step
 
-    def put(self, key: str, body: Body, deadline: Deadline, *, only_if_absent: bool = True) -> None:
-        self._step("put", key, only_if_absent)
+    def put(self, key: str, body: Body, deadline: Deadline, *, condition: str | None = None) -> str:
+        self._step("put", key, condition)
+        return '"etag"'
 
-    def get(self, key: str, start: int | None, stop: int | None, sink: Sink, deadline: Deadline) -> None:
+    def get(
+        self, key: str, start: int | None, stop: int | None, sink: Sink, deadline: Deadline, *, known: str | None = None
+    ) -> str:
         broken_after = self._step("get", key, start, stop)
         whole = DATA * 1024
         data = DATA if stop is None else DATA[-stop:] if start is None else whole[start:stop]
@@ -66,6 +70,7 @@ class Scripted(Transport):
             sink.advance(len(room))
         if broken_after is not None:
             raise BrokenError("the body broke off")
+        return '"etag"'
 
     def head(self, key: str, deadline: Deadline) -> ObjectInfo:
         self._step("head", key)
@@ -87,12 +92,12 @@ class Scripted(Transport):
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Record each pause, in seconds, instead of sleeping."""
     slept: list[float] = []
-    monkeypatch.setattr("persistkv_s3.client.bucket.time.sleep", slept.append)
+    monkeypatch.setattr("persistkv_s3.client.transport.time.sleep", slept.append)
     return slept
 
 
 def reliable(client: Transport, deadline_s: float = 10.0) -> Bucket:
-    return Bucket(client, Breaker("test", 10.0), deadline_s, 1)
+    return Bucket(client, Breaker("test", 10.0), deadline_s, 1, Clock())
 
 
 def test_body_hands_out_what_lies_there() -> None:
@@ -195,11 +200,11 @@ def test_no_pause_reaches_past_the_deadline(pauses: list[float]) -> None:
 
 
 def test_own_object_after_a_lost_reply_is_told_apart() -> None:
-    with pytest.raises(ObjectExistsError) as caught:
-        reliable(Scripted(BrokenError("lost"), ThrottledError("503"), ObjectExistsError("412"))).put("k", [b"x"])
+    with pytest.raises(ConditionFailedError) as caught:
+        reliable(Scripted(BrokenError("lost"), ThrottledError("503"), ConditionFailedError("412"))).put("k", [b"x"])
     assert caught.value.uncertain
-    with pytest.raises(ObjectExistsError) as caught:
-        reliable(Scripted(ThrottledError("503"), ObjectExistsError("412"))).put("k", [b"x"])
+    with pytest.raises(ConditionFailedError) as caught:
+        reliable(Scripted(ThrottledError("503"), ConditionFailedError("412"))).put("k", [b"x"])
     assert not caught.value.uncertain
 
 
@@ -219,7 +224,7 @@ def test_long_listings_and_many_deletions_are_many_operations() -> None:
     bucket.close()
 
 
-class Clock:
+class BreakerClock:
     def __init__(self) -> None:
         self.now = 100.0
 
@@ -227,7 +232,7 @@ class Clock:
         return self.now
 
 
-def make_breaker(clock: Clock) -> Breaker:
+def make_breaker(clock: BreakerClock) -> Breaker:
     return Breaker("test", 2.0, clock=clock, jitter=lambda: 1.0)
 
 
@@ -238,7 +243,7 @@ def fail(breaker: Breaker, times: int) -> None:
 
 
 def test_breaker_opens_lets_one_through_and_closes() -> None:
-    clock = Clock()
+    clock = BreakerClock()
     breaker = make_breaker(clock)
     fail(breaker, 4)
     assert breaker.admit()
@@ -262,7 +267,7 @@ def test_breaker_opens_lets_one_through_and_closes() -> None:
 
 
 def test_breaker_opens_on_slowness_and_on_half_of_the_last_answers() -> None:
-    clock = Clock()
+    clock = BreakerClock()
     slow, mixed = make_breaker(clock), make_breaker(clock)
     for _ in range(5):
         slow.record(well=True, seconds=2.1)
@@ -273,7 +278,7 @@ def test_breaker_opens_on_slowness_and_on_half_of_the_last_answers() -> None:
 
 
 def test_breaker_judges_bytes_per_second() -> None:
-    breaker = make_breaker(Clock())
+    breaker = make_breaker(BreakerClock())
     for _ in range(20):
         breaker.record(well=True, seconds=30.0, num_bytes=32 << 20)
     assert breaker.state == "closed", "more than 1 MiB/s"
@@ -285,7 +290,7 @@ def test_breaker_judges_bytes_per_second() -> None:
 @pytest.mark.parametrize("verb", ["put", "fill", "head"])
 def test_bucket_slow_large_transfers_leave_the_breaker_closed(verb: str) -> None:
     """Each transfer takes five times the limit for a small request."""
-    bucket = Bucket(Scripted(after=lambda: Event().wait(0.05)), Breaker("test", 0.01), 10.0, 1)
+    bucket = Bucket(Scripted(after=lambda: Event().wait(0.05)), Breaker("test", 0.01), 10.0, 1, Clock())
     for _ in range(5):
         if verb == "put":
             bucket.put("k", [bytes(1 << 20)])
@@ -297,7 +302,7 @@ def test_bucket_slow_large_transfers_leave_the_breaker_closed(verb: str) -> None
 
 
 def test_what_was_on_its_way_when_it_opened_changes_nothing() -> None:
-    clock = Clock()
+    clock = BreakerClock()
     breaker = make_breaker(clock)
     fail(breaker, 5)
     for well in (False, True):
@@ -327,7 +332,7 @@ def test_missing_objects_are_no_failure_of_the_server() -> None:
 
 
 def test_breaker_is_for_many_threads() -> None:
-    clock = Clock()
+    clock = BreakerClock()
     breaker = make_breaker(clock)
     fail(breaker, 5)
     clock.now += 2
@@ -342,7 +347,7 @@ def test_breaker_is_for_many_threads() -> None:
 
 INTERRUPTED_CALLS = """
 from persistkv_s3.client.bucket import Breaker, Bucket
-from persistkv_s3.client.transport import Transport
+from persistkv_s3.client.transport import Clock, Transport
 
 class Idle(Transport):
     put = get = head = list = delete = close = lambda *arguments, **options: None
@@ -353,7 +358,7 @@ def hang(number):
     begun.append(number)
     time.sleep(3600)
 
-bucket = Bucket(Idle(), Breaker("test", 10.0), 30.0, 2)
+bucket = Bucket(Idle(), Breaker("test", 10.0), 30.0, 2, Clock())
 interrupt_in(0.3)
 begin = time.monotonic()
 try:

@@ -89,7 +89,7 @@ def test_each_share_has_a_store_of_its_own(run, trace, tmp_path):
 
 def test_a_person_reads_rates(run, trace, tmp_path):
     shown = run("replay", f"lmdb://{tmp_path}/new", str(trace[0]), "--requests", "5").stdout
-    for part in ("held", "evicted blocks", "5 requests", "hits"):
+    for part in ("held", "evicted", "5 requests", "hits"):
         assert part in shown
 
 

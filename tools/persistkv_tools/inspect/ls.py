@@ -40,7 +40,6 @@ from persistkv_tools.options import (
 )
 
 _PAGE = 50
-_WIDE = 120  # columns
 _AT_ONCE = 1024
 _Key = Callable[[RequestView], tuple[Any, ...]]
 _Context = tuple[str, str, frozenset[tuple[str, str]]]
@@ -169,17 +168,18 @@ def _csv(page: Page) -> str:
 
 
 def _print(page: Page) -> None:
-    wide = render.console().width >= _WIDE
-    models = {space.id: space.model or "-" for space in page.namespaces}
+    wide, models = render.is_wide(), {space.id: render.format_model(space.model) for space in page.namespaces}
     distinct, shorts = len(set(models.values())), Counter(request.short_id for request in page.requests)
     columns = render.columns(
-        "request=short age=created used=last_used tokens blocks"
-        + " by_group" * wide
+        "request=short age=created"
+        + " used=last_used" * wide
+        + " tokens"
+        + " blocks by_group" * wide
         + " size=raw_bytes"
         + " stored=stored_bytes" * wide
         + " copies hits pinned labels"
         + " model" * (distinct > 1)
-        + " namespace" * (len(models) > distinct),
+        + " namespace" * (wide and len(models) > distinct),
         short=lambda request: request.short_id if shorts[request.short_id] == 1 else request.id,
         by_group=lambda request: "+".join(f"{n:,}" for n in request.group_blocks) * (len(request.group_blocks) > 1),
         copies=lambda request: f"{request.copies:,}" * (request.copies > 1),
@@ -255,7 +255,7 @@ def list_requests(
 
 
 def _context(view: RequestView) -> _Context:
-    """What requests of the same row have in common."""
+    """Return the key by which requests share a row."""
     return view.namespace, view.context or view.id, frozenset(view.labels.items())
 
 
@@ -272,7 +272,7 @@ def _merged(
         context = _context(view)
         copies[context] += 1
         found[context] = best(1, [found[context], view])[0] if context in found else view
-        if keep is not None and len(found) > 2 * keep + _AT_ONCE:  # a context whose best request follows comes back
+        if keep is not None and len(found) > 2 * keep + _AT_ONCE:  # a later, better request adds its context again
             found = {_context(one): one for one in best(keep, found.values())}
     return list(found.values())
 

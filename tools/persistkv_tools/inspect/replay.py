@@ -84,7 +84,7 @@ _RATES = render.columns(
     "capacity=room blocks=nominal_blocks held=held_blocks hits", room=_capacity, hits=lambda run: f"{run.hit_rate:.2%}"
 )
 _TRAFFIC = render.columns(
-    "capacity=room evicted_blocks written=stored_bytes read=loaded_bytes commits wrong_blocks seconds",
+    "capacity=room evicted=evicted_blocks written=stored_bytes read=loaded_bytes commits wrong=wrong_blocks seconds",
     room=_capacity,
     seconds=lambda run: f"{run.seconds:.1f}",
 )

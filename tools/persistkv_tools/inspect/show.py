@@ -29,6 +29,7 @@ from persistkv_tools.options import (
     Url,
     find_request,
     opened,
+    short_id,
 )
 from persistkv_tools.packs import keys_of
 
@@ -215,7 +216,7 @@ def _node_text(node: TreeNode) -> Text:
         line += f", {render.count(node.requests, 'request')}"
     more = f" and {node.ends - len(node.names):,} more" if node.ends > len(node.names) else ""
     if node.names:
-        line += f"; ends {', '.join(node.names)}{more}"
+        line += f"; ends {', '.join(map(short_id, node.names))}{more}"
     return render.plain(line, "bold" if node.chosen else "")
 
 

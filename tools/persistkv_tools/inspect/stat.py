@@ -128,14 +128,13 @@ class StoreTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _model(totals: NamespaceTotals | ModelTotals) -> str:
-    return totals.model or "-"
+    return render.format_model(totals.model)
 
 
-_NAMESPACES = render.columns(
-    "model namespace=short age=created requests packs blocks raw=raw_bytes stored=stored_bytes dedup=dedup_ratio",
-    short=lambda space: space.id[:8],
-    model=_model,
+_NAMESPACES = (
+    "model namespace=short age=created requests packs blocks raw=raw_bytes stored=stored_bytes dedup=dedup_ratio"
 )
+_NARROW_NAMESPACES = "model namespace=short requests packs blocks stored=stored_bytes"
 _MODELS = render.columns("model namespaces requests packs blocks raw=raw_bytes stored=stored_bytes", model=_model)
 _GROUPS = render.columns("namespace group blocks raw=raw_bytes stored=stored_bytes ratio=codec_ratio codecs")
 
@@ -174,7 +173,10 @@ def _print(store: StoreTotals) -> None:
             f"{size} outside of the capacity in {' '.join(store.quarantined)}; prune --quarantined deletes them"
         )
     render.show_pairs(rows, title=store.url)
-    render.show_table(_NAMESPACES, store.namespaces, left="namespace")
+    columns = render.columns(
+        _NAMESPACES if render.is_wide() else _NARROW_NAMESPACES, short=lambda space: space.id[:8], model=_model
+    )
+    render.show_table(columns, store.namespaces, left="namespace")
     if len(store.models) < len(store.namespaces):
         render.show_table(_MODELS, store.models)
     groups = [

@@ -103,7 +103,7 @@ _TRAFFIC = "engine seen=updated hits=hit_rate in/s=written out/s=read queue stag
 _HEALTH = "blocks=indexed_blocks commits/s=commits evicted/s=evicted dropped bad breaker"
 _CELLS: dict[str, Callable[[EngineView], str]] = {
     "engine": engine_name,
-    "model": lambda view: view.model or "-",
+    "model": lambda view: render.format_model(view.model),
     "written": _rate("stored_raw_bytes"),
     "read": _rate("loaded_bytes"),
     "queue": lambda view: f"{view.waiting_jobs + view.writing_jobs + view.loading_jobs:,}",
@@ -168,8 +168,11 @@ def _drawn(look: Snapshot) -> Group:
     head = Group(render.plain(f"{look.url} at {render.format_time(look.time)}"), render.plain(held))
     if not look.engines:
         return Group(head, render.plain("no engine shows itself"))
-    wide = render.console().width >= _WIDE
-    parts = [f"{_TRAFFIC} {_HEALTH} model"] if wide else [_TRAFFIC, f"engine {_HEALTH}", "engine model"]
+    parts = (
+        [f"{_TRAFFIC} {_HEALTH} model"]
+        if render.console().width >= _WIDE
+        else [_TRAFFIC, f"engine {_HEALTH}", "engine model"]
+    )
     shown = [render.columns(part, **_CELLS) for part in parts]
     tables = [render.table(part, render.cells(part, look.engines), left="model,breaker") for part in shown]
     return Group(head, *tables)

@@ -1,0 +1,741 @@
+"""Local catalogue of one namespace: a SQLite file, to which every engine applies the same feed.
+
+1. The file is a cache. It is kept between runs and validated against the head; a damaged or foreign file is replaced.
+2. A feed object is applied in one transaction, together with its position. Processes that share the file each apply
+   what the others have not.
+3. Commits that the feed does not contain yet are applied as *pending*, with an undo log. They are undone before a feed
+   object is applied, and the remaining ones are applied again afterwards. So the state without them depends on the feed
+   alone: of several objects for one pack, all engines keep the same one. Rejected commits just disappear.
+4. A pack is removed together with the nonce of its object; under another nonce it stays.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import struct
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from persistkv.config import PAGE_BYTES
+from persistkv.errors import CorruptPackError, StoreBusyError, StoreError, StoreFullError
+from persistkv.storage.backend import CommitBatch, ManifestWrite
+from persistkv.storage.catalog import LOG_ENTRIES, TABLES, Catalog, CatalogTransaction, Rows
+from persistkv.storage.catalog.order import Reading, StoreClock, read_clock, write_clock
+from persistkv.storage.catalog.rows import (
+    ADDED,
+    CHAINS,
+    LOG,
+    LOG_KEY,
+    MANIFEST,
+    MANIFEST_KEYS,
+    MANIFESTS,
+    META,
+    ORDER,
+    ORDER_KEY,
+    PACKS,
+    PIECES,
+    REMOVED,
+    STATES,
+    USES,
+    Chain,
+    NamespaceState,
+    Use,
+    manifest_row,
+    pack_table,
+)
+from persistkv.storage.catalog.transaction import Evicted, kept_names
+from persistkv.storage.format.codec import Buffer
+from persistkv.storage.format.manifest import decode_manifest
+from persistkv.storage.format.pack import ID_BYTES, PackTable
+from persistkv.storage.format.pack_writer import NewPack, PackCopy
+from persistkv_s3.feed.format import NONCE_BYTES, Dump, Entry, Feed, PackRow, seal, split_ids, tags_before, unseal
+
+APPLICATION_ID = 0x504B5333  # "PKS3"
+VERSION = 1
+_WAIT_S = 60.0  # for another thread's transaction, which may load a snapshot
+
+OBJECTS = "objects"
+"""namespace, pack id → nonce, u64 bytes of the object and its table, tags."""
+PENDING = "pending"
+"""u64 big-endian number of the row → writer, u64 number, f64 time, sealed commit: not in the feed yet."""
+UNDO = "undo"
+"""u64 big-endian number of the row → a row before a pending commit changed it, see ``_Before``."""
+WRITERS = "writers"
+"""writer → u64 number of its last merged commit, f64 time of the merge."""
+GARBAGE = "garbage"
+"""f64 big-endian time, object name → empty: objects that the feed has removed."""
+KEY_OBJECTS = "key_objects"
+"""object name, ``\\0``, digest of a manifest's id → empty: manifests whose keys are in the object."""
+_TABLES = (*(name for name in TABLES if name != PIECES), OBJECTS, PENDING, UNDO, WRITERS, GARBAGE, KEY_OBJECTS)
+_DUMPED = tuple(name for name in _TABLES if name not in (LOG, META, PENDING))
+_DUMPED_META = (b"clock", b"bytes")
+_OBJECT = struct.Struct(f"<{NONCE_BYTES}sQ")
+_WRITER = struct.Struct("<Qd")
+_NUMBER = struct.Struct(">Q")
+_PENDING = struct.Struct("<16sQd")
+_KEYS = struct.Struct("<QQQ")
+_BYTES = struct.Struct("<Q")
+_TIME = struct.Struct(">d")
+_MISSING_OBJECT = b"\xff" * 16  # writer of pending commits that remove packs without objects
+_POSITION_ROW, _BYTES_ROW, _STORE_ROW = b"feed", b"bytes", b"store"
+
+
+class Position(msgspec.Struct, frozen=True, array_like=True):
+    """Place in the feed up to which it was applied."""
+
+    generation: bytes = b""
+    position: int = 0
+    term: bytes = b""
+    time: float = 0.0
+    damaged: bool = False
+    """A feed object was unreadable: the catalogue may lack packs."""
+
+
+class _Before(msgspec.Struct, frozen=True, array_like=True):
+    """A row before a change."""
+
+    table: str
+    key: bytes
+    value: bytes | None
+    """None: there was no such row."""
+
+
+class PackObject(NamedTuple):
+    """A held pack and the object that has its bytes."""
+
+    table: PackTable
+    nonce: bytes
+    tags: bytes
+    """See ``authentication``."""
+
+
+class KeysPlace(NamedTuple):
+    """Place of a manifest's keys."""
+
+    name: str
+    """Name of the object below the namespace's prefix."""
+    offset: int
+    length: int
+
+
+class Plan(NamedTuple):
+    """Effects of a batch on the present catalogue."""
+
+    cursor: bytes
+    missing: list[NewPack]
+    """Packs to upload."""
+    gone: list[tuple[bytes, bytes]]
+    """(pack id, nonce) of packs to remove."""
+    removed: list[PackTable]
+    """Tables of removed packs."""
+    pins: list[tuple[str, bool]]
+
+
+class Removals(NamedTuple):
+    """Packs and manifests to evict."""
+
+    gone: list[tuple[bytes, bytes]]
+    manifests: list[bytes]
+    """Digests of ids."""
+
+
+class _Undo(Exception):
+    """Rolls a transaction back."""
+
+
+class LocalRows(Rows):
+    """The rows of one SQL transaction."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self.db = db
+        self.dropped: list[bytes] = []
+        """Rows of manifests that were deleted."""
+        self.garbage_at: float | None = None
+        """Time at which objects that are no longer named become garbage; None: they do not."""
+        self.undoable = False
+        """Whether changes are recorded in the undo log."""
+        self.nonces: dict[bytes, bytes] | None = None
+        """Nonces of changed packs before their first change, if the log of changes is written at the end."""
+
+    def get(self, table: str, key: bytes) -> Buffer | None:
+        """See ``Rows``."""
+        row = self.db.execute(f"SELECT value FROM '{table}' WHERE key = ?", (key,)).fetchone()
+        return None if row is None else bytes(row[0])
+
+    def put(self, table: str, key: bytes, value: Buffer) -> None:
+        """See ``Rows``."""
+        if not self._record(table, key):
+            return
+        self.db.execute(f"INSERT OR REPLACE INTO '{table}' VALUES (?, ?)", (key, value))
+
+    def delete(self, table: str, key: bytes) -> bool:
+        """See ``Rows``."""
+        if table == MANIFEST_KEYS and (row := self.get(MANIFEST_KEYS, key)) is not None and len(row) >= _KEYS.size:
+            self._release_keys(key[ID_BYTES:], row)
+        if not self._record(table, key):
+            return False
+        found = self.db.execute(f"DELETE FROM '{table}' WHERE key = ?", (key,)).rowcount > 0
+        if found and table == MANIFESTS:
+            self.dropped.append(key[ID_BYTES:])
+        return found
+
+    def range(self, table: str, start: bytes) -> Iterator[tuple[Buffer, Buffer]]:
+        """See ``Rows``."""
+        yield from self.db.execute(f"SELECT key, value FROM '{table}' WHERE key >= ? ORDER BY key", (start,))
+
+    def _record(self, table: str, key: bytes) -> bool:
+        """Record a row before its change; return False if the change must be left out."""
+        if self.nonces is not None:
+            if table == LOG:
+                return False
+            if table == OBJECTS and key not in self.nonces:
+                self.nonces[key] = _nonce(self, key)
+        if self.undoable and table not in (LOG, UNDO, PENDING):
+            value = self.get(table, key)
+            before = _Before(table, key, None if value is None else bytes(value))
+            self.append(UNDO, msgspec.msgpack.encode(before))
+        return True
+
+    def append(self, table: str, value: Buffer) -> None:
+        """Add a row after the last one of a table whose keys are numbers."""
+        last = self.db.execute(f"SELECT max(key) FROM '{table}'").fetchone()[0]
+        number = 0 if last is None else _NUMBER.unpack(last)[0] + 1
+        self.db.execute(f"INSERT INTO '{table}' VALUES (?, ?)", (_NUMBER.pack(number), value))
+
+    def undo(self) -> None:
+        """Undo all pending commits."""
+        for _, value in reversed(list(self.range(UNDO, b""))):
+            before = msgspec.msgpack.decode(value, type=_Before)
+            self._record(before.table, before.key)
+            if before.value is None:
+                self.db.execute(f"DELETE FROM '{before.table}' WHERE key = ?", (before.key,))
+            else:
+                self.db.execute(f"INSERT OR REPLACE INTO '{before.table}' VALUES (?, ?)", (before.key, before.value))
+        self.db.execute(f"DELETE FROM '{UNDO}'")
+
+    def _release_keys(self, digest: bytes, row: Buffer) -> None:
+        name = bytes(row[_KEYS.size :])
+        self.count_bytes(-_KEYS.unpack_from(row)[2])
+        self.delete(KEY_OBJECTS, name + b"\0" + digest)
+        if next(self.starting_with(KEY_OBJECTS, name + b"\0"), None) is None:
+            self.discard(name)
+
+    def discard(self, name: bytes) -> None:
+        """Mark an object as garbage."""
+        if self.garbage_at is not None:
+            self.put(GARBAGE, _TIME.pack(self.garbage_at) + name, b"")
+
+    def count_bytes(self, change: int) -> None:
+        """Add to the bytes of the namespace."""
+        self.put(META, _BYTES_ROW, _BYTES.pack(max(0, self.num_bytes + change)))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the namespace's packs, their tables and manifests."""
+        row = self.get(META, _BYTES_ROW)
+        return 0 if row is None else int(_BYTES.unpack(row)[0])
+
+    @property
+    def position(self) -> Position:
+        """Position up to which the feed was applied."""
+        row = self.get(META, _POSITION_ROW)
+        return Position() if row is None else msgspec.msgpack.decode(row, type=Position)
+
+    @position.setter
+    def position(self, position: Position) -> None:
+        self.put(META, _POSITION_ROW, msgspec.msgpack.encode(position))
+
+
+class _Objects:
+    """Payloads of one transaction: it records which object has a pack's bytes. Implements ``Payloads``."""
+
+    def __init__(self, rows: LocalRows) -> None:
+        self._rows = rows
+        self.rows_of: dict[bytes, PackRow] = {}
+        self.deleted: list[tuple[bytes, bytes]] = []
+
+    def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
+        row = self.rows_of[name]
+        size = at_most + 2 * len(row.body)
+        self._rows.put(OBJECTS, name, _OBJECT.pack(row.nonce, size) + tags_before(row.body))
+        self._rows.count_bytes(size)
+
+    def delete(self, name: bytes, length: int) -> None:
+        row = self._rows.get(OBJECTS, name)
+        if row is not None:
+            nonce, size = _OBJECT.unpack_from(row)
+            self._rows.delete(OBJECTS, name)
+            self._rows.count_bytes(-size)
+            self.deleted.append((name[ID_BYTES:], nonce))
+
+
+class _EvictionGoal:
+    """Goal of eviction: a number of bytes fewer."""
+
+    def __init__(self, rows: LocalRows, excess: int) -> None:
+        self._rows = rows
+        self._target = rows.num_bytes - excess
+
+    def met(self) -> bool:
+        return self._rows.num_bytes <= self._target
+
+    def helps(self, pack: bytes) -> bool:
+        return True
+
+
+class Catalogue(Catalog):
+    """See the top of this file. Thread-safe.
+
+    :param path: of the file, in an existing directory.
+    """
+
+    def __init__(self, path: Path, namespace: bytes) -> None:
+        self._path = path
+        self._namespace = namespace
+        self._idle: deque[sqlite3.Connection] = deque()
+        self._closed = False
+        try:
+            self._create_or_check()
+        except (StoreError, sqlite3.Error, msgspec.DecodeError, struct.error):
+            self._delete_file()
+            self._create_or_check()
+
+    def _create_or_check(self) -> None:
+        with self.rows(write=True) as rows:
+            if not rows.db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                for table in _TABLES:
+                    columns = "(key BLOB PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID"
+                    rows.db.execute(f"CREATE TABLE '{table}' {columns}")
+                rows.db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                rows.db.execute(f"PRAGMA user_version = {VERSION}")
+                rows.put(STATES, self._namespace, _new_state().encode())
+                write_clock(rows, 0, StoreClock(0.0, Reading.now()))  # the feed and the server have the time
+            found = [rows.db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
+            state = rows.get(STATES, self._namespace)
+            if found != [APPLICATION_ID, VERSION] or state is None:
+                raise StoreError(f"{self._path} is not the catalogue of this namespace")
+            NamespaceState.decode(state)
+            read_clock(rows)
+            _ = rows.position, rows.num_bytes
+
+    def _delete_file(self) -> None:
+        self._release()
+        for suffix in ("", "-wal", "-shm"):
+            Path(f"{self._path}{suffix}").unlink(missing_ok=True)
+
+    @contextmanager
+    def rows(self, *, write: bool = False) -> Iterator[LocalRows]:
+        if self._closed:
+            raise StoreError("the store is closed")
+        try:
+            db = self._idle.pop() if self._idle else self._connect()
+        except sqlite3.Error as error:
+            raise StoreError(f"{self._path}: {error}") from error
+        try:
+            db.execute("BEGIN IMMEDIATE" if write else "BEGIN")
+            yield LocalRows(db)
+            db.execute("COMMIT")
+        except sqlite3.Error as error:
+            db.close()
+            raise self._translated(error) from error
+        except BaseException:
+            with suppress(sqlite3.Error):
+                db.execute("ROLLBACK")
+            self._give_back(db)
+            raise
+        self._give_back(db)
+
+    def _connect(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self._path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
+        db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = NORMAL")
+        return db
+
+    def _translated(self, error: sqlite3.Error) -> StoreError:
+        text = str(error)
+        if "malformed" in text or "not a database" in text:
+            for suffix in ("", "-wal", "-shm"):  # the next opening creates another file
+                Path(f"{self._path}{suffix}").unlink(missing_ok=True)
+        kind = StoreBusyError if "locked" in text else StoreFullError if "full" in text else StoreError
+        return kind(f"{self._path}: {text}")
+
+    def _give_back(self, db: sqlite3.Connection) -> None:
+        self._idle.append(db)
+        if self._closed:
+            self._release()
+
+    def _release(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+    def close(self) -> None:
+        """Release the file; idempotent."""
+        self._closed = True
+        self._release()
+
+    # Content
+
+    @property
+    def position(self) -> Position:
+        """Position up to which the feed was applied."""
+        with self.rows() as rows:
+            return rows.position
+
+    def disk_bytes(self) -> int:
+        """Return the bytes of the namespace's packs, their tables and manifests in the bucket."""
+        with self.rows() as rows:
+            return rows.num_bytes
+
+    @property
+    def cursor(self) -> bytes:
+        """Present position in the log of changes."""
+        with self.rows() as rows:
+            return _cursor(rows, self._namespace)
+
+    def objects(self, pack_ids: Iterable[bytes]) -> dict[bytes, PackObject]:
+        """Return the packs that are held and readable."""
+        found: dict[bytes, PackObject] = {}
+        with self.rows() as rows:
+            for pack_id in pack_ids:
+                name = self._namespace + pack_id
+                row, held = rows.get(PACKS, name), rows.get(OBJECTS, name)
+                if row is not None and held is not None and (table := pack_table(name, row)) is not None:
+                    found[pack_id] = PackObject(table, _OBJECT.unpack_from(held)[0], bytes(held[_OBJECT.size :]))
+        return found
+
+    def keys_place(self, manifest_id: str) -> KeysPlace | None:
+        """Return where a manifest's keys are; None if it is not held."""
+        with self.rows() as rows:
+            row = rows.get(MANIFEST_KEYS, manifest_row(self._namespace, manifest_id))
+        if row is None or len(row) < _KEYS.size:
+            return None
+        offset, length, _ = _KEYS.unpack_from(row)
+        return KeysPlace(bytes(row[_KEYS.size :]).decode("ascii", "replace"), offset, length)
+
+    def merged(self) -> dict[bytes, int]:
+        """Return the number of the last merged commit of each writer."""
+        with self.rows() as rows:
+            return {bytes(writer): _WRITER.unpack(row)[0] for writer, row in rows.range(WRITERS, b"")}
+
+    def merged_number(self, writer: bytes) -> int:
+        """Return the number of a writer's last merged commit; 0: none."""
+        with self.rows() as rows:
+            return _merged_number(rows, writer)
+
+    @property
+    def oldest(self) -> float:
+        """Time of the oldest use of anything that may expire; 0: nothing may."""
+        with self.rows() as rows:
+            return _oldest(rows)
+
+    def garbage(self, until: float, at_most: int) -> list[tuple[float, str]]:
+        """Return names of objects that were removed before a time, and when, oldest first; all of the same time."""
+        found: list[tuple[float, str]] = []
+        with self.rows() as rows:
+            for key, _ in rows.range(GARBAGE, b""):
+                time, name = _TIME.unpack_from(key)[0], bytes(key[_TIME.size :]).decode("ascii", "replace")
+                if time > until or (len(found) >= at_most and time != found[-1][0]):
+                    break
+                found.append((time, name))
+        return found
+
+    def names_pack(self, pack_id: bytes, nonce: bytes) -> bool:
+        """Return whether the pack is held under this nonce, with or without pending commits."""
+        name = self._namespace + pack_id
+        with self.rows() as rows:
+            undone = (row for row in _undo_log(rows) if (row.table, row.key) == (OBJECTS, name))
+            before = (row.value[:NONCE_BYTES] for row in undone if row.value is not None)
+            return nonce in (_nonce(rows, name), *before)
+
+    def names_keys(self, name: str) -> bool:
+        """Return whether a manifest's keys are in the object, with or without pending commits."""
+        prefix = name.encode() + b"\0"
+        with self.rows() as rows:
+            if next(rows.starting_with(KEY_OBJECTS, prefix), None) is not None:
+                return True
+            return any(row.table == KEY_OBJECTS and row.key.startswith(prefix) for row in _undo_log(rows))
+
+    # Changes
+
+    def plan(self, batch: CommitBatch) -> Plan:
+        """Return the effects of a batch. The catalogue is not changed."""
+        found: list[Plan] = []
+        with suppress(_Undo), self.rows(write=bool(batch.deletions or batch.bad)) as rows:
+            cursor = _cursor(rows, self._namespace)
+            objects = _Objects(rows)
+            transaction = CatalogTransaction(rows, objects, self._namespace, kept_names(self._namespace, batch), at=0.0)
+            if batch.deletions or batch.bad:
+                transaction.remove(CommitBatch(deletions=batch.deletions, bad=batch.bad))
+            missing = list({pack.pack_id: pack for pack in reversed(transaction.missing(batch.packs))}.values())[::-1]
+            damaged = [(pack.pack_id, _nonce(rows, self._namespace + pack.pack_id)) for pack in missing]
+            gone = [*objects.deleted, *((pack_id, nonce) for pack_id, nonce in damaged if nonce)]
+            written = {write.manifest.id for write in batch.manifests}
+            pins = [
+                (name, pinned)
+                for name, pinned in batch.pins
+                if name in written or rows.get(MANIFESTS, manifest_row(self._namespace, name)) is not None
+            ]
+            found.append(Plan(cursor, missing, gone, transaction.evicted, pins))
+            raise _Undo
+        return found[0]
+
+    def plan_eviction(self, at: float, ttl_s: float | None, excess: int, until: float, at_most: int) -> Removals:
+        """Return what expires, and what to evict for ``excess`` bytes. The catalogue is not changed.
+
+        :param at: present time by the server's clock.
+        :param until: evict nothing that was used later than this.
+        :param at_most: maximum number of packs and manifests.
+        """
+        found: list[Removals] = []
+        with suppress(_Undo), self.rows(write=True) as rows:
+            rows.undo()
+            objects = _Objects(rows)
+            transaction = CatalogTransaction(rows, objects, self._namespace, at=at)
+            if ttl_s is not None:
+                transaction.expire(ttl_s, at_most)
+            goal = _EvictionGoal(rows, excess)
+            for _ in range(at_most):
+                if goal.met() or _oldest(rows) > until or transaction.evict(goal, 1) is Evicted.ALL:
+                    break
+            found.append(Removals(objects.deleted, rows.dropped))
+            raise _Undo
+        return found[0]
+
+    def touch(self, pack_ids: Sequence[bytes], at: float) -> None:
+        """Record that packs were used, as one moment, until the next feed object is applied."""
+        with self.rows(write=True) as rows:
+            rows.undoable = True
+            transaction = CatalogTransaction(rows, _Objects(rows), self._namespace, at=at)
+            transaction.remove(CommitBatch(touches=pack_ids))
+            transaction.finish()
+
+    def apply_pending(self, entry: Entry, at: float) -> tuple[bytes, bytes]:
+        """Apply a commit that the feed does not contain yet; return the cursors before and after it.
+
+        :param at: present time by the server's clock.
+        """
+        with self.rows(write=True) as rows:
+            before = _cursor(rows, self._namespace)
+            known = any(
+                _PENDING.unpack_from(row)[:2] == (entry.writer, entry.number) for _, row in rows.range(PENDING, b"")
+            )
+            if not known and _merged_number(rows, entry.writer) < entry.number:
+                rows.append(PENDING, _PENDING.pack(entry.writer, entry.number, at) + seal(entry))
+                self._apply_pending(rows, entry, at)
+            return before, _cursor(rows, self._namespace)
+
+    def _apply_pending(self, rows: LocalRows, entry: Entry, at: float) -> None:
+        rows.undoable = True
+        self._apply(rows, entry, at)
+        rows.undoable = False
+
+    def apply_feed(self, feed: Feed) -> None:
+        """Apply the feed object that follows the present position; do nothing if it was applied already."""
+        with self.rows(write=True) as rows:
+            if feed.position != rows.position.position + 1:
+                return
+            rows.nonces = {}
+            sequence = _state(rows, self._namespace).sequence
+            rows.undo()
+            rows.garbage_at = feed.time
+            for entry in feed.entries:
+                self._apply(rows, entry, feed.time)
+            for writer, number in feed.merged.items():
+                rows.put(WRITERS, writer, _WRITER.pack(number, feed.time))
+            for name in feed.retired:
+                rows.discard(name.encode())
+            if feed.collected:
+                rows.db.execute(f"DELETE FROM '{GARBAGE}' WHERE key < ?", (_TIME.pack(feed.collected) + b"\xff",))
+            damaged = rows.position.damaged
+            rows.position = Position(feed.generation, feed.position, feed.term, feed.time, damaged)
+            rows.garbage_at = None
+            self._reapply(rows)
+            self._log_changes(rows, sequence)
+
+    def _reapply(self, rows: LocalRows) -> None:
+        """Apply pending commits again, except those that were merged."""
+        for key, value in list(rows.range(PENDING, b"")):
+            entry, at = unseal(value[_PENDING.size :], Entry), _PENDING.unpack_from(value)[2]
+            missing = [(pack_id, nonce) for pack_id, nonce in entry.gone if self._holds(rows, pack_id, nonce)]
+            done = not missing if entry.writer == _MISSING_OBJECT else False
+            if done or entry.number <= _merged_number(rows, entry.writer):
+                rows.delete(PENDING, bytes(key))
+            else:
+                self._apply_pending(rows, entry, at)
+
+    def _holds(self, rows: LocalRows, pack_id: bytes, nonce: bytes) -> bool:
+        return _nonce(rows, self._namespace + pack_id) == nonce
+
+    def _log_changes(self, rows: LocalRows, sequence: int) -> None:
+        """Write the log of changes: the packs whose objects are others than before."""
+        nonces, rows.nonces = rows.nonces or {}, None
+        for name, before in nonces.items():
+            after = _nonce(rows, name)
+            for nonce, kind in ((before, REMOVED), (after, ADDED)):
+                if before != after and nonce:
+                    sequence += 1
+                    rows.put(LOG, LOG_KEY.pack(self._namespace, sequence), kind + name[ID_BYTES:])
+        oldest = LOG_KEY.pack(self._namespace, max(0, sequence - LOG_ENTRIES + 1))
+        rows.db.execute(f"DELETE FROM '{LOG}' WHERE key < ?", (oldest,))
+        state = _state(rows, self._namespace)
+        state.sequence = sequence
+        rows.put(STATES, self._namespace, state.encode())
+
+    def skip_to(self, position: Position) -> None:
+        """Continue at a later position: the feed objects before it cannot be read, or a snapshot contains them."""
+        with self.rows(write=True) as rows:
+            if position.position >= rows.position.position:
+                rows.position = position
+
+    def drop(self, pack_id: bytes, nonce: bytes, at: float) -> bool:
+        """Remove a pack whose object is missing, until the feed says the same; return False if another object is held.
+
+        :param at: present time by the server's clock.
+        """
+        with self.rows() as rows:
+            if not self._holds(rows, pack_id, nonce):
+                return False
+        number = int.from_bytes(nonce[:5], "big")  # unique
+        entry = Entry(writer=_MISSING_OBJECT, number=number + 1, time=at, gone=[(pack_id, nonce)])
+        self.apply_pending(entry, at)
+        return True
+
+    def is_of(self, store: bytes) -> bool:
+        """Return whether the content is of the store with this head; a new catalogue becomes its catalogue."""
+        with self.rows() as rows:
+            row = rows.get(META, _STORE_ROW)
+        if row is None:
+            with self.rows(write=True) as rows:
+                rows.put(META, _STORE_ROW, store)
+        return row in (None, store)
+
+    def load(self, dumps: Iterable[Dump], position: Position, store: bytes) -> None:
+        """Replace everything by rows from segments; all cursors become invalid.
+
+        :param store: see ``Head.store``.
+        """
+        with self.rows(write=True) as rows:
+            for table in _TABLES:
+                rows.db.execute(f"DELETE FROM '{table}'")
+            write_clock(rows, 0, StoreClock(0.0, Reading.now()))
+            for dump in dumps:
+                for table, some in dump.tables.items():
+                    if table in _DUMPED or table == META:
+                        rows.db.executemany(f"INSERT OR REPLACE INTO '{table}' VALUES (?, ?)", some)
+            rows.undo()
+            row = rows.get(STATES, self._namespace)
+            state = _new_state() if row is None else NamespaceState.decode(row)
+            state.generation = _new_state().generation
+            rows.put(STATES, self._namespace, state.encode())
+            read_clock(rows)
+            rows.put(META, _STORE_ROW, store)
+            rows.position = position
+
+    def dump(self, segment_bytes: int) -> Iterator[tuple[Position, Dump]]:
+        """Yield all rows, each time about ``segment_bytes`` of them, and the position that they are of."""
+        with self.rows() as rows:
+            position, length = rows.position, 0
+            meta = [(key, bytes(row)) for key in _DUMPED_META if (row := rows.get(META, key)) is not None]
+            tables: dict[str, list[tuple[bytes, bytes]]] = {META: meta}
+            for table in _DUMPED:
+                for key, value in rows.range(table, b""):
+                    tables.setdefault(table, []).append((bytes(key), bytes(value)))
+                    length += len(key) + len(value)
+                    if length >= segment_bytes:
+                        yield position, Dump(tables)
+                        tables, length = {}, 0
+            yield position, Dump(tables)
+
+    def _apply(self, rows: LocalRows, entry: Entry, at: float) -> None:
+        objects = _Objects(rows)
+        for joined in entry.uses[:-1]:
+            earlier = CatalogTransaction(rows, objects, self._namespace, at=at)
+            earlier.remove(CommitBatch(touches=split_ids(joined)))
+            earlier.finish()
+        transaction = CatalogTransaction(rows, objects, self._namespace, at=at)
+        packs, manifests = list(self._packs(entry)), list(self._manifests(entry))
+        writes = [write for write, _ in manifests]
+        touches = split_ids(entry.uses[-1]) if entry.uses else []
+        bad = [pack_id for pack_id, nonce in entry.gone if _nonce(rows, self._namespace + pack_id) == nonce]
+        transaction.remove(CommitBatch([pack for pack, _ in packs], writes, bad=bad, touches=touches))
+        for pack_id, nonce in entry.gone:
+            rows.discard(_pack_name(pack_id, nonce))
+        transaction.drop_manifests(self._namespace + digest for digest in entry.manifests_gone)
+        for pack, row in packs:
+            held = _nonce(rows, self._namespace + row.pack_id)
+            objects.rows_of[self._namespace + row.pack_id] = row
+            transaction.add(CommitBatch([pack]))
+            if held and held != row.nonce:  # of several objects for a pack, the first stays
+                rows.discard(_pack_name(row.pack_id, row.nonce))
+        transaction.add(CommitBatch(manifests=writes, pins=entry.pins))
+        for write, value in manifests:
+            name = manifest_row(self._namespace, write.manifest.id)
+            rows.put(MANIFEST_KEYS, name, value)
+            rows.put(KEY_OBJECTS, bytes(value[_KEYS.size :]) + b"\0" + name[ID_BYTES:], b"")
+            rows.count_bytes(_KEYS.unpack_from(value)[2])
+        transaction.finish()
+
+    def _manifests(self, entry: Entry) -> Iterator[tuple[ManifestWrite, bytes]]:
+        for row in entry.manifests:
+            with suppress(CorruptPackError):
+                write = ManifestWrite(decode_manifest(row.head), (), split_ids(row.packs))
+                size = len(row.head) + row.length + len(row.packs)
+                yield write, _KEYS.pack(row.offset, row.length, size) + row.keys.encode()
+
+    def _packs(self, entry: Entry) -> Iterator[tuple[NewPack, PackRow]]:
+        for row in entry.packs:
+            with suppress(CorruptPackError):
+                table = PackTable.parse(row.body)
+                if (table.namespace, table.pack_id) == (self._namespace, row.pack_id):
+                    yield PackCopy(table, b""), row
+
+
+def _pack_name(pack_id: bytes, nonce: bytes) -> bytes:
+    return f"packs/{pack_id.hex()}-{nonce.hex()}".encode()
+
+
+def _new_state() -> NamespaceState:
+    return NamespaceState(os.urandom(8))
+
+
+def _state(rows: Rows, namespace: bytes) -> NamespaceState:
+    row = rows.get(STATES, namespace)
+    if row is None:
+        raise StoreError(f"the catalogue of {namespace.hex()} has no state")
+    return NamespaceState.decode(row)
+
+
+def _cursor(rows: Rows, namespace: bytes) -> bytes:
+    return _state(rows, namespace).cursor
+
+
+def _merged_number(rows: Rows, writer: bytes) -> int:
+    row = rows.get(WRITERS, writer)
+    return 0 if row is None else int(_WRITER.unpack(row)[0])
+
+
+def _undo_log(rows: Rows) -> Iterator[_Before]:
+    for _, value in rows.range(UNDO, b""):
+        yield msgspec.msgpack.decode(value, type=_Before)
+
+
+def _nonce(rows: Rows, name: bytes) -> bytes:
+    """Return the nonce of a held pack's object; empty if the pack is not held."""
+    row = rows.get(OBJECTS, name)
+    return b"" if row is None else bytes(row[:NONCE_BYTES])
+
+
+def _oldest(rows: Rows) -> float:
+    for key, _ in rows.range(ORDER, b""):
+        _, _, kind, name = ORDER_KEY.unpack(key)
+        row = Chain.decode(rows.get(CHAINS, name)) if kind == MANIFEST else Use.decode(rows.get(USES, name))
+        if row is not None:
+            return float(row.time)
+    return 0.0

@@ -1,0 +1,1 @@
+"""The feed of a namespace: one order of all commits, which every engine applies to its local catalogue."""

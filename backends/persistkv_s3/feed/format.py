@@ -1,0 +1,375 @@
+"""Names and formats of the objects of the feed. docs/format.md specifies them.
+
+Each object is one sealed record: version, xxh3-64 of the rest, msgpack. With a key, an HMAC follows, which also covers
+the object's name. Nothing is trusted: sizes are checked against a limit before a download, unreadable records raise
+``CorruptPackError`` with the record's name, and unparsable names are ignored.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Annotated, NamedTuple, TypeVar
+
+import msgspec
+import xxhash
+
+from persistkv.errors import CorruptPackError, CorruptStoreError
+from persistkv.storage.backend import Namespace
+from persistkv.storage.extensions import Policy
+from persistkv.storage.format.codec import Buffer
+from persistkv.storage.format.pack import ID_BYTES
+from persistkv.storage.identity import Identity
+
+VERSION = 1
+NONCE_BYTES = 8
+TERM_BYTES = 12
+"""Bytes of a term: epoch (u32 big-endian), then a nonce of the leader that was elected."""
+WRITER_BYTES = 16
+MAX_INBOX_BYTES = 64 << 20  # 64 MiB: 1,000,000 keys with their tags
+MAX_FEED_BYTES = 192 << 20  # 192 MiB: the leader merges up to half of it, plus one inbox object
+MAX_SEGMENT_BYTES = 256 << 20  # 256 MiB
+MAX_SNAPSHOT_BYTES = 1 << 20  # 1 MiB
+_HEAD_MAGIC = b"PKVS3HD1"
+_SEAL = struct.Struct("<BQ")
+_CREATED = struct.Struct("<d")
+_TABLE_LENGTH = struct.Struct("<Q")
+_TRAILER_BYTES = 24  # of a pack; its first field is the length of the table
+
+_INBOX = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})-([0-9a-f]{12})")
+_PACK = re.compile(r"([0-9a-f]{32})-([0-9a-f]{16})")
+_FEED = re.compile(r"([0-9a-f]{12})-([0-9a-f]{24})")
+_IDENTITY = re.compile(r"[0-9a-f]{32}")
+_SAFE = re.compile(r"[a-z0-9/-]{1,128}")
+
+T = TypeVar("T")
+
+_Id = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
+_Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+_Term = Annotated[bytes, msgspec.Meta(min_length=TERM_BYTES, max_length=TERM_BYTES)]
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+
+
+class InboxName(NamedTuple):
+    """Name of one commit of one writer."""
+
+    namespace: bytes
+    writer: bytes
+    """16 random bytes, drawn by each session of a handle with a namespace."""
+    number: int
+    """Counted from 1, without gaps."""
+
+
+class Names:
+    """Keys of one namespace's objects.
+
+    :param prefix: of the store; empty, or ending in a slash.
+    :param key_id: of the key that authenticates the objects; empty without one. Objects elsewhere are ignored.
+    """
+
+    def __init__(self, prefix: str, namespace: bytes, key_id: str = "") -> None:
+        self.base = f"{prefix}{namespace.hex()}{'-' if key_id else ''}{key_id}/"
+        self.packs_prefix = f"{self.base}packs/"
+        self.feed_prefix = f"{self.base}feed/"
+        self.snapshots_prefix = f"{self.base}snapshots/"
+
+    def pack(self, pack_id: bytes, nonce: bytes) -> str:
+        """Return the key of a pack. Its nonce is drawn for each upload, so no key is used twice."""
+        return f"{self.packs_prefix}{pack_id.hex()}-{nonce.hex()}"
+
+    def feed(self, position: int, term: bytes) -> str:
+        """Return the key of a feed object."""
+        return f"{self.feed_prefix}{position:012x}-{term.hex()}"
+
+
+class StoreNames:
+    """Keys of the objects that all namespaces share; parameters as in ``Names``."""
+
+    def __init__(self, prefix: str, key_id: str = "") -> None:
+        suffix = f"-{key_id}" if key_id else ""
+        self.head = f"{prefix}persistkv{suffix}"
+        self.inbox_prefix = f"{prefix}inbox{suffix}/"
+        self.identities_prefix = f"{prefix}identities{suffix}/"
+        self.statuses_prefix = f"{prefix}status/"
+        self.probe = f"{prefix}probe-"
+
+    def inbox(self, name: InboxName) -> str:
+        """Return the key of a commit."""
+        return f"{self.inbox_prefix}{name.namespace.hex()}-{name.writer.hex()}-{name.number:012x}"
+
+    def identity(self, namespace: bytes) -> str:
+        """Return the key of a namespace's identity."""
+        return f"{self.identities_prefix}{namespace.hex()}"
+
+
+def parse_inbox(key: str) -> InboxName | None:
+    """Return the commit of a key in the inbox; None for another key."""
+    match = _INBOX.fullmatch(key.rpartition("/")[2])
+    return None if match is None else InboxName(bytes.fromhex(match[1]), bytes.fromhex(match[2]), int(match[3], 16))
+
+
+def parse_pack(key: str) -> tuple[bytes, bytes] | None:
+    """Return pack id and nonce of a pack object; None for another key."""
+    match = _PACK.fullmatch(key.rpartition("/")[2])
+    return None if match is None else (bytes.fromhex(match[1]), bytes.fromhex(match[2]))
+
+
+def parse_feed(key: str) -> tuple[int, bytes] | None:
+    """Return position and term of a feed object; None for another key."""
+    match = _FEED.fullmatch(key.rpartition("/")[2])
+    return None if match is None else (int(match[1], 16), bytes.fromhex(match[2]))
+
+
+def parse_identity(key: str) -> bytes | None:
+    """Return the namespace id of an identity object; None for another key."""
+    name = key.rpartition("/")[2]
+    return bytes.fromhex(name) if _IDENTITY.fullmatch(name) else None
+
+
+class PackRow(msgspec.Struct, frozen=True, array_like=True):
+    """Addition of a pack."""
+
+    pack_id: _Id
+    nonce: _Nonce
+    body: bytes
+    """Tags (with a key), then the pack's table."""
+
+
+class ManifestRow(msgspec.Struct, frozen=True, array_like=True):
+    """Addition of a manifest."""
+
+    head: bytes
+    """The encoded ``RequestManifest``."""
+    packs: bytes
+    """Concatenated ids of the packs that it names."""
+    keys: str
+    """Name below the namespace's prefix of the object that holds its keys."""
+    offset: _Number
+    length: _Number
+    """Place of the keys in that object."""
+
+
+class Entry(msgspec.Struct, array_like=True, kw_only=True):
+    """Effects of one commit, applied in the order of the fields."""
+
+    writer: _Id
+    number: _Number
+    time: float
+    """Start of its uploads: seconds since the epoch, by the server's clock."""
+    gone: list[tuple[_Id, _Nonce]] = []
+    """Removed packs. A pack under another nonce is kept. Manifests that name a removed pack are removed, too."""
+    manifests_gone: list[_Id] = []
+    """Digests of the ids of manifests that are removed without their packs."""
+    uses: list[bytes] = []
+    """Concatenated ids of used packs, for each moment."""
+    packs: list[PackRow] = []
+    manifests: list[ManifestRow] = []
+    pins: list[tuple[str, bool]] = []
+
+
+class Feed(msgspec.Struct, array_like=True, kw_only=True):
+    """A feed object: the commits between two positions of the feed, in order."""
+
+    generation: _Nonce
+    position: _Number
+    term: _Term
+    previous: bytes
+    """Term of the previous position; empty at position 1."""
+    time: float
+    """Time of all uses and removals in it: the server's clock at the merge, never less than the previous one."""
+    merged: dict[bytes, int]
+    """For each writer, the number of its last merged commit. Rejected commits count."""
+    entries: list[Entry] = []
+    retired: list[str] = []
+    """Names below the namespace's prefix of objects that no reader needs from here on."""
+    collected: float = 0.0
+    """Retired and removed objects up to this time were deleted."""
+
+
+class Snapshot(msgspec.Struct, array_like=True, kw_only=True):
+    """The state at a position: the rows of ``base``, then the feed objects in ``tails``."""
+
+    generation: _Nonce
+    position: _Number
+    term: _Term
+    time: float
+    base: list[str] = []
+    """Names of segments with ``Dump`` records."""
+    base_bytes: int = 0
+    tails: list[str] = []
+    """Names of segments with feed objects, in order."""
+    tail_bytes: int = 0
+
+
+class Dump(msgspec.Struct, array_like=True):
+    """Rows of a catalogue, by table."""
+
+    tables: dict[str, list[tuple[bytes, bytes]]]
+
+
+class NamespaceHead(msgspec.Struct, array_like=True, kw_only=True):
+    """What the head says about a namespace."""
+
+    generation: _Nonce
+    position: _Number = 0
+    """Last position of the feed."""
+    spans: list[tuple[_Number, _Number, _Term]] = []
+    """(first, last, term): names of the latest feed objects, ascending."""
+    snapshot: str = ""
+    """Name of the newest snapshot; empty: none."""
+    snapshot_position: _Number = 0
+    num_bytes: int = 0
+    """Bytes of packs, their tables and manifests."""
+    oldest: float = 0.0
+    """Time of the oldest use; 0: nothing can expire."""
+    swept: float = 0.0
+    """Time of the last complete sweep."""
+
+    def term_of(self, position: int) -> bytes | None:
+        """Return the term of a feed object; None if the head does not name it."""
+        return next((term for first, last, term in self.spans if first <= position <= last), None)
+
+
+class Head(msgspec.Struct, array_like=True, kw_only=True):
+    """The one object that is overwritten: each write is conditional and both publishes and fences."""
+
+    store: bytes = b""
+    """Random bytes, drawn when the head was created or rebuilt."""
+    epoch: _Number = 0
+    """Number of elections."""
+    leader: bytes = b""
+    """Term of the leader; empty: no leader."""
+    beat: _Number = 0
+    """Counts writes, so that no two versions have the same ETag."""
+    capacity: int | None = None
+    ttl_s: float | None = None
+    unquoted: bool = False
+    """The server accepts ``If-Match`` only with ETags without quotes."""
+    namespaces: dict[bytes, NamespaceHead] = {}
+
+    @property
+    def policy(self) -> Policy:
+        """Capacity and ttl."""
+        return Policy(self.capacity, self.ttl_s)
+
+
+def seal(record: msgspec.Struct) -> bytes:
+    """Return a record as an object, without its tag."""
+    body = msgspec.msgpack.encode(record)
+    return _SEAL.pack(VERSION, xxhash.xxh3_64_intdigest(body)) + body
+
+
+def unseal(data: Buffer, kind: type[T]) -> T:
+    """Return the record of an object without its tag.
+
+    :raises CorruptPackError: it is unreadable.
+    """
+    view, name = memoryview(data), kind.__name__
+    if len(view) < _SEAL.size:
+        raise CorruptPackError(name, f"{len(view)} bytes are too few")
+    version, checksum = _SEAL.unpack_from(view)
+    if version != VERSION:
+        raise CorruptPackError(name, f"version {version}; this release reads {VERSION}")
+    body = view[_SEAL.size :]
+    if xxhash.xxh3_64_intdigest(body) != checksum:
+        raise CorruptPackError(name, "the checksum does not match")
+    try:
+        record = msgspec.msgpack.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptPackError(name, str(error)) from None
+    _check(record)
+    return record
+
+
+def _check(record: object) -> None:
+    """Check what the types of the fields do not imply."""
+    names: list[str] = []
+    if isinstance(record, Entry):
+        entries, times = [record], []
+    elif isinstance(record, Feed):
+        entries, times, names = record.entries, [record.time, record.collected], [*record.retired]
+    elif isinstance(record, Snapshot):
+        entries, times, names = [], [record.time], [*record.base, *record.tails]
+    else:
+        return
+    for entry in entries:
+        times.append(entry.time)
+        names += [row.keys for row in entry.manifests]
+        if any(len(joined) % ID_BYTES for joined in (*entry.uses, *(row.packs for row in entry.manifests))):
+            raise CorruptPackError("ids", f"joined ones are no multiple of {ID_BYTES} bytes")
+    if not all(map(math.isfinite, times)):
+        raise CorruptPackError("time", "not finite")
+    for name in names:
+        if not _SAFE.fullmatch(name):
+            raise CorruptPackError("object name", f"{name[:128]!r}")
+
+
+_LENGTH = struct.Struct("<Q")
+
+
+def frame_records(records: Sequence[Buffer]) -> list[Buffer]:
+    """Return a segment of sealed records, each after its length."""
+    return [piece for record in records for piece in (_LENGTH.pack(len(memoryview(record))), record)]
+
+
+def split_records(data: Buffer) -> Iterator[memoryview]:
+    """Yield the sealed records of a segment.
+
+    :raises CorruptPackError: a length does not fit.
+    """
+    rest = memoryview(data)
+    while rest:
+        length = _LENGTH.unpack_from(rest)[0] if len(rest) >= _LENGTH.size else len(rest)
+        if length > len(rest) - _LENGTH.size:
+            raise CorruptPackError("segment", f"a record of {length} bytes in {len(rest)}")
+        yield rest[_LENGTH.size : _LENGTH.size + length]
+        rest = rest[_LENGTH.size + length :]
+
+
+def split_ids(joined: Buffer) -> list[bytes]:
+    """Split concatenated ids."""
+    return [bytes(joined[start : start + ID_BYTES]) for start in range(0, len(joined), ID_BYTES)]
+
+
+def tags_before(body: bytes) -> bytes:
+    """Return the tags in a pack's body, which precede its table. The table must have been parsed before."""
+    (length,) = _TABLE_LENGTH.unpack_from(body, len(body) - _TRAILER_BYTES)
+    return body[: len(body) - _TRAILER_BYTES - length]
+
+
+def encode_head(head: Head) -> bytes:
+    """Return the head object without its tag."""
+    return _HEAD_MAGIC + seal(head)
+
+
+def decode_head(data: Buffer, where: str) -> Head:
+    """Return the head of a store that this release can read and write.
+
+    :raises CorruptStoreError: the object is something else, or has another format.
+    :raises CorruptPackError: it is a damaged head.
+    """
+    view = memoryview(data)
+    if view[: len(_HEAD_MAGIC)] != _HEAD_MAGIC:
+        raise CorruptStoreError(f"{where} holds no persistkv store")
+    rest = view[len(_HEAD_MAGIC) :]
+    if len(rest) and rest[0] != VERSION:
+        raise CorruptStoreError(f"{where}: format {rest[0]}; this release reads {VERSION}")
+    return unseal(rest, Head)
+
+
+def encode_namespace(namespace: Namespace) -> bytes:
+    """Return the identity object of a namespace, without its tag."""
+    return _CREATED.pack(namespace.created) + namespace.identity.encode()
+
+
+def parse_namespace(data: Buffer, name: bytes) -> Namespace | None:
+    """Parse the identity object of a namespace; return None if it is invalid or of another namespace."""
+    if len(data) < _CREATED.size:
+        return None
+    try:
+        found = Namespace(Identity.decode(bytes(data[_CREATED.size :])), *_CREATED.unpack_from(data))
+        return found if found.id == name else None
+    except (ValueError, RecursionError):
+        return None

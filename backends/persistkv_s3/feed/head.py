@@ -1,0 +1,228 @@
+"""The head of a store: the only object that is overwritten.
+
+1. Every write is conditional on the ETag of the version that it is based on, so one write both publishes and fences.
+2. After a write with unknown outcome the head is read, before anything else is written.
+3. A missing, damaged or unauthentic head is rebuilt from each namespace's newest readable snapshot and the feed objects
+   that follow it: each names the term of the one before.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import suppress
+from typing import TypeVar
+
+from persistkv.errors import CorruptPackError, CorruptStoreError, StoreUnavailableError
+from persistkv.storage.extensions import Policy
+from persistkv_s3.authentication import Authenticator
+from persistkv_s3.client.bucket import Bucket
+from persistkv_s3.client.transport import (
+    ABSENT,
+    ConditionFailedError,
+    ObjectMissingError,
+    RefusedError,
+    S3Error,
+    UnchangedError,
+)
+from persistkv_s3.feed.format import (
+    MAX_FEED_BYTES,
+    MAX_SNAPSHOT_BYTES,
+    NONCE_BYTES,
+    Feed,
+    Head,
+    Names,
+    NamespaceHead,
+    Snapshot,
+    StoreNames,
+    decode_head,
+    encode_head,
+    parse_feed,
+    parse_identity,
+    unseal,
+)
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+NO_NAMESPACE = bytes(16)
+"""Stands for the namespace in the tags of objects of the whole store."""
+_SIGNED_AS = "head"
+
+
+class StoreHead:
+    """The newest known version of the head. Thread-safe.
+
+    :param where: the store, for messages.
+    """
+
+    def __init__(self, bucket: Bucket, prefix: str, authenticator: Authenticator, where: str) -> None:
+        self.head = Head()
+        self.changed_at = 0.0
+        """Monotonic time at which this version was first seen."""
+        self._etag = ""
+        self._bucket = bucket
+        self._prefix = prefix
+        self._names = StoreNames(prefix, authenticator.key_id)
+        self._authenticator = authenticator
+        self._where = where
+        self._lock = threading.RLock()
+
+    def open(self, policy: Policy, *, create: bool) -> None:
+        """Read the head; create or rebuild it if necessary.
+
+        :param policy: of a new store.
+        :raises StoreUnavailableError: there is no store and ``create`` is False, or the server ignores conditions.
+        :raises CorruptStoreError: the object is not a head of this format.
+        """
+        with self._lock:
+            try:
+                self.poll()
+                return
+            except ObjectMissingError:
+                if not create:
+                    raise StoreUnavailableError(f"{self._where} holds no store, and is opened read-only") from None
+                condition = ABSENT
+            except CorruptPackError as error:
+                if not create:
+                    raise CorruptStoreError(f"{self._where}: unreadable head: {error}") from None
+                logger.warning("%s: the head is unreadable (%s): rebuilding it", self._where, error)
+                condition = ""
+            store = self._bucket.clock.random.randbytes(NONCE_BYTES)
+            head = Head(store=store, capacity=policy.capacity, ttl_s=policy.ttl_s, unquoted=self._probe())
+            self._rebuild(head)
+            with suppress(ConditionFailedError):  # another process was faster
+                if not condition:
+                    etag = self._bucket.get_if_changed(self._names.head, None)[1]
+                    condition = etag.strip('"') if head.unquoted else etag
+                self._bucket.put(self._names.head, self._encoded(head), condition=condition)
+            self._etag = ""
+            self.poll()
+
+    def poll(self) -> bool:
+        """Read the head if it has changed; return whether it has.
+
+        :raises ObjectMissingError: there is no head.
+        :raises CorruptPackError: it is damaged, or not written with the key.
+        """
+        with self._lock:
+            try:
+                data, etag = self._bucket.get_if_changed(self._names.head, self._etag or None)
+            except UnchangedError:
+                return False
+            if self._authenticator.key_id:
+                head = decode_head(self._authenticator.opened(NO_NAMESPACE, _SIGNED_AS, data), self._where)
+            else:
+                head = decode_head(data, self._where)
+            self._adopt(head, etag)
+            return True
+
+    def write(self, head: Head) -> bool:
+        """Replace the version in ``self.head``; return False if another process has replaced it, and read that one.
+
+        :raises S3Error: the outcome is unknown. ``self.head`` is the version that was there afterwards.
+        """
+        with self._lock:
+            head.beat = self.head.beat + 1
+            etag = self._etag.strip('"') if self.head.unquoted else self._etag
+            try:
+                written = self._bucket.put(self._names.head, self._encoded(head), condition=etag)
+                self._adopt(head, written)
+                return True
+            except ConditionFailedError:
+                self.poll()
+            except S3Error as error:
+                if not error.uncertain:
+                    raise
+                if not self.poll():
+                    raise
+            return self.head == head
+
+    def _adopt(self, head: Head, etag: str) -> None:
+        self.head, self._etag, self.changed_at = head, etag, self._bucket.clock.monotonic()
+
+    def _encoded(self, head: Head) -> list[bytes]:
+        data = self._authenticator.signed(NO_NAMESPACE, _SIGNED_AS, [encode_head(head)])
+        return [bytes(piece) for piece in data]
+
+    def _probe(self) -> bool:
+        """Check that the server honours conditions; return whether it needs ETags without quotes.
+
+        :raises StoreUnavailableError: it does not.
+        """
+        bucket, key = self._bucket, self._names.probe + self._bucket.clock.random.randbytes(NONCE_BYTES).hex()
+
+        def holds(condition: str) -> bool:
+            try:
+                bucket.put(key, [bucket.clock.random.randbytes(NONCE_BYTES)], condition=condition)
+                return True
+            except ConditionFailedError:
+                return False
+            except RefusedError as error:
+                if "NotImplemented" not in str(error):
+                    raise
+                return condition == other  # refused either way
+
+        etag = bucket.put(key, [b"persistkv"])
+        other = '"00000000000000000000000000000000"'
+        try:
+            if holds(ABSENT):
+                raise StoreUnavailableError(f"{self._where}: the server ignores If-None-Match on PUT")
+            if holds(other):
+                raise StoreUnavailableError(f"{self._where}: the server ignores If-Match on PUT")
+            if holds(etag):
+                return False
+            if holds(etag.strip('"')):
+                return True
+            raise StoreUnavailableError(f"{self._where}: the server refuses a PUT with a correct If-Match")
+        finally:
+            bucket.delete([key])
+
+    def _rebuild(self, head: Head) -> None:
+        """Add the namespaces that the bucket holds."""
+        names = (parse_identity(info.key) for info in self._bucket.list(self._names.identities_prefix))
+        for namespace in filter(None, names):
+            found = self._rebuilt(namespace)
+            if found is not None:
+                head.namespaces[namespace] = found
+                head.epoch = max([head.epoch, *(int.from_bytes(term[:4], "big") for _, _, term in found.spans)])
+
+    def _rebuilt(self, namespace: bytes) -> NamespaceHead | None:
+        names = Names(self._prefix, namespace, self._authenticator.key_id)
+        at, term, found = 0, b"", None
+        for info in sorted(self._bucket.list(names.snapshots_prefix), key=lambda info: info.key, reverse=True):
+            snapshot = self._record(namespace, names, info.key, Snapshot, MAX_SNAPSHOT_BYTES)
+            if snapshot is not None:
+                name = info.key.removeprefix(names.base)
+                at, term = snapshot.position, snapshot.term
+                found = NamespaceHead(generation=snapshot.generation, snapshot=name, snapshot_position=at, position=at)
+                break
+        feeds: dict[int, list[bytes]] = {}
+        for info in self._bucket.list(names.feed_prefix):
+            if (parsed := parse_feed(info.key)) is not None:
+                feeds.setdefault(parsed[0], []).append(parsed[1])
+        while True:
+            for following in sorted(feeds.get(at + 1, ()), reverse=True):
+                feed = self._record(namespace, names, names.feed(at + 1, following), Feed, MAX_FEED_BYTES)
+                if feed is not None and feed.previous == term:
+                    break
+            else:
+                return found
+            found = found or NamespaceHead(generation=feed.generation)
+            at, term = at + 1, feed.term
+            found.position, found.spans = at, extended(found.spans, at, term)
+
+    def _record(self, namespace: bytes, names: Names, key: str, kind: type[T], limit: int) -> T | None:
+        try:
+            data = self._bucket.get(key, limit)
+            return unseal(self._authenticator.opened(namespace, key.removeprefix(names.base), data), kind)
+        except (CorruptPackError, ObjectMissingError):
+            return None
+
+
+def extended(spans: list[tuple[int, int, bytes]], position: int, term: bytes) -> list[tuple[int, int, bytes]]:
+    """Return spans with another feed object."""
+    if spans and spans[-1][1:] == (position - 1, term):
+        return [*spans[:-1], (spans[-1][0], position, term)]
+    return [*spans, (position, position, term)]

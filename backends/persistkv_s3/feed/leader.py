@@ -1,0 +1,503 @@
+"""The leader of a store: merges the inboxes into one feed per namespace, and retires what is no longer needed.
+
+1. A handle is elected by a conditional write of the head. A leader whose head stays the same for ``TAKEOVER_S`` on an
+   observer's monotonic clock is replaced. An idle leader resigns.
+2. A round lists the inbox, writes a feed object for each namespace with new commits, and then the head, which publishes
+   all of them. A feed object counts only if the head names it. Only merged commits are deleted from the inbox.
+3. A feed object that was written and not published is published unchanged by a later round of the same term, or never.
+4. Evictions are entries of the feed. Each round does a bounded amount of maintenance, for one namespace.
+5. A removed or superseded object is deleted ``grace`` after the head has published its removal, if nothing names it.
+6. A sweep deletes objects older than a day that nothing named when this leader last wrote the head. Later commits do
+   not name them: a commit whose uploads began more than 12 hours before is rejected.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from itertools import islice
+from typing import NamedTuple
+
+import msgspec
+
+from persistkv_s3.client.bucket import Bucket
+from persistkv_s3.client.transport import ABSENT, ConditionFailedError, ObjectInfo
+from persistkv_s3.feed.format import (
+    MAX_FEED_BYTES,
+    MAX_INBOX_BYTES,
+    NONCE_BYTES,
+    TERM_BYTES,
+    WRITER_BYTES,
+    Entry,
+    Feed,
+    Head,
+    InboxName,
+    NamespaceHead,
+    Snapshot,
+    StoreNames,
+    frame_records,
+    parse_feed,
+    parse_inbox,
+    parse_pack,
+    seal,
+    split_ids,
+)
+from persistkv_s3.feed.head import StoreHead, extended
+from persistkv_s3.session import MOST_COMMIT_S, NamespaceSession
+
+logger = logging.getLogger(__name__)
+
+TAKEOVER_S = 15.0
+ROUND_S = 1.0
+"""Least time between two rounds."""
+_HEARTBEAT_S = 5.0
+_RESIGN_S = 30.0  # without a commit of this engine
+_SWEEP_S = 24 * 3600.0  # 24 hours
+SNAPSHOT_AFTER = 64
+"""Feed objects between two snapshots."""
+_NAMED_BEFORE = 128  # feed objects before a snapshot that the head still names, for readers that are a little behind
+_MOST_TAILS = 48
+_RECENT_BYTES = 1 << 20  # 1 MiB
+_LEAST_DUMP_BYTES = 4 << 20  # 4 MiB
+_SEGMENT_BYTES = 32 << 20  # 32 MiB
+_EVICTED_AT_ONCE = 256
+_DELETED_AT_ONCE = 1000
+_MERGED_BYTES = MAX_FEED_BYTES // 2 - MAX_INBOX_BYTES
+
+
+class _Publication(NamedTuple):
+    """What a round publishes for one namespace."""
+
+    feed: Feed
+    snapshot: str = ""
+    snapshot_position: int = 0
+    swept: float = 0.0
+
+
+class _Dumping(NamedTuple):
+    """A snapshot in progress that contains all rows."""
+
+    segments: Iterator[tuple[str, int]]
+    replaced: Snapshot
+    """The snapshot whose base and tails it replaces."""
+    done: list[tuple[str, int]]
+    """Names and bytes of the segments so far."""
+
+
+class Leader:
+    """See the top of this file. Used by one thread at a time.
+
+    :param session: returns this handle's session with a namespace; None if the store has no such namespace.
+    :param opened: the sessions of this handle.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        names: StoreNames,
+        head: StoreHead,
+        session: Callable[[bytes], NamespaceSession | None],
+        opened: Mapping[bytes, NamespaceSession],
+        grace_s: float,
+    ) -> None:
+        self._bucket = bucket
+        self._clock = bucket.clock
+        self._names = names
+        self._head = head
+        self._session = session
+        self._opened = opened
+        self._grace_s = grace_s
+        self._term = b""
+        self._unpublished: dict[bytes, _Publication] = {}
+        self._junk: set[str] = set()
+        self._behind: set[bytes] = set()
+        """Namespaces with listed commits that the last round did not merge."""
+        self._recent: dict[bytes, dict[int, bytes]] = {}
+        """Small feed objects that this term has published since the last snapshot, by position."""
+        self._busy_at = 0.0
+        self._written_at = 0.0
+        self._confirmed = 0.0
+        """Server's time before the last successful write of the head."""
+        self._turn = 0
+        self._dumping: dict[bytes, _Dumping] = {}
+        self._sweeping: dict[bytes, tuple[float, Iterator[ObjectInfo]]] = {}
+
+    @property
+    def leads(self) -> bool:
+        """Whether the newest known head names this handle as the leader."""
+        return bool(self._term) and self._head.head.leader == self._term
+
+    @property
+    def may_elect(self) -> bool:
+        """Whether there is no leader, or it has not written the head for too long."""
+        silent_s = self._clock.monotonic() - self._head.changed_at
+        return not self._head.head.leader or silent_s > TAKEOVER_S
+
+    def elect(self) -> bool:
+        """Try to become the leader; return whether this succeeded."""
+        head = msgspec.structs.replace(self._head.head, epoch=self._head.head.epoch + 1)
+        term = head.epoch.to_bytes(4, "big") + self._clock.random.randbytes(TERM_BYTES - 4)
+        head.leader = term
+        self._forget()
+        self._term = term
+        if self._write(head):
+            logger.debug("elected in epoch %d", head.epoch)
+            self._busy_at = self._clock.monotonic()
+        return self.leads
+
+    def _forget(self) -> None:
+        self._term = b""
+        self._unpublished.clear()
+        self._recent.clear()
+        self._dumping.clear()
+        self._sweeping.clear()
+
+    def _write(self, head: Head) -> bool:
+        began, now = self._bucket.now(), self._clock.monotonic()
+        if self._head.write(head):
+            self._confirmed, self._written_at = began, now
+            return True
+        if not self.leads:
+            logger.info("another engine leads this store now")
+            self._forget()
+        return False
+
+    def round(self) -> None:
+        """Merge what is in the inbox, do some maintenance, and publish both.
+
+        :raises StoreError: a later round continues.
+        """
+        for namespace, held in list(self._unpublished.items()):
+            session = self._session(namespace)
+            if session is not None:
+                session.sync()
+            if session is None or held.feed.position <= session.catalogue.position.position:
+                del self._unpublished[namespace]  # a write with unknown outcome has published it after all
+        if self._unpublished:
+            self._publish()
+            return
+        by_namespace = self._listed()
+        for namespace, found in by_namespace.items():
+            session = self._session(namespace)
+            if session is None:
+                self._junk.update(info.key for _, info in found)
+                continue
+            session.sync()
+            feed = self._merged(session, namespace, found)
+            if feed is not None:
+                self._unpublished[namespace] = _Publication(feed)
+                if session.writer in feed.merged:  # an engine that only merges leaves that to the others
+                    self._busy_at = self._clock.monotonic()
+        self._maintain()
+        self._publish()
+        if self.leads:
+            self._clear_inbox(by_namespace)
+
+    def _listed(self) -> dict[bytes, list[tuple[InboxName, ObjectInfo]]]:
+        """Return the commits in the inbox, by namespace."""
+        found: dict[bytes, list[tuple[InboxName, ObjectInfo]]] = {}
+        junk = set[str]()
+        for info in self._bucket.list(self._names.inbox_prefix):
+            name = parse_inbox(info.key)
+            if name is None or info.key in self._junk:
+                junk.add(info.key)
+            else:
+                found.setdefault(name.namespace, []).append((name, info))
+        self._junk = junk
+        return found
+
+    def _merged(
+        self, session: NamespaceSession, namespace: bytes, found: list[tuple[InboxName, ObjectInfo]]
+    ) -> Feed | None:
+        """Return a feed object with the new commits of a namespace; None if there are none."""
+        merged, new = session.catalogue.merged(), list[InboxName]()
+        self._behind.discard(namespace)
+        total = 0
+        published = {name: info.modified for name, info in found}
+        in_order = sorted(found, key=lambda pair: (pair[1].modified, pair[0]))  # those of a writer stay in order
+        for name, info in in_order:
+            if name.number <= merged.get(name.writer, 0):
+                continue
+            if info.size > MAX_INBOX_BYTES:
+                self._junk.add(info.key)
+                continue
+            total += info.size
+            if new and total > _MERGED_BYTES:
+                self._behind.add(namespace)
+                break
+            new.append(name)
+        last: dict[bytes, int] = {}
+        entries: list[Entry] = []
+        for name, entry in zip(new, self._bucket.all(session.read_commit, new), strict=True):
+            if entry is None:
+                self._junk.add(self._names.inbox(name))
+                continue
+            last[name.writer] = max(name.number, last.get(name.writer, 0))
+            took_s = published[name] - entry.time
+            if took_s <= MOST_COMMIT_S:
+                entries.append(entry)
+            else:
+                logger.warning("rejected a commit that took %.0f h", took_s / 3600)
+        return self._feed(session, namespace, entries, last) if last else None
+
+    def _feed(
+        self, session: NamespaceSession, namespace: bytes, entries: list[Entry], merged: dict[bytes, int]
+    ) -> Feed:
+        at, held = session.catalogue.position, self._head.head.namespaces.get(namespace)
+        generation = self._clock.random.randbytes(NONCE_BYTES) if held is None else held.generation
+        return Feed(
+            generation=generation,
+            position=at.position + 1,
+            term=self._term,
+            previous=at.term,
+            time=max(self._bucket.now(), at.time),
+            merged=merged,
+            entries=entries,
+        )
+
+    def _publish(self) -> None:
+        """Write the unpublished feed objects, then the head; without any, write the head if a heartbeat is due."""
+        head = msgspec.structs.replace(self._head.head, namespaces=dict(self._head.head.namespaces))
+        now = self._clock.monotonic()
+        resigns = now - self._busy_at > _RESIGN_S and not self._dumping
+        if not (self._unpublished or resigns or now - self._written_at >= _HEARTBEAT_S):
+            return
+        for namespace, held in self._unpublished.items():
+            session = self._session(namespace)
+            if session is None:
+                continue
+            name = session.objects.names.feed(held.feed.position, held.feed.term)
+            data = seal(held.feed)
+            with suppress(ConditionFailedError):  # an earlier attempt has written it: only this leader uses its term
+                session.objects.put(name.removeprefix(session.objects.names.base), [data], condition=ABSENT)
+            if len(data) <= _RECENT_BYTES:
+                self._recent.setdefault(namespace, {})[held.feed.position] = data
+            head.namespaces[namespace] = self._extended(head.namespaces.get(namespace), held, session)
+        if resigns:
+            head.leader = b""
+        if self._write(head):
+            for namespace, held in self._unpublished.items():
+                if (session := self._session(namespace)) is not None:
+                    session.applied(held.feed)
+                    session.sync()
+            self._unpublished.clear()
+        if resigns:
+            self._forget()
+
+    def _extended(self, before: NamespaceHead | None, held: _Publication, session: NamespaceSession) -> NamespaceHead:
+        feed = held.feed
+        head = NamespaceHead(generation=feed.generation) if before is None else msgspec.structs.replace(before)
+        head.position = feed.position
+        head.spans = extended(head.spans, feed.position, feed.term)
+        head.num_bytes, head.oldest = session.catalogue.disk_bytes(), session.catalogue.oldest
+        head.swept = max(head.swept, held.swept) or self._bucket.now()
+        if held.snapshot:
+            head.snapshot, head.snapshot_position = held.snapshot, held.snapshot_position
+            first = held.snapshot_position - _NAMED_BEFORE
+            head.spans = [(max(begin, first), end, term) for begin, end, term in head.spans if end >= first]
+        return head
+
+    def _clear_inbox(self, by_namespace: dict[bytes, list[tuple[InboxName, ObjectInfo]]]) -> None:
+        done: list[str] = []
+        for namespace, found in by_namespace.items():
+            session = self._session(namespace)
+            merged = {} if session is None else session.catalogue.merged()
+            done += [info.key for name, info in found if name.number <= merged.get(name.writer, 0)]
+        self._bucket.delete(done)
+
+    # Maintenance: one namespace in each round
+
+    def _maintain(self) -> None:
+        """Add evictions, and a snapshot or deletions of one open namespace, to what is published."""
+        head = self._head.head
+        self._evict(head)
+        names = sorted(head.namespaces.keys() & self._opened.keys())
+        if names:
+            namespace = names[self._turn % len(names)]
+            self._turn += 1
+            session, target = self._opened[namespace], head.namespaces[namespace]
+            session.sync()
+            self._take_snapshot(namespace, session, target)
+            self._collect(namespace, session)
+            self._sweep(namespace, session, target)
+
+    def _addition(self, namespace: bytes, session: NamespaceSession) -> _Publication:
+        """Return what is to be published for a namespace; its feed object may be changed until it is written."""
+        if namespace not in self._unpublished:
+            self._unpublished[namespace] = _Publication(self._feed(session, namespace, [], {}))
+        return self._unpublished[namespace]
+
+    def _evict(self, head: Head) -> None:
+        """Evict and expire, in the namespace with the oldest use."""
+        fresh = {name: self._fresh(name, held) for name, held in head.namespaces.items()}
+        oldest = sorted((old, name) for name, (_, old) in fresh.items() if old)
+        if not oldest:
+            return
+        time, namespace = oldest[0]
+        now, capacity, ttl_s = self._bucket.now(), head.capacity, head.ttl_s
+        excess = 0 if capacity is None else sum(size for size, _ in fresh.values()) - capacity
+        if excess <= 0 and (ttl_s is None or time >= now - ttl_s):
+            return
+        session = self._session(namespace)
+        if session is None:
+            return
+        session.sync()
+        until = oldest[1][0] if len(oldest) > 1 else now
+        found = session.catalogue.plan_eviction(now, ttl_s, excess, until, _EVICTED_AT_ONCE)
+        held = self._unpublished.get(namespace)
+        used = set() if held is None else _used(held.feed.entries)
+        gone = [pack for pack in found.gone if pack[0] not in used]
+        if gone or found.manifests:
+            writer = bytes(WRITER_BYTES)
+            entry = Entry(writer=writer, number=0, time=now, gone=gone, manifests_gone=found.manifests)
+            self._addition(namespace, session).feed.entries.insert(0, entry)
+            logger.info("evicting %d packs", len(gone))
+
+    def _fresh(self, namespace: bytes, held: NamespaceHead) -> tuple[int, float]:
+        """Return bytes and oldest use of a namespace, from the local catalogue if it has the head's position."""
+        session = self._opened.get(namespace)
+        if session is None or session.catalogue.position.position != held.position:
+            return held.num_bytes, held.oldest
+        return session.catalogue.disk_bytes(), session.catalogue.oldest
+
+    def _take_snapshot(self, namespace: bytes, session: NamespaceSession, target: NamespaceHead) -> None:
+        """Write a snapshot with the latest feed objects, or continue one with all rows."""
+        if namespace in self._dumping:
+            self._continue_dump(namespace, session, target, self._dumping[namespace])
+            return
+        if target.position - target.snapshot_position < SNAPSHOT_AFTER:
+            return
+        before = session.snapshot(target)
+        if before is None:
+            before = Snapshot(generation=target.generation, position=0, term=bytes(TERM_BYTES), time=0.0)
+        covered = range(target.snapshot_position + 1, target.position + 1)
+        wanted = [(position, target.term_of(position)) for position in covered]
+        known = self._recent.pop(namespace, {})
+        others = [pair for pair in wanted if pair[0] not in known]
+        for feed in self._bucket.all(session.feed_object, others):
+            if feed is not None:
+                known[feed.position] = seal(feed)
+        pieces = frame_records([known[position] for position in covered if position in known])
+        name = f"segments/{target.position:012x}-{self._term.hex()}"
+        session.objects.put(name, pieces)
+        at = session.catalogue.position
+        snapshot = msgspec.structs.replace(
+            before,
+            position=at.position,
+            term=at.term,
+            time=at.time,
+            tails=[*before.tails, name],
+            tail_bytes=before.tail_bytes + sum(len(memoryview(piece)) for piece in pieces),
+        )
+        retired = [f"feed/{position:012x}-{term.hex()}" for position, term in wanted if term is not None]
+        self._put_snapshot(namespace, session, target, snapshot, retired)
+        heavy = snapshot.tail_bytes > max(_LEAST_DUMP_BYTES, snapshot.base_bytes // 2)
+        if (heavy or len(snapshot.tails) >= _MOST_TAILS) and not at.damaged:
+            self._dumping[namespace] = _Dumping(self._dump(session), snapshot, [])
+
+    def _continue_dump(
+        self, namespace: bytes, session: NamespaceSession, target: NamespaceHead, dumping: _Dumping
+    ) -> None:
+        """Write one more segment of a snapshot with all rows, or the snapshot that names them."""
+        segment = next(dumping.segments, None)
+        if segment is not None:
+            dumping.done.append(segment)
+            return
+        del self._dumping[namespace]
+        before, base = session.snapshot(target), dumping.replaced
+        if before is None or before.tails[: len(base.tails)] != base.tails:
+            return
+        snapshot = msgspec.structs.replace(
+            before,
+            base=[name for name, _ in dumping.done],
+            base_bytes=sum(size for _, size in dumping.done),
+            tails=before.tails[len(base.tails) :],
+            tail_bytes=before.tail_bytes - base.tail_bytes,
+        )
+        self._put_snapshot(namespace, session, target, snapshot, [*before.base, *base.tails])
+
+    def _dump(self, session: NamespaceSession) -> Iterator[tuple[str, int]]:
+        """Write all rows, one segment at each step; yield names and sizes of the segments."""
+        nonce = self._clock.random.randbytes(NONCE_BYTES).hex()
+        for number, (position, dump) in enumerate(session.catalogue.dump(_SEGMENT_BYTES)):
+            name, data = f"segments/{position.position:012x}-{nonce}-{number:04x}", seal(dump)
+            session.objects.put(name, frame_records([data]))
+            yield name, len(data)
+
+    def _put_snapshot(
+        self,
+        namespace: bytes,
+        session: NamespaceSession,
+        target: NamespaceHead,
+        snapshot: Snapshot,
+        retired: list[str],
+    ) -> None:
+        nonce = self._clock.random.randbytes(NONCE_BYTES).hex()
+        name = f"snapshots/{snapshot.position:012x}-{self._term.hex()}-{nonce}"
+        session.objects.put(name, [seal(snapshot)])
+        held = self._addition(namespace, session)
+        held.feed.retired += [*retired, *([target.snapshot] if target.snapshot else [])]
+        self._unpublished[namespace] = held._replace(snapshot=name, snapshot_position=snapshot.position)
+
+    def _collect(self, namespace: bytes, session: NamespaceSession) -> None:
+        """Delete objects that the head has removed, after ``grace``."""
+        garbage = session.catalogue.garbage(self._confirmed - self._grace_s, _DELETED_AT_ONCE)
+        if not garbage:
+            return
+        base = session.objects.names.base
+        self._bucket.delete([base + name for _, name in garbage if not self._is_named(namespace, session, name)])
+        feed = self._addition(namespace, session).feed
+        feed.collected = max(feed.collected, garbage[-1][0])
+
+    def _sweep(self, namespace: bytes, session: NamespaceSession, target: NamespaceHead) -> None:
+        """Delete old objects that nothing names, from one page of a listing."""
+        now = self._bucket.now()
+        if namespace in self._behind:  # commits in the inbox may name old objects
+            return
+        if namespace not in self._sweeping:
+            if now - target.swept < _SWEEP_S or session.catalogue.position.damaged:
+                return
+            names = session.objects.names
+            self._sweeping[namespace] = (now, self._bucket.list(names.base))
+        began, listing = self._sweeping[namespace]
+        page = list(islice(listing, _DELETED_AT_ONCE))
+        base, before = session.objects.names.base, self._confirmed - _SWEEP_S
+        old = [info.key for info in page if info.modified < before]
+        self._bucket.delete([key for key in old if not self._is_named(namespace, session, key.removeprefix(base))])
+        if len(page) < _DELETED_AT_ONCE:
+            del self._sweeping[namespace]
+            held = self._addition(namespace, session)
+            self._unpublished[namespace] = held._replace(swept=began)
+
+    def _is_named(self, namespace: bytes, session: NamespaceSession, name: str) -> bool:
+        """Return whether the present state or the head needs an object."""
+        kind = name.partition("/")[0]
+        held = self._unpublished.get(namespace)
+        entries = [] if held is None else held.feed.entries
+        target = self._head.head.namespaces.get(namespace)
+        if kind == "packs" and (pack := parse_pack(name)) is not None:
+            added = any((row.pack_id, row.nonce) == pack for entry in entries for row in entry.packs)
+            return added or session.catalogue.names_pack(*pack)
+        if kind == "keys":
+            added = any(row.keys == name for entry in entries for row in entry.manifests)
+            return added or session.catalogue.names_keys(name)
+        if kind == "feed" and (feed := parse_feed(name)) is not None:
+            return target is None or (feed[0] > target.snapshot_position and target.term_of(feed[0]) == feed[1])
+        if kind in ("snapshots", "segments"):
+            snapshot = None if target is None else session.snapshot(target)
+            if target is None or snapshot is None:
+                return True
+            dumping = self._dumping.get(namespace)
+            done = [] if dumping is None else [segment for segment, _ in dumping.done]
+            return name in (target.snapshot, *snapshot.base, *snapshot.tails, *done)
+        return True
+
+
+def _used(entries: list[Entry]) -> set[bytes]:
+    """Return the ids of the packs that entries write, use or name."""
+    found = {row.pack_id for entry in entries for row in entry.packs}
+    for entry in entries:
+        for joined in (*entry.uses, *(row.packs for row in entry.manifests)):
+            found.update(split_ids(joined))
+    return found

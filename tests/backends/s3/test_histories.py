@@ -1,0 +1,386 @@
+"""Random histories of engines on one simulated bucket that loses, delays and repeats requests.
+
+Promises after each history:
+
+1. An acknowledged pack that no engine deleted and whose ttl has not passed is held, with its bytes.
+2. No read returned bytes that no engine stored under these keys.
+3. A reader with an empty cache opens the store.
+
+A failure prints its seed and its steps. Of the long test, ``PERSISTKV_HISTORIES`` is the number of histories, and
+``PERSISTKV_FIRST_HISTORY`` the seed of the first one.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from persistkv.errors import StoreError
+from persistkv.storage.backend import CommitBatch, ManifestWrite
+from persistkv.storage.format.pack import PackTable
+from persistkv.storage.format.pack_writer import PackWriter
+from persistkv.testing.conformance.suite import read_pack, sample_identity, tables
+from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
+from persistkv_s3 import S3Backend
+from persistkv_s3.options import Place, S3Options
+from tests.backends.s3.simulation import CALM, Faults, Process, SimulatedTransport, World
+
+PLACE = Place("bucket", "store/")
+NAMESPACE = sample_identity().digest
+HOUR_S = 3600.0
+YEAR_S = 365 * 24 * HOUR_S
+SETTLE_S = 90.0  # a takeover, and a merge
+
+MIXES = (
+    Faults(),
+    Faults(lost=0.05, failed=0.02, throttled=0.02, slow=0.1),
+    Faults(late=0.04, repeated=0.08, doubled=0.05, slow=0.2),
+    Faults(pause=0.02, death=0.004, slow=0.1),
+    Faults(lost=0.03, failed=0.02, late=0.03, throttled=0.03, repeated=0.04, doubled=0.03, pause=0.01, death=0.005),
+)
+
+
+@cache
+def pack_of(seed: int, content: int) -> PackWriter:
+    return sample_pack(NAMESPACE, seed, blocks=1 + seed % 3, block_bytes=512, content=content)
+
+
+class Span(NamedTuple):
+    """Time of a call that changed a pack, in simulated seconds."""
+
+    begin: float
+    end: float
+    uploads: bool = True
+    """Whether it uploaded the pack, or found it in its catalogue."""
+
+
+class Held(NamedTuple):
+    """An acknowledged request."""
+
+    packs: list[bytes]
+    at: Span
+
+
+class Model:
+    """Acknowledged packs and requests, and deletions."""
+
+    def __init__(self, ttl_s: float | None) -> None:
+        self._ttl_s = ttl_s
+        self.payloads: defaultdict[bytes, set[bytes]] = defaultdict(set)
+        """For each pack, the payloads that any engine tried to store."""
+        self.stored: defaultdict[bytes, list[Span]] = defaultdict(list)
+        """Acknowledged commits."""
+        self.deleted: defaultdict[bytes, list[Span]] = defaultdict(list)
+        """Deletions; one without an acknowledgement never ends."""
+        self.requests: dict[str, Held] = {}
+
+    def must_hold(self, now: float) -> set[bytes]:
+        """Return the packs that the store must hold.
+
+        A pack that was deleted or may have expired must be held if a later commit uploaded it. A commit that finds the
+        pack in its catalogue uploads nothing, and its use is written minutes later.
+        """
+        return {name for name, stored in self.stored.items() if self._must_hold(name, stored, now)}
+
+    def must_hold_requests(self, now: float) -> set[str]:
+        """Return the requests that the store must hold: neither they nor their packs were deleted or have expired."""
+        packs = self.must_hold(now)
+        return {
+            name
+            for name, (named, at) in self.requests.items()
+            if packs.issuperset(named)
+            and not any(self.deleted[pack] for pack in named)
+            and (self._ttl_s is None or at.begin + self._ttl_s > now)
+        }
+
+    def _must_hold(self, name: bytes, stored: list[Span], now: float) -> bool:
+        gone = max((span.end for span in self.deleted[name]), default=-1.0)
+        if gone < 0 and self._ttl_s is None:
+            return True
+        after = [span.begin for span in stored if span.begin > gone and span.uploads]
+        return bool(after) and (self._ttl_s is None or max(after) + self._ttl_s > now)
+
+
+class History:
+    """One store and the machines that use it.
+
+    :param seed: determines everything.
+    :param directory: for the local catalogues.
+    """
+
+    def __init__(self, seed: int, directory: Path) -> None:
+        draw = self._draw = random.Random(seed)
+        self.world = World(seed, MIXES[seed % len(MIXES)], page=draw.choice((3, 20, 1000)))
+        self.ttl_s = draw.choice((None, None, 20 * HOUR_S))
+        self.model = Model(self.ttl_s)
+        self._directory = directory
+        self._key = draw.random() < 0.3
+        self.deletes = draw.choice((0.0, 0.0, 0.08))
+        """Probability that an engine deletes a pack."""
+        self.pool = draw.choice((4, 30))
+        """Number of different packs."""
+        self._sleep_at = draw.uniform(60, 150)
+        self._wake_at = self._sleep_at + (draw.uniform(12, 26) * HOUR_S if draw.random() < 0.25 else 0.0)
+        self.until = self._wake_at + 60.0
+        """Simulated time at which engines stop."""
+        self._writers = draw.randrange(2, 5)
+        self._readers = draw.randrange(2)
+        self._lives = 0
+
+    def run(self) -> None:
+        """Run the history and check its promises."""
+        for number in range(self._writers + self._readers):
+            self._start(f"engine{number}", reader=number >= self._writers)
+        for disturb in (self._cut_off, self._suspend):
+            for _ in range(self._draw.randrange(3)):
+                self.world.at(self._draw.uniform(5, self._sleep_at), disturb)
+        if self._wake_at > self._sleep_at:
+            self.world.at(self._sleep_at - 10.0, lambda: self._suspend(self._wake_at - self.world.now + 20.0))
+        self.world.run(self.until)
+        self.world.faults = CALM
+        self._check("right after the last fault")
+        self.world.note("SETTLING")
+        self._run_process("settler", self._settle)
+        self._check("after a calm minute")
+
+    def pause_s(self) -> float:
+        """Return the time that engines must sleep now: part of the histories have a night."""
+        return self._wake_at - self.world.now if self._sleep_at <= self.world.now < self._wake_at else 0.0
+
+    def _process(self, name: str, program: Callable[[Process], None]) -> Process:
+        return Process(self.world, name, program, wall_ahead_s=self._draw.choice((0.0, 0.0, 3.0, -40.0, YEAR_S)))
+
+    def _run_process(self, name: str, program: Callable[[Process], None]) -> None:
+        """Run a process to its end; other processes continue meanwhile."""
+        process, limit = self._process(name, program), self.world.now + 10 * SETTLE_S
+        while not process.ended:
+            self.world.run(self.world.now + 1.0)
+            assert self.world.now < limit, f"{name} did not end"
+
+    def _alive(self) -> list[Process]:
+        return [process for process in self.world.processes if not process.dead and not process.ended]
+
+    def _cut_off(self) -> None:
+        """Disconnect one engine for two minutes."""
+        for process in self._draw.sample(self._alive(), min(1, len(self._alive()))):
+            process.cut_off_until = self.world.now + 120.0
+            self.world.note(f"{process.name}: CUT OFF for 120 s")
+
+    def _suspend(self, seconds: float = 0.0) -> None:
+        """Suspend one engine in the middle of its next request: if it leads, it resumes after its successor."""
+        for process in self._draw.sample(self._alive(), min(1, len(self._alive()))):
+            process.suspended_s = seconds or self._draw.uniform(16, 200)
+
+    def _start(self, machine: str, *, reader: bool) -> None:
+        """Start an engine on a machine, whose disk keeps the catalogue of previous engines."""
+        self._lives += 1
+
+        def live(process: Process) -> None:
+            try:
+                Engine(self, process, machine, reader=reader).live()
+            finally:
+                again = self.world.now + self._draw.uniform(1, 40)
+                if again < self.until:
+                    self.world.at(again, lambda: self._start(machine, reader=reader))
+
+        self._process(f"{machine}.{self._lives}", live)
+
+    def open(self, process: Process, machine: str | None, *, reader: bool = False) -> S3Backend:
+        """Open a handle; without a machine, with an empty cache."""
+        options = S3Options(
+            cache=str(self._directory / (machine or process.name)),
+            connections=1,
+            refresh_s=1.0,
+            ttl_s=self.ttl_s,
+            key_env="PERSISTKV_TEST_KEY" if self._key else None,
+            read_only=reader,
+        )
+        transport = SimulatedTransport(process)
+        return S3Backend.connect(PLACE, options, transport, clock=process, background=False)
+
+    def _settle(self, process: Process) -> None:
+        """Commit once, and lead until everything is merged."""
+        backend = self.open(process, None)
+        backend.open_namespace(sample_identity())
+        pack = pack_of(1_000_000, 0)
+        self.model.payloads[pack.pack_id].add(payload_of(pack))
+        backend.commit(NAMESPACE, CommitBatch([pack]))
+        until = self.world.now + SETTLE_S
+        while self.world.now < until:
+            process.sleep(min(backend.step(), 2.0))
+        backend.close()
+
+    def _check(self, when: str) -> None:
+        """Read everything with a new reader."""
+        expected, requests = self.model.must_hold(self.world.now), self.model.must_hold_requests(self.world.now)
+        found: dict[bytes, bytes | None] = {}
+        held: dict[str, bool] = {}
+
+        def look(process: Process) -> None:
+            backend = self.open(process, None, reader=True)
+            backend.open_namespace(sample_identity())
+            found.update({name: self.read(backend, table) for name, table in tables(backend, NAMESPACE).items()})
+            names = [manifest.id for manifest in backend.manifests(NAMESPACE)]
+            keys = backend.manifest_keys(NAMESPACE, names)
+            held.update({name: key is not None for name, key in zip(names, keys, strict=True)})
+            backend.close()
+
+        if not self.model.stored:
+            return
+        self._run_process(f"reader {when}", look)
+        expected &= self.model.must_hold(self.world.now)  # an engine that was suspended may have deleted one since
+        requests &= self.model.must_hold_requests(self.world.now)
+        problems = [f"pack {name.hex()[:8]} is lost" for name in sorted(expected - found.keys())]
+        problems += [
+            f"pack {name.hex()[:8]} has no object" for name in sorted(expected) if found.get(name, b"") is None
+        ]
+        problems += [f"request {name} is lost" for name in sorted(requests) if not held.get(name)]
+        assert not problems, f"{when}: {'; '.join(problems)}"
+
+    def read(self, backend: S3Backend, table: PackTable) -> bytes | None:
+        """Read a pack and check its bytes; None if it is a miss."""
+        payload = read_pack(backend, NAMESPACE, table)
+        stored = self.model.payloads[table.pack_id]
+        assert payload is None or payload in stored, f"wrong bytes of pack {table.pack_id.hex()[:8]}"
+        return payload
+
+
+class Engine:
+    """One life of an engine: it stores, reads, deletes and does background work until it is killed or time is up."""
+
+    def __init__(self, history: History, process: Process, machine: str, *, reader: bool) -> None:
+        self._history = history
+        self._model = history.model
+        self._world = history.world
+        self._process = process
+        self._machine = machine
+        self._reader = reader
+        self._draw = random.Random(f"life {process.name} {history.world.seed}")
+        self._variant = self._draw.randrange(3)
+        self._known: dict[bytes, PackTable] = {}
+        self._cursor: bytes | None = None
+        self._commits = 0
+
+    def live(self) -> None:
+        """Run until the history ends."""
+        self._process.sleep(self._draw.uniform(0, 10))
+        try:
+            backend = self._history.open(self._process, self._machine, reader=self._reader)
+        except StoreError as error:
+            self._note(f"could not open: {error}")
+            return
+        try:
+            self._use(backend)
+        finally:
+            backend.close()
+
+    def _use(self, backend: S3Backend) -> None:
+        opened = False
+        ends = self._world.now + self._draw.expovariate(1 / 100)
+        while self._world.now < min(ends, self._history.until):
+            try:
+                if not opened:
+                    backend.open_namespace(sample_identity())
+                    opened = True
+                self._act(backend)
+            except StoreError as error:
+                self._note(f"{type(error).__name__}: {error}")
+            self._process.sleep(self._history.pause_s() or min(backend.step(), self._draw.uniform(0.1, 3.0)))
+
+    def _act(self, backend: S3Backend) -> None:
+        choice = self._draw.random()
+        if choice < 0.35 and not self._reader:
+            self._store(backend)
+        elif choice < 0.35 + self._history.deletes and not self._reader:
+            self._delete(backend)
+        elif choice < 0.7:
+            self._read(backend)
+
+    def _store(self, backend: S3Backend) -> None:
+        seeds = self._draw.sample(range(self._history.pool), self._draw.randrange(1, 4))
+        packs = [pack_of(seed, seed + 1000 * self._variant) for seed in seeds]
+        names = [pack.pack_id for pack in packs]
+        for pack in packs:
+            self._model.payloads[pack.pack_id].add(payload_of(pack))
+        self._commits += 1
+        manifests: list[ManifestWrite] = []
+        if self._draw.random() < 0.5:
+            manifests = [sample_manifest(f"{self._process.name}-{self._commits}", packs=names, ordered=False)]
+        begin = self._world.now
+        self._process.written.clear()
+        self._note(f"STORE {', '.join(name.hex()[:8] for name in names)}")
+        backend.commit(NAMESPACE, CommitBatch(packs, manifests))
+        at = Span(begin, self._world.now)
+        self._note(f"STORED {', '.join(name.hex()[:8] for name in names)}")
+        uploads = "".join(self._process.written)
+        for name in names:
+            self._model.stored[name].append(at._replace(uploads=f"/packs/{name.hex()}" in uploads))
+        for write in manifests:
+            self._model.requests[write.manifest.id] = Held(names, at)
+
+    def _delete(self, backend: S3Backend) -> None:
+        self._refresh(backend)
+        if not self._known:
+            return
+        name = self._draw.choice(sorted(self._known))
+        spans = self._model.deleted[name]
+        number = len(spans)
+        spans.append(Span(self._world.now, float("inf")))
+        batch = CommitBatch(bad=[name]) if self._draw.random() < 0.3 else CommitBatch(deletions=[name])
+        self._note(f"DELETE {name.hex()[:8]}")
+        backend.commit(NAMESPACE, batch)
+        spans[number] = Span(spans[number].begin, self._world.now)
+        self._note(f"DELETED {name.hex()[:8]}")
+
+    def _read(self, backend: S3Backend) -> None:
+        self._refresh(backend)
+        for table in self._draw.sample(list(self._known.values()), min(2, len(self._known))):
+            self._history.read(backend, table)
+
+    def _refresh(self, backend: S3Backend) -> None:
+        changes = backend.changes(NAMESPACE, self._cursor)
+        if changes.reset:
+            self._known.clear()
+        for name in changes.removed:
+            self._known.pop(name, None)
+        self._known.update((table.pack_id, table) for table in changes.added)
+        self._cursor = changes.cursor
+
+    def _note(self, text: str) -> None:
+        self._world.note(f"{self._process.name}: {text}")
+
+
+def run_histories(directory: Path, first: int, count: int) -> str:
+    """Run histories; return their steps."""
+    steps: list[str] = []
+    for seed in range(first, first + count):
+        history = History(seed, directory / str(seed))
+        try:
+            history.run()
+        except Exception as error:
+            lines = "\n".join(history.world.steps or ())
+            pytest.fail(f"history {seed}: {type(error).__name__}: {error}\nsteps:\n{lines}")
+        finally:
+            history.world.end()
+        steps += history.world.steps or ()
+    return "\n".join(steps)
+
+
+def test_histories_lose_nothing(directory: Path) -> None:
+    steps = run_histories(directory, 0, 30)
+    for event in ("LOST", "FAILED", "late", "503", "REPEATED", "DOUBLED", "SUSPENDED", "DIES", "CUT OFF", "DELETED"):
+        assert event in steps
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(36_000)
+def test_many_histories_lose_nothing(directory: Path) -> None:
+    first = int(os.environ.get("PERSISTKV_FIRST_HISTORY", "1000"))
+    run_histories(directory, first, int(os.environ.get("PERSISTKV_HISTORIES", "300")))

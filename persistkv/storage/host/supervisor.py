@@ -23,6 +23,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, ClassVar
 
 from persistkv.errors import HostError
@@ -80,6 +81,10 @@ class Host(ABC):
     @abstractmethod
     def wait(self, timeout_s: float) -> bool:
         """Wait until the host has certainly ended, so that it accesses no row; return whether it has."""
+
+    def starved_s(self) -> float:
+        """Return how long the host's main thread has waited for a CPU since its start, in seconds; 0 if unknown."""
+        return 0.0
 
     @abstractmethod
     def release(self) -> None:
@@ -164,6 +169,13 @@ class ProcessHost(Host):
         with suppress(ChildProcessError):  # init reaps it, unless this engine adopts orphans, as PID 1 does
             os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
         return True
+
+    def starved_s(self) -> float:
+        try:
+            nanoseconds = Path(f"/proc/{self.pid}/schedstat").read_text().split()[1]
+        except (OSError, IndexError):  # the process has ended, or the kernel does not count
+            return 0.0
+        return int(nanoseconds) / 1e9
 
     def release(self) -> None:
         self._forget()
@@ -305,11 +317,15 @@ class Look(enum.Enum):
 
 
 class Watchdog:
-    """Watchdog of a host that owes an answer."""
+    """Watchdog of a host that owes an answer. Time that the host waits for a CPU after it was asked does not count: on
+    an overloaded machine a host is slow, and killing it would lose what it accepted.
+    """
 
-    def __init__(self, patience_s: float) -> None:
+    def __init__(self, patience_s: float, starved_s: Callable[[], float]) -> None:
+        """:param starved_s: returns how long the host has waited for a CPU since its start, in seconds."""
         self.patience_s = patience_s
         """Longest time that the host may be silent, in seconds."""
+        self._starved_s = starved_s
         self._heard = 0.0
         self._asked: float | None = None
 
@@ -324,9 +340,9 @@ class Watchdog:
         if self._asked is None:
             if now - self._heard <= self.patience_s / 2:
                 return Look.FINE
-            self._asked = now
+            self._asked = now - self._starved_s()
             return Look.ASK
-        if now - self._asked <= self.patience_s / 2:
+        if now - self._starved_s() - self._asked <= self.patience_s / 2:
             return Look.FINE
         logger.error("the host has not answered for %.1f s; killing it", self.patience_s)
         return Look.SILENT
@@ -392,7 +408,7 @@ class Supervisor:
         self.state = State.DOWN
         self.watchdog_s = watchdog_s
         self.opening_watchdog_s = max(watchdog_s, least_start_s)
-        self.watchdog = Watchdog(watchdog_s)
+        self.watchdog = Watchdog(watchdog_s, host.starved_s)
         self.backoff = Backoff()
         """Reset whenever a job is answered."""
         self.uses_rows = False

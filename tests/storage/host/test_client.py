@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +255,23 @@ def test_a_silent_host_is_killed_by_the_watchdog(hosted: Any, tmp_path: Path) ->
     client.submit_load(1, names(1), [0])
     assert hosted.finish(client, 1).refused
     wait_for(client, State.OPEN)
+
+
+def test_time_without_a_cpu_is_counted(hosted: Any, tmp_path: Path) -> None:
+    client = hosted.connect(f"lmdb://{tmp_path}/store")
+    client.open()
+    for thread in os.listdir(f"/proc/{pid_of(hosted)}/task"):
+        os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
+    before = client.supervisor.host.starved_s()
+    spin = [sys.executable, "-c", "while True: pass"]
+    with ExitStack() as stack:
+        for _ in range(2 * len(os.sched_getaffinity(0))):
+            stack.callback(stack.enter_context(subprocess.Popen(spin)).kill)
+        job = 0
+        while client.supervisor.host.starved_s() < before + 0.05:  # the test's timeout ends this
+            job += 1
+            client.submit_store(job, "a", names(1, job), [0], None, BLOCK)
+            assert hosted.finish(client, job).failed == []
 
 
 def test_use_after_fork_is_refused(hosted: Any, tmp_path: Path) -> None:

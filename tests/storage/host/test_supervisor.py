@@ -31,23 +31,35 @@ def looks(dog: Watchdog, clock: Clock, *seconds: float) -> list[Look]:
     return found
 
 
+def never() -> float:
+    """Return the seconds that a host waited for a CPU on an idle machine."""
+    return 0.0
+
+
 def test_who_is_silent_is_asked_once_and_then_given_up(clock: Clock) -> None:
-    dog = Watchdog(60.0)
+    dog = Watchdog(60.0, never)
     dog.hear()
     assert looks(dog, clock, 0.0, 30.0, 0.5, 29.0, 2.0) == [Look.FINE, Look.FINE, Look.ASK, Look.FINE, Look.SILENT]
 
 
 def test_an_answer_begins_all_anew(clock: Clock) -> None:
-    dog = Watchdog(60.0)
+    dog = Watchdog(60.0, never)
     dog.hear()
     assert looks(dog, clock, 31.0, 29.0) == [Look.ASK, Look.FINE]
     dog.hear()
     assert looks(dog, clock, 29.0, 2.0) == [Look.FINE, Look.ASK]
 
 
+def test_time_without_a_cpu_is_no_silence(clock: Clock) -> None:
+    starved = iter([100.0, 160.0, 190.0, 190.0])
+    dog = Watchdog(60.0, lambda: next(starved))
+    dog.hear()
+    assert looks(dog, clock, 31.0, 61.0, 58.0, 2.0) == [Look.ASK, Look.FINE, Look.FINE, Look.SILENT]
+
+
 def test_a_call_has_ten_times_as_long() -> None:
-    assert not Watchdog(60.0).call_hangs(600.0)
-    assert Watchdog(60.0).call_hangs(601.0)
+    assert not Watchdog(60.0, never).call_hangs(600.0)
+    assert Watchdog(60.0, never).call_hangs(601.0)
 
 
 def test_waits_double_up_to_a_bound_until_something_works(clock: Clock) -> None:

@@ -94,9 +94,7 @@ def test_command_json_text_of_others_is_exact(run, store, name):
 
 
 def test_ls_unprintable_characters_are_shown(run, store):
-    shown = run("ls", store["url"]).stdout
-    assert f"anna{SHOWN} " in shown
-    assert f"user={SHOWN}" in shown
+    assert f"user={SHOWN}" in run("ls", store["url"]).stdout
 
 
 def test_error_text_of_others_is_escaped(run, store):
@@ -133,6 +131,13 @@ def test_terminal_gets_no_escape_of_others(store, tmp_path):
     assert code == 0
     assert is_safe(ESCAPES.sub("", text).replace("\r", ""))
     assert not re.search(r"\x1b\[2J|\x1b\]0", text)
+
+
+def test_ids_on_a_terminal_are_escaped(store, tmp_path):
+    text, code = on_terminal(200, "ls", store["url"], "--ids", cwd=tmp_path)
+    assert code == 0
+    assert f"anna{SHOWN}" in text
+    assert is_safe(text.replace("\r", ""))
 
 
 def test_metrics_hold_no_escape_of_others(store, tmp_path):

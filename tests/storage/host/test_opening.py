@@ -70,7 +70,7 @@ def test_a_notice_reaches_the_engine_once(hosted: Any, tmp_path: Path, caplog: p
 @pytest.mark.parametrize("deaths", [1, 3, 4])
 def test_a_host_that_dies_while_it_opens_is_started_again(hosted: Any, tmp_path: Path, deaths: int) -> None:
     template = hosted.connect(f"lmdb://{tmp_path}/store")
-    host = SignalledHost(hosted.fd, len(hosted.memory), signal.SIGKILL, deaths)
+    host = SignalledHost((hosted.fd,), len(hosted.memory), signal.SIGKILL, deaths)
     client = StoreClient(host, template.supervisor.hello, max_queue_bytes=1 << 30)
     hosted.clients.append(client)
     if deaths < 4:
@@ -105,7 +105,7 @@ def test_a_store_that_opens_slowly_is_missed_and_found_later(hosted: Any, tmp_pa
     client.submit_store(1, "a", names(70), range(70), None, 70 * BLOCK)
     assert client.close()
 
-    host = SignalledHost(hosted.fd, len(hosted.memory), signal.SIGSTOP, 1)
+    host = SignalledHost((hosted.fd,), len(hosted.memory), signal.SIGSTOP, 1)
     again = StoreClient(host, client.supervisor.hello, max_queue_bytes=1 << 30)
     hosted.clients.append(again)
     again.open(timeout_s=0.2)
@@ -124,7 +124,7 @@ def test_a_store_that_opens_slowly_is_missed_and_found_later(hosted: Any, tmp_pa
 def test_a_host_that_hangs_while_it_opens_is_started_again(
     hosted: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host = SignalledHost(hosted.fd, len(hosted.memory), signal.SIGSTOP, 1)
+    host = SignalledHost((hosted.fd,), len(hosted.memory), signal.SIGSTOP, 1)
     hello = hosted.connect(f"lmdb://{tmp_path}/store").supervisor.hello
     client = StoreClient(host, hello, max_queue_bytes=1 << 30, watchdog_s=0.2, least_start_s=0.2)
     hosted.clients.append(client)

@@ -239,10 +239,10 @@ class TestResume:
     def test_the_file_of_another_run_is_refused(self, run, filled, tmp_path):
         VerifyState.begin("lmdb:///elsewhere", 1.0).save(tmp_path / "other")
         (tmp_path / "text").write_text("hello")
-        for name in ("other", "text"):
+        for name, error in (("other", "--resume"), ("text", "cannot read text: verify did not write it")):
             done = run("verify", filled, "--resume", name)
             assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-            assert "--resume" in done.stderr
+            assert error in done.stderr
 
     def test_ctrl_c_leaves_a_file_to_go_on_from(self, run, contexts, tmp_path):
         url, writer = contexts

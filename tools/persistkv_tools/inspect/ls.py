@@ -19,7 +19,7 @@ import typer
 from msgspec.structs import asdict
 
 from persistkv import open_store
-from persistkv.errors import ConfigurationError
+from persistkv.errors import ConfigurationError, printable
 from persistkv.storage.backend import Namespace
 from persistkv.storage.extensions import InspectableBackend, RequestUse
 from persistkv_tools import render
@@ -147,7 +147,7 @@ def ls(
     if json:
         render.print_json(page)
     elif ids:
-        render.print_exact("".join(f"{request.id}\n" for request in page.requests))
+        render.print_exact("".join(f"{printable(request.id)}\n" for request in page.requests))
     elif csv:
         render.print_exact(_csv(page))
     else:

@@ -62,6 +62,9 @@ def test_kms_encryption_with_bucket_key(open_store: Opener, raw_client: Any, buc
         assert found["BucketKeyEnabled"]
 
 
+@pytest.mark.skipif(
+    "PERSISTKV_S3_ENDPOINT" in os.environ, reason="Ceph 16 ignores If-None-Match in buckets with versions: refused"
+)
 @pytest.mark.parametrize("status", ["Enabled", "Suspended"])
 def test_bucket_with_versions_causes_one_warning(
     open_store: Opener, raw_client: Any, bucket: str, status: str, caplog: pytest.LogCaptureFixture

@@ -195,6 +195,7 @@ FREE = ("labels", "identity", "by_problem", "requests_sent", "children")
     ids=lambda command: command[0],
 )
 def test_json_has_the_fields_that_are_documented(run, store, tmp_path, command):
+    needs_of(command)
     (tmp_path / "trace.jsonl").write_text('{"hash_ids": [1, 2]}\n' * 100)
     assert run("export", store, "--all", "-o", str(tmp_path / "given.pkv")).returncode == 0
     done = run(*(part.format(url=store, tmp=tmp_path) for part in command), "--json")
@@ -209,11 +210,18 @@ def test_json_has_the_fields_that_are_documented(run, store, tmp_path, command):
     assert {name for name in types if "." not in name and "[" not in name} - left_out == found.keys()
 
 
+def needs_of(command: tuple[str, ...]) -> None:
+    """Skip a command that needs an extra which is not installed."""
+    if command[0] == "serve-metrics":
+        pytest.importorskip("prometheus_client")
+
+
 STORE_COMMANDS = [command for command in SHOWN if command[0] not in ("doctor", "bench", "replay", "import", "pull")]
 
 
 @pytest.mark.parametrize("command", STORE_COMMANDS, ids=lambda command: " ".join(command[::2]))
 def test_exit_code_tells_bad_input_from_a_store_that_does_not_open(run, tmp_path, command):
+    needs_of(command)
     for url, code in (("tape:///kv", 2), (str(tmp_path / "absent"), 3)):
         done = run(
             *(part.format(url=url, tmp=tmp_path) for part in command), *("--yes",) * (command[0] == "prune"), "--json"

@@ -484,19 +484,36 @@ class S3Backend(InspectableBackend):
         return {key.rpartition("/")[2]: row for key, row in rows if row is not None}
 
     def close(self) -> None:
+        """Publish what this handle has not published yet, and release everything; failures are logged only."""
         if self._closed:
             return
-        for session in list(self._sessions.values()):
-            session.close(publish=not self._read_only)
         self._closed = True
         self._wake.set()
         try:
             if self._thread is not None and self._thread is not threading.current_thread():
                 self._thread.join(self._options.deadline_s)
+            if not self._read_only:
+                self._publish_last()
+            for session in list(self._sessions.values()):
+                session.catalogue.close()
         finally:
             self._bucket.close()
             if self._temporary is not None:
                 self._temporary.cleanup()
+
+    def _publish_last(self) -> None:
+        """Write the last uses; merge them, and let another engine lead."""
+        try:
+            for session in list(self._sessions.values()):
+                session.write_uses()
+            if self._waiting and not self._leader.leads:
+                self._head.poll()
+            if self._leader.leads or (self._waiting and self._leader.may_elect and self._leader.elect()):
+                self._leader.resign()
+        except StoreError as error:
+            logger.warning(
+                "%s: could not publish the last uses (%s); the next engine merges the rest", self._place, error
+            )
 
     def _check_open(self, *, writes: bool = False) -> None:
         if self._closed:

@@ -425,15 +425,6 @@ class NamespaceSession:
         except (CorruptPackError, ObjectMissingError):
             return None
 
-    def close(self, *, publish: bool) -> None:
-        """Publish uses, and release the catalogue; failures are logged only."""
-        try:
-            if publish:
-                self.write_uses()
-        except StoreError as error:
-            logger.warning("%s: could not write last uses (%s); they are lost", self.objects.names.base, error)
-        self.catalogue.close()
-
 
 def _keys_of(manifest_id: str) -> str:
     """Name under which the keys of a manifest are signed."""

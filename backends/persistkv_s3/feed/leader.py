@@ -115,6 +115,7 @@ class Leader:
         """Namespaces with listed commits that the last round did not merge."""
         self._recent: dict[bytes, dict[int, bytes]] = {}
         """Small feed objects that this term has published since the last snapshot, by position."""
+        self._resigning = False
         self._busy_at = 0.0
         self._written_at = 0.0
         self._confirmed = 0.0
@@ -189,10 +190,18 @@ class Leader:
                 self._unpublished[namespace] = _Publication(feed)
                 if session.writer in feed.merged:  # an engine that only merges leaves that to the others
                     self._busy_at = self._clock.monotonic()
-        self._maintain()
-        self._publish()
-        if self.leads:
+        if not self._resigning:
+            self._maintain()
+        if self._publish():
             self._clear_inbox(by_namespace)
+
+    def resign(self) -> None:
+        """Merge what is in the inbox, and let another handle lead. The handle is not elected again.
+
+        :raises StoreError: the head still names this handle; another one takes over after ``TAKEOVER_S``.
+        """
+        self._resigning = True
+        self.round()
 
     def _listed(self) -> dict[bytes, list[tuple[InboxName, ObjectInfo]]]:
         """Return the commits in the inbox, by namespace."""
@@ -256,13 +265,16 @@ class Leader:
             entries=entries,
         )
 
-    def _publish(self) -> None:
-        """Write the unpublished feed objects, then the head; without any, write the head if a heartbeat is due."""
+    def _publish(self) -> bool:
+        """Write the unpublished feed objects, then the head; without any, write the head if a heartbeat is due.
+
+        :returns: False if another handle leads.
+        """
         head = msgspec.structs.replace(self._head.head, namespaces=dict(self._head.head.namespaces))
         now = self._clock.monotonic()
-        resigns = now - self._busy_at > _RESIGN_S and not self._dumping
+        resigns = self._resigning or (now - self._busy_at > _RESIGN_S and not self._dumping)
         if not (self._unpublished or resigns or now - self._written_at >= _HEARTBEAT_S):
-            return
+            return True
         for namespace, held in self._unpublished.items():
             session = self._session(namespace)
             if session is None:
@@ -276,7 +288,8 @@ class Leader:
             head.namespaces[namespace] = self._extended(head.namespaces.get(namespace), held, session)
         if resigns:
             head.leader = b""
-        if self._write(head):
+        written = self._write(head)
+        if written:
             for namespace, held in self._unpublished.items():
                 if (session := self._session(namespace)) is not None:
                     session.applied(held.feed)
@@ -284,6 +297,7 @@ class Leader:
             self._unpublished.clear()
         if resigns:
             self._forget()
+        return written
 
     def _extended(self, before: NamespaceHead | None, held: _Publication, session: NamespaceSession) -> NamespaceHead:
         feed = held.feed

@@ -187,6 +187,11 @@ class Engines:
         """Stop an engine without closing it."""
         self.all.remove(engine)
 
+    def stop(self, engine: S3Backend) -> None:
+        """Close an engine."""
+        self.all.remove(engine)
+        engine.close()
+
     def run(self, seconds: float) -> None:
         """Let time pass; all engines do their background work each second."""
         end = self.bucket.now + seconds

@@ -94,6 +94,31 @@ def test_leader_that_is_killed_is_replaced_within_twenty_seconds(engines: Engine
         assert engines.bucket.now - began <= 20.0
 
 
+def test_engine_that_closes_merges_its_commits_and_resigns(engines: Engines) -> None:
+    first, second, reader = opened(engines), opened(engines), opened(engines)
+    store(first, 1)
+    engines.run(5)
+    store(second, 2)
+    store(first, 3)
+    engines.stop(first)
+    assert not engines.bucket.keys("/inbox/"), "the last round has merged both commits"
+    store(second, 4)
+    began = engines.bucket.now
+    while not names(1, 2, 3, 4) <= held(reader):
+        engines.run(1)
+        assert engines.bucket.now - began <= 3.0, "the second engine leads at once"
+    engines.stop(second)
+    assert not engines.bucket.keys("/inbox/")
+
+
+def test_last_commit_before_closing_is_merged_without_a_leader(engines: Engines) -> None:
+    engine = opened(engines)
+    store(engine, 1)
+    engines.stop(engine)
+    assert not engines.bucket.keys("/inbox/")
+    assert held(opened(engines)) == names(1)
+
+
 def test_idle_leader_resigns_and_idle_engines_poll_rarely(engines: Engines) -> None:
     writer, reader = opened(engines), opened(engines)
     store(writer, 1)

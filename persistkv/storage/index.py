@@ -22,7 +22,7 @@ import numpy.typing as npt
 import xxhash
 
 from persistkv.errors import StoreError
-from persistkv.storage.format.pack import Frame, PackTable
+from persistkv.storage.format.pack import Frame, PackedKeys, PackTable
 
 FULL_BITS = 64
 _EMPTY, _GONE = 0, 1
@@ -410,19 +410,25 @@ class Index:
 
     def add(self, tables: Iterable[PackTable]) -> None:
         """Add packs; packs that the index has already are ignored."""
-        keys: list[bytes] = []
+        some: list[PackedKeys] = []
         numbers: list[int] = []
         counts: list[int] = []
+        total = 0
         for table in tables:
             if table.pack_id not in self._numbers:
                 numbers.append(self._number(table.pack_id))
                 counts.append(len(table.keys))
-                keys += table.keys.unpack()
-                if len(keys) >= _AT_ONCE:
-                    self._insert(_all_of(self._fingerprint, keys), np.repeat(np.array(numbers, np.uint32), counts))
-                    keys, numbers, counts = [], [], []
-        if keys:
-            self._insert(_all_of(self._fingerprint, keys), np.repeat(np.array(numbers, np.uint32), counts))
+                some.append(table.keys)
+                total += counts[-1]
+                if total >= _AT_ONCE:
+                    self._insert_all(some, numbers, counts)
+                    some, numbers, counts, total = [], [], [], 0
+        if some:
+            self._insert_all(some, numbers, counts)
+
+    def _insert_all(self, some: list[PackedKeys], numbers: list[int], counts: list[int]) -> None:
+        fingerprints = _all_of(self._fingerprint, PackedKeys.unpack_all(some))
+        self._insert(fingerprints, np.repeat(np.array(numbers, np.uint32), counts))
 
     def _number(self, pack_id: bytes) -> int:
         self._last = self._last % 0xFFFFFFFF + 1

@@ -261,7 +261,7 @@ def decode_namespace(key: Buffer, row: Buffer) -> Namespace | None:
 def pack_table(key: Buffer, row: Buffer) -> PackTable | None:
     """Return the table of a row of ``PACKS``; None if the row is damaged or belongs to another key."""
     try:
-        table = PackTable.parse(row[SEQUENCE.size :])
+        table = PackTable.parse_stored(row[SEQUENCE.size :])
     except CorruptPackError:
         return None
     return table if table.namespace + table.pack_id == key else None

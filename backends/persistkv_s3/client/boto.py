@@ -65,7 +65,7 @@ class BotoClient(Transport):
             SSEKMSKeyId=options.sse_kms_key_id,
             BucketKeyEnabled=options.sse_bucket_key,
         )
-        self._client = _make_client(options)
+        self._client = make_client(options)
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._ahead_s: float | None = None
@@ -293,7 +293,7 @@ def _of_answer(answer: Any, what: str) -> S3Error:
     return RefusedError(text)
 
 
-def _make_client(options: S3Options) -> Any:
+def make_client(options: S3Options) -> Any:
     try:
         import boto3
         from botocore.config import Config

@@ -18,7 +18,7 @@ from persistkv.storage.extensions import Policy
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.samples import sample_pack
 from persistkv_s3 import S3Backend
-from persistkv_s3.client.boto import BotoClient
+from persistkv_s3.client.boto import make_client
 from persistkv_s3.options import parse_url
 from persistkv_tools.cli import main
 from tests.backends.s3.conftest import Opener
@@ -32,9 +32,9 @@ def test_defaults_are_safe() -> None:
     place, options = parse("s3://bucket/some/prefix/")
     assert (place.bucket, place.prefix, str(place)) == ("bucket", "some/prefix/", "s3://bucket/some/prefix")
     assert parse("s3://bucket")[0].prefix == ""
-    client = BotoClient(place, options)
-    config = client._client.meta.config
-    assert client._client.meta.endpoint_url.startswith("https://")
+    client = make_client(options)
+    config = client.meta.config
+    assert client.meta.endpoint_url.startswith("https://")
     assert config.s3 == {"payload_signing_enabled": False, "addressing_style": "auto"}
     assert config.request_checksum_calculation == "when_required"
     assert config.retries["total_max_attempts"] == 1
@@ -51,8 +51,8 @@ def test_defaults_are_safe() -> None:
     ],
 )
 def test_bodies_are_signed_where_nothing_else_guards_them(options: str, signed: bool, style: str) -> None:
-    client = BotoClient(*parse(f"s3://bucket/p?{options}"))
-    assert client._client.meta.config.s3 == {"payload_signing_enabled": signed, "addressing_style": style}
+    client = make_client(parse(f"s3://bucket/p?{options}")[1])
+    assert client.meta.config.s3 == {"payload_signing_enabled": signed, "addressing_style": style}
     client.close()
 
 
@@ -96,8 +96,8 @@ def test_wrong_place_is_named(location: str) -> None:
 
 def test_endpoint_of_the_environment_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
-    client = BotoClient(*parse("s3://bucket/p"))
-    assert client._client.meta.config.s3["payload_signing_enabled"]
+    client = make_client(parse("s3://bucket/p")[1])
+    assert client.meta.config.s3["payload_signing_enabled"]
     client.close()
 
 

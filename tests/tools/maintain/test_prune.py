@@ -97,6 +97,19 @@ def test_what_others_use_stays_and_is_said(run, family):
     assert "others use all their packs" in run("prune", url, "--request", "anna-1", "--dry-run").stdout
 
 
+def test_request_goes_with_its_copies(run, family):
+    url, writer = family
+    for number in range(3):
+        writer.add(f"copy-{number}", "c1 c2", age_s=float(number))
+    writer.add("copy-labelled", "c1 c2", labels={"user": "anna"})
+    found = pruned(run, url, "--request", "copy-1", "--yes", code=1)
+    assert ids(found["plan"]["staying"]) == ["copy-2", "copy-1", "copy-0"], "another row uses the same packs"
+    assert run("label", url, "copy-labelled", "--remove", "user").returncode == 0
+    found = pruned(run, url, "--request", "copy-1", "--yes")
+    assert sorted(ids(found["plan"]["requests"])) == ["copy-0", "copy-1", "copy-2", "copy-labelled"]
+    assert len(requests(run, url)) == 4
+
+
 def test_blocks_of_one_request_in_packs_of_others(run, family):
     """The pack with the prefix of bert-1 also holds a1, a block that only anna-1 and anna-2 use."""
     url, writer = family

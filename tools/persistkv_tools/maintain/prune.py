@@ -116,7 +116,8 @@ class Done(msgspec.Struct):
 def prune(
     url: Url,
     request: Annotated[
-        list[str] | None, typer.Option("--request", metavar="ID", help="This request; may be given again.")
+        list[str] | None,
+        typer.Option("--request", metavar="ID", help="This request and its copies; may be given again."),
     ] = None,
     older_than: OlderThan = None,
     label: Labels = None,
@@ -286,6 +287,11 @@ class Usage:
         return set().union(*(self.packs[name] for name in requests))
 
 
+def _row(manifest: RequestManifest) -> tuple[bytes | str, frozenset[tuple[str, str]]]:
+    """Return what requests have in common that ``persistkv ls`` shows as one row."""
+    return manifest.context or manifest.id, frozenset(manifest.labels.items())
+
+
 class Pruning:
     """A plan over some namespaces of a store."""
 
@@ -297,10 +303,15 @@ class Pruning:
     def choose(self, selection: Selection, requests: Collection[tuple[bytes, str]] | None = None) -> None:
         """Requests that are to go: all that are selected.
 
-        :param requests: (namespace, id): only these.
+        :param requests: (namespace, id): only these, with all requests of the same context and labels: they use the
+            same packs, so none of them can be deleted alone.
         """
         for usage in self._usages:
-            names = [name for name in usage.manifests if requests is None or (usage.namespace.id, name) in requests]
+            names = list(usage.manifests)
+            if requests is not None:
+                named = {name for name in names if (usage.namespace.id, name) in requests}
+                rows = {_row(usage.manifests[name]) for name in named}
+                names = [name for name in names if name in named or _row(usage.manifests[name]) in rows]
             asked = usage.uses(names) if selection.never_hit else ((usage.manifests[name], None) for name in names)
             usage.doomed.update(manifest.id for manifest, use in asked if selection.takes(manifest, use))
 

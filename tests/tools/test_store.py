@@ -54,6 +54,16 @@ def test_requests_returns_the_selected_ones_in_order(filled: str) -> None:
             store.requests(sort="colour")
 
 
+def test_wrong_arguments_are_named_as_in_python(filled: str) -> None:
+    with open_store(filled) as store:
+        with pytest.raises(ConfigurationError, match="^rate"):
+            store.verify(rate="fast")
+        with pytest.raises(ConfigurationError, match="^keep_size"):
+            store.prune(keep_size="small")
+        with pytest.raises(NotFoundError, match="^namespace 'zz'"):
+            store.requests(namespace="zz")
+
+
 def test_stats_and_namespaces_return_totals(filled: str) -> None:
     with open_store(filled) as store:
         totals, (namespace,) = store.stats(), store.namespaces()

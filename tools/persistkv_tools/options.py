@@ -269,7 +269,7 @@ def _label(text: str) -> tuple[str, str | None]:
     return name, value if equals else None
 
 
-def chosen_namespaces(backend: InspectableBackend, wanted: str | None, option: str = "--namespace") -> list[Namespace]:
+def chosen_namespaces(backend: InspectableBackend, wanted: str | None, option: str = "namespace") -> list[Namespace]:
     """All namespaces, oldest first; or the one whose id begins like ``wanted``.
 
     :param option: that gave ``wanted``.
@@ -281,7 +281,7 @@ def chosen_namespaces(backend: InspectableBackend, wanted: str | None, option: s
     matching = [namespace for namespace in found if namespace.id.hex().startswith(wanted.lower())]
     if not wanted or len(matching) != 1:
         ids = _some(namespace.id.hex() for namespace in (matching or found))
-        raise NotFoundError(f"{option} {wanted!r} is not the begin of one namespace's id; there are: {ids}")
+        raise NotFoundError(f"{option} {wanted!r} is not the beginning of one namespace's id; there are: {ids}")
     return matching
 
 

@@ -138,7 +138,7 @@ class StoreHandle:
         """
         from persistkv_tools.maintain.verify import check_store
 
-        bytes_per_s = None if rate is None else parse_size(rate, name="--rate")
+        bytes_per_s = None if rate is None else parse_size(rate, name="rate")
         return check_store(self.url, self.backend, sample, bytes_per_s, resume, progress)
 
     # Changes
@@ -189,7 +189,7 @@ class StoreHandle:
         """
         from persistkv_tools.maintain.prune import Prune
 
-        keep_bytes = None if keep_size is None else parse_size(keep_size, name="--keep-size")
+        keep_bytes = None if keep_size is None else parse_size(keep_size, name="keep_size")
         found = [find_request(self.backend, name, namespace) for name in requests]
         prune = Prune(
             self.backend,

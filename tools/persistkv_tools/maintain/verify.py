@@ -162,6 +162,8 @@ def verify(
     """
     if repair:
         ensure_consent("verify --repair", "--yes", yes=yes, json=json)
+    if rate is not None:
+        parse_size(rate, name="--rate")
     failure = None
     with open_store(url, read_only=not repair) as store:
         with byte_progress() as progress:

@@ -56,11 +56,11 @@ def test_requests_returns_the_selected_ones_in_order(filled: str) -> None:
 
 def test_wrong_arguments_are_named_as_in_python(filled: str) -> None:
     with open_store(filled) as store:
-        with pytest.raises(ConfigurationError, match="^rate"):
+        with pytest.raises(ConfigurationError, match=r"^rate"):
             store.verify(rate="fast")
-        with pytest.raises(ConfigurationError, match="^keep_size"):
+        with pytest.raises(ConfigurationError, match=r"^keep_size"):
             store.prune(keep_size="small")
-        with pytest.raises(NotFoundError, match="^namespace 'zz'"):
+        with pytest.raises(NotFoundError, match=r"^namespace 'zz'"):
             store.requests(namespace="zz")
 
 

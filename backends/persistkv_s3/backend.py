@@ -490,9 +490,10 @@ class S3Backend(InspectableBackend):
         self._closed = True
         self._wake.set()
         try:
-            if self._thread is not None and self._thread is not threading.current_thread():
-                self._thread.join(self._options.deadline_s)
-            if not self._read_only:
+            thread = self._thread
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(self._options.deadline_s)
+            if not self._read_only and (thread is None or not thread.is_alive()):  # or the server hangs
                 self._publish_last()
             for session in list(self._sessions.values()):
                 session.catalogue.close()

@@ -120,7 +120,7 @@ test-faults: setup
 	PYTHON=$(BIN)/python TRIAL=faults tests/servers/test-ceph.sh --seconds $(FAULT_SECONDS) $(ARGS)
 
 test-histories: setup
-	PERSISTKV_HISTORIES=$(HISTORIES) $(BIN)/python -m pytest -m slow tests/backends/s3/test_histories.py $(ARGS)
+	PERSISTKV_HISTORIES=$(HISTORIES) $(BIN)/python -m pytest -m slow -o faulthandler_timeout=0 tests/backends/s3/test_histories.py $(ARGS)
 
 fuzz: setup
 	$(BIN)/python -m tests.fuzz --cases $(CASES) --limit-s 300

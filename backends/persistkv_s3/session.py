@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-MOST_COMMIT_S = 12 * 3600.0  # 12 hours from the first upload to the commit's object; a sweep spares younger objects
+_MOST_COMMIT_S = 12 * 3600.0  # 12 hours from the first upload to the commit's object; a sweep spares younger objects
 _TRIES = 4
 """Maximum of attempts to reach the head's position: listed objects may be deleted before they are fetched."""
 _AT_ONCE = 4
@@ -165,7 +165,7 @@ class NamespaceSession:
             if not (error.uncertain and self._was_written(name)):
                 self._renew_writer()
                 raise
-        if self._bucket.now() - entry.time > MOST_COMMIT_S:  # the process was suspended: the leader rejects it
+        if self._bucket.now() - entry.time > _MOST_COMMIT_S:  # the process was suspended: the leader rejects it
             self._renew_writer()
             raise StoreError("the commit took more than 12 hours and does not count")
         self._number = entry.number
@@ -394,7 +394,7 @@ class NamespaceSession:
                     if entry is None:  # merged and deleted since the head was read, or unreadable
                         self._head.poll()
                         self.sync()
-                    else:
+                    elif not is_rejected(entry, infos[name]):
                         self.catalogue.apply_pending(entry, self._bucket.now())
 
     def read_commit(self, name: InboxName) -> Entry | None:
@@ -424,6 +424,14 @@ class NamespaceSession:
             return decode_manifest_keys(opened)
         except (CorruptPackError, ObjectMissingError):
             return None
+
+
+def is_rejected(entry: Entry, info: ObjectInfo) -> bool:
+    """Return whether a commit does not count, because a sweep may have deleted its packs.
+
+    :param info: of its object in the inbox.
+    """
+    return info.modified - entry.time > _MOST_COMMIT_S
 
 
 def _keys_of(manifest_id: str) -> str:

@@ -44,7 +44,7 @@ from persistkv_s3.feed.format import (
     split_ids,
 )
 from persistkv_s3.feed.head import StoreHead, extended
-from persistkv_s3.session import MOST_COMMIT_S, NamespaceSession
+from persistkv_s3.session import NamespaceSession, is_rejected
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +223,7 @@ class Leader:
         merged, new = session.catalogue.merged(), list[InboxName]()
         self._behind.discard(namespace)
         total = 0
-        published = {name: info.modified for name, info in found}
+        infos = dict(found)
         in_order = sorted(found, key=lambda pair: (pair[1].modified, pair[0]))  # those of a writer stay in order
         for name, info in in_order:
             if name.number <= merged.get(name.writer, 0):
@@ -243,11 +243,10 @@ class Leader:
                 self._junk.add(self._names.inbox(name))
                 continue
             last[name.writer] = max(name.number, last.get(name.writer, 0))
-            took_s = published[name] - entry.time
-            if took_s <= MOST_COMMIT_S:
-                entries.append(entry)
+            if is_rejected(entry, infos[name]):
+                logger.warning("rejected a commit that took %.0f h", (infos[name].modified - entry.time) / 3600)
             else:
-                logger.warning("rejected a commit that took %.0f h", took_s / 3600)
+                entries.append(entry)
         return self._feed(session, namespace, entries, last) if last else None
 
     def _feed(

@@ -365,7 +365,14 @@ def test_commit_that_took_twelve_hours_fails_and_is_rejected(engines: Engines) -
     with pytest.raises(StoreError, match="12 hours"):
         store(sleeper, 1)
     assert engines.bucket.keys("inbox")
+    late = opened(engines)
+    assert held(late) == set(), "a commit that the leader rejects holds no pack"
+    store(late, 1)
     store(other, 2)
+    engines.run(40)
+    assert held(other) == names(1, 2)
+    assert is_intact(other, 1, 2)
+    late.commit(NAMESPACE, CommitBatch(deletions=list(names(1))))
     engines.run(40)
     for engine in (sleeper, other):
         assert held(engine) == names(2)

@@ -1,4 +1,4 @@
-"""The leader of a store: merges the inboxes into one feed per namespace, and retires what is no longer needed.
+"""The leader of a store: merges the inboxes into one feed per namespace, and deletes objects that are no longer needed.
 
 1. A handle is elected by a conditional write of the head. A leader whose head stays the same for ``TAKEOVER_S`` on an
    observer's monotonic clock is replaced. An idle leader resigns.
@@ -67,7 +67,7 @@ _MERGED_BYTES = MAX_FEED_BYTES // 2 - MAX_INBOX_BYTES
 
 
 class _Publication(NamedTuple):
-    """What a round publishes for one namespace."""
+    """Feed object and snapshot that a round publishes for one namespace."""
 
     feed: Feed
     snapshot: str = ""
@@ -165,7 +165,7 @@ class Leader:
         return False
 
     def round(self) -> None:
-        """Merge what is in the inbox, do some maintenance, and publish both.
+        """Merge the inbox, do some maintenance, and publish both.
 
         :raises StoreError: a later round continues.
         """
@@ -196,7 +196,7 @@ class Leader:
             self._clear_inbox(by_namespace)
 
     def resign(self) -> None:
-        """Merge what is in the inbox, and let another handle lead. The handle is not elected again.
+        """Merge the inbox, and let another handle lead. The handle is not elected again.
 
         :raises StoreError: the head still names this handle; another one takes over after ``TAKEOVER_S``.
         """
@@ -322,7 +322,7 @@ class Leader:
     # Maintenance: one namespace in each round
 
     def _maintain(self) -> None:
-        """Add evictions, and a snapshot or deletions of one open namespace, to what is published."""
+        """Add evictions, and a snapshot or deletions of one open namespace, to the next publication."""
         head = self._head.head
         self._evict(head)
         names = sorted(head.namespaces.keys() & self._opened.keys())
@@ -336,7 +336,7 @@ class Leader:
             self._sweep(namespace, session, target)
 
     def _addition(self, namespace: bytes, session: NamespaceSession) -> _Publication:
-        """Return what is to be published for a namespace; its feed object may be changed until it is written."""
+        """Return the next publication of a namespace; its feed object may be changed until it is written."""
         if namespace not in self._unpublished:
             self._unpublished[namespace] = _Publication(self._feed(session, namespace, [], {}))
         return self._unpublished[namespace]

@@ -106,6 +106,11 @@ class _Before(msgspec.Struct, frozen=True, array_like=True):
     """None: there was no such row."""
 
 
+# Made at import: msgspec 0.22 crashes if two threads are the first to decode a type.
+_DECODE_POSITION = msgspec.msgpack.Decoder(Position).decode
+_DECODE_BEFORE = msgspec.msgpack.Decoder(_Before).decode
+
+
 class PackObject(NamedTuple):
     """A held pack and the object that has its bytes."""
 
@@ -211,7 +216,7 @@ class LocalRows(Rows):
     def undo(self) -> None:
         """Undo all pending commits."""
         for _, value in reversed(list(self.range(UNDO, b""))):
-            before = msgspec.msgpack.decode(value, type=_Before)
+            before = _DECODE_BEFORE(value)
             self._record(before.table, before.key)
             if before.value is None:
                 self.db.execute(f"DELETE FROM '{before.table}' WHERE key = ?", (before.key,))
@@ -245,7 +250,7 @@ class LocalRows(Rows):
     def position(self) -> Position:
         """Position up to which the feed was applied."""
         row = self.get(META, _POSITION_ROW)
-        return Position() if row is None else msgspec.msgpack.decode(row, type=Position)
+        return Position() if row is None else _DECODE_POSITION(row)
 
     @position.setter
     def position(self, position: Position) -> None:
@@ -723,7 +728,7 @@ def _merged_number(rows: Rows, writer: bytes) -> int:
 
 def _undo_log(rows: Rows) -> Iterator[_Before]:
     for _, value in rows.range(UNDO, b""):
-        yield msgspec.msgpack.decode(value, type=_Before)
+        yield _DECODE_BEFORE(value)
 
 
 def _nonce(rows: Rows, name: bytes) -> bytes:

@@ -11,7 +11,7 @@ import math
 import re
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import xxhash
@@ -255,6 +255,12 @@ class Head(msgspec.Struct, array_like=True, kw_only=True):
         return Policy(self.capacity, self.ttl_s)
 
 
+# Made at import: msgspec 0.22 crashes if two threads are the first to decode a type.
+_DECODERS: dict[type, msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(kind) for kind in (Entry, Feed, Snapshot, Dump, Head)
+}
+
+
 def seal(record: msgspec.Struct) -> bytes:
     """Return a record as an object, without its tag."""
     body = msgspec.msgpack.encode(record)
@@ -276,7 +282,7 @@ def unseal(data: Buffer, kind: type[T]) -> T:
     if xxhash.xxh3_64_intdigest(body) != checksum:
         raise CorruptPackError(name, "the checksum does not match")
     try:
-        record = msgspec.msgpack.decode(body, type=kind)
+        record: T = _DECODERS[kind].decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptPackError(name, str(error)) from None
     _check(record)

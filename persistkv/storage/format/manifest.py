@@ -6,6 +6,7 @@ format: a version byte, the xxh3-64 of the body, and the body in msgpack.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -70,7 +71,7 @@ def decode_manifest(data: Buffer) -> RequestManifest:
 
     :raises CorruptPackError: the bytes are not a valid head.
     """
-    return _open(data, RequestManifest)
+    return _open(data, _DECODE_MANIFEST)
 
 
 def encode_manifest_keys(keys: ManifestKeys) -> bytes:
@@ -83,14 +84,19 @@ def decode_manifest_keys(data: Buffer) -> ManifestKeys:
 
     :raises CorruptPackError: the bytes are not valid keys.
     """
-    return _open(data, ManifestKeys)
+    return _open(data, _DECODE_KEYS)
+
+
+# Made at import: msgspec 0.22 crashes if two threads are the first to decode a type.
+_DECODE_MANIFEST = msgspec.msgpack.Decoder(RequestManifest).decode
+_DECODE_KEYS = msgspec.msgpack.Decoder(ManifestKeys).decode
 
 
 def _seal(body: bytes) -> bytes:
     return bytes((MANIFEST_VERSION,)) + xxhash.xxh3_64_digest(body) + body
 
 
-def _open(data: Buffer, kind: type[T]) -> T:
+def _open(data: Buffer, decode: Callable[[Buffer], T]) -> T:
     view = memoryview(data)
     if len(view) < _PREFIX_BYTES:
         raise CorruptPackError("manifest", f"{len(view)} bytes are too few")
@@ -100,6 +106,6 @@ def _open(data: Buffer, kind: type[T]) -> T:
     if xxhash.xxh3_64_digest(body) != view[1:_PREFIX_BYTES]:
         raise CorruptPackError("manifest checksum", "does not match")
     try:
-        return msgspec.msgpack.decode(body, type=kind)
+        return decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptPackError("manifest", str(error)) from None

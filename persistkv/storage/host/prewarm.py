@@ -86,7 +86,7 @@ def request_warm(backend: Backend, namespace: bytes, request: str, ttl_s: float 
     :raises StoreError: the medium failed; the request was not published.
     """
     now = time.time()
-    for name, row in _decoded(statuses(backend), _ASK, WarmRequest):
+    for name, row in _decoded(statuses(backend), _ASK, _DECODE_REQUEST):
         if not row.counts(now):
             _withdraw(backend, name)
     asked = WarmRequest(namespace=namespace.hex(), request=request, asked=now, ttl_s=ttl_s)
@@ -112,10 +112,10 @@ def pending_warm(backend: Backend, namespace: bytes, engine: str) -> list[WarmRe
     rows = statuses(backend)
     answered = {
         (answer.request, answer.asked)
-        for _, answer in _decoded(rows, _ANSWER, WarmAnswer)
+        for _, answer in _decoded(rows, _ANSWER, _DECODE_ANSWER)
         if answer.engine == engine and answer.namespace == space
     }
-    asked = [row for _, row in _decoded(rows, _ASK, WarmRequest) if row.namespace == space and row.counts(now)]
+    asked = [row for _, row in _decoded(rows, _ASK, _DECODE_REQUEST) if row.namespace == space and row.counts(now)]
     return sorted((row for row in asked if (row.request, row.asked) not in answered), key=lambda row: row.asked)
 
 
@@ -146,7 +146,7 @@ def warm_answers(backend: Backend, asked: WarmRequest) -> list[WarmAnswer]:
     :raises StoreError: the medium failed.
     """
     prefix = f"{_ANSWER}{_name(asked.namespace, asked.request)}{_BY}"
-    found = [answer for _, answer in _decoded(statuses(backend), prefix, WarmAnswer) if answer.asked == asked.asked]
+    found = [answer for _, answer in _decoded(statuses(backend), prefix, _DECODE_ANSWER) if answer.asked == asked.asked]
     return sorted(found, key=lambda answer: (answer.time, answer.engine))
 
 
@@ -164,12 +164,17 @@ def _withdraw(backend: Backend, name: str) -> None:
         _publish(backend, answer, None)
 
 
-def _decoded(rows: dict[str, bytes], prefix: str, kind: type[T]) -> Iterator[tuple[str, T]]:
+# Made at import: msgspec 0.22 crashes if two threads are the first to decode a type.
+_DECODE_REQUEST = msgspec.json.Decoder(WarmRequest).decode
+_DECODE_ANSWER = msgspec.json.Decoder(WarmAnswer).decode
+
+
+def _decoded(rows: dict[str, bytes], prefix: str, decode: Callable[[bytes], T]) -> Iterator[tuple[str, T]]:
     """Iterate over the rows whose name has the prefix; skip rows that cannot be decoded."""
     for name, row in rows.items():
         if name.startswith(prefix):
             try:
-                yield name, msgspec.json.decode(row, type=kind)
+                yield name, decode(row)
             except (msgspec.DecodeError, UnicodeDecodeError):
                 continue
 

@@ -72,6 +72,9 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
         return now - self.time <= _MISSED * self.interval_s
 
 
+_DECODE = msgspec.json.Decoder(EngineStatus).decode  # made at import: two threads may be the first to use it
+
+
 def read_statuses(backend: Backend) -> list[EngineStatus]:
     """Return the readable rows, sorted by start time. Rows of engines that were killed are included.
 
@@ -80,7 +83,7 @@ def read_statuses(backend: Backend) -> list[EngineStatus]:
     found: list[EngineStatus] = []
     for row in statuses(backend).values():
         try:
-            found.append(msgspec.json.decode(row, type=EngineStatus))
+            found.append(_DECODE(row))
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue
     return sorted(found, key=lambda status: (status.started, status.engine))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -180,3 +182,27 @@ def test_names_as_documented_and_strange_ones() -> None:
     assert parse_feed(names.feed(255, TERM)) == (255, TERM)
     for strange in ("p/x", "p/0-0", "p/" + "g" * 32 + "-000000000001", "p/-1"):
         assert (parse_inbox(strange), parse_pack(strange), parse_feed(strange)) == (None, None, None)
+
+
+FIRST_DECODING = """
+import sys, threading
+from persistkv_s3.feed.format import Entry, seal, unseal
+data = seal(Entry(writer=bytes(16), number=1, time=1.0))
+sys.setswitchinterval(1e-6)
+together = threading.Barrier(8)
+def decode():
+    together.wait()
+    unseal(data, Entry)
+threads = [threading.Thread(target=decode) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+@pytest.mark.slow
+def test_threads_may_be_the_first_to_decode_a_type() -> None:
+    """msgspec 0.22 crashes in one of 15 such processes unless its decoders are made before."""
+    for _ in range(40):
+        assert subprocess.run([sys.executable, "-c", FIRST_DECODING], check=False).returncode == 0

@@ -40,7 +40,7 @@ def get_offload_group_idx(key: OffloadKey) -> int:
 
 
 def get_offload_group_indices(keys: Sequence[bytes]) -> list[int]:
-    """Return the groups of many keys. Fast if the keys are of few groups, and fastest if they are of one."""
+    """Return the KV cache group index of each key, in the order of the keys. Fastest if all keys have one group."""
     first = keys[0][-GROUP_INDEX_BYTES:] if keys else b""
     if len(first) == GROUP_INDEX_BYTES and all(map(bytes.endswith, keys, repeat(first))):
         return [int.from_bytes(first, "big")] * len(keys)
@@ -50,11 +50,12 @@ def get_offload_group_indices(keys: Sequence[bytes]) -> list[int]:
 
 
 class RequestDescription:
-    """Whole context of a request: the keys of each group in order, number of tokens, labels.
+    """The whole token sequence of a request: the block keys of each group in order, number of tokens, labels.
 
     The engine extends it as blocks fill. Not thread-safe.
 
     :param num_groups: KV cache groups of the engine.
+    :param labels: name-value pairs that are stored with the request's manifest; None: no labels.
     :raises ConfigurationError: a label is not text.
     """
 
@@ -62,11 +63,11 @@ class RequestDescription:
         self.group_keys: tuple[list[OffloadKey], ...] = tuple([] for _ in range(num_groups))
         """For each KV cache group, the keys of its blocks from the first token on."""
         self.num_tokens = 0
-        """Tokens of the whole context, including those of an unfinished block; set by the engine."""
+        """Number of tokens of the request, including those of an unfinished block; set by the engine."""
         self.labels: dict[str, str] = dict(labels or {})
-        """Stored with the context and shown by tools."""
+        """Name-value pairs that are stored with the request's manifest and shown by tools."""
         self.pinned = False
-        """Whether the stored context is neither evicted nor expires, until it is unpinned."""
+        """True: the stored blocks of the request are neither evicted nor expire, until they are unpinned."""
         for part in (*self.labels, *self.labels.values()):
             try:
                 part.encode()
@@ -75,7 +76,7 @@ class RequestDescription:
         self._depths: dict[OffloadKey, int] = {}
 
     def extend(self, group_idx: int, keys: Iterable[OffloadKey]) -> None:
-        """Append the keys of a group's next blocks.
+        """Append the keys of the next blocks of one KV cache group.
 
         :raises IndexError: there is no such group; nothing was appended.
         """
@@ -85,71 +86,71 @@ class RequestDescription:
             chain.append(key)
 
     def depth(self, key: OffloadKey) -> int | None:
-        """Return how many blocks of its group precede this one; None if the key is not of this request."""
+        """Return how many blocks of the same group precede this block in the request; None if the key is not in it."""
         return self._depths.get(key)
 
 
 @dataclass(frozen=True)
 class ReqContext:
-    """The request to which a call belongs."""
+    """Identity and properties of the request for which a manager or tier is called."""
 
     req_id: str
-    """Unique among the requests that exist at the same time in one engine."""
+    """Request id; unique among the requests that exist at the same time in one engine."""
     kv_transfer_params: Mapping[str, Any] | None = None
     """Parameters that the caller of the engine attached to the request."""
     description: RequestDescription | None = None
-    """The request's keys in order; None if the engine does not provide them: then order and depth are unknown."""
+    """Block keys of the request in order. None: the engine does not provide them; order and depth are unknown."""
     store: bool = True
     """False: blocks are looked up and loaded for the request, but no block is passed to a tier for it."""
 
 
 class OffloadPolicy(str, Enum):
-    """The blocks of a request that a tier receives."""
+    """Which blocks of a request a tier receives to store."""
 
     BLOCK_LEVEL = "block_level"
-    """Newly computed blocks."""
+    """Only the newly computed blocks of the request."""
     REQUEST_LEVEL = "request_level"
     """Every block of the request, including prefix hits."""
 
 
 @dataclass(frozen=True)
 class RequestOffloadingContext:
-    """A manager's result for a new request."""
+    """Result of ``on_new_request``: which blocks of the request the manager or tier receives to store."""
 
     policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL
 
 
 class LoadStoreSpec(ABC):
-    """One side of a transfer."""
+    """Source or destination of a transfer."""
 
     @staticmethod
     @abstractmethod
     def medium() -> str:
-        """The medium's name, e.g. ``GPU`` or ``CPU``."""
+        """Return the name of the medium that holds the blocks, e.g. ``GPU`` or ``CPU``."""
 
 
 class BlockIDsLoadStoreSpec(LoadStoreSpec):
-    """A side of a transfer that is a list of blocks.
+    """Source or destination of a transfer that is given as a list of block numbers.
 
     :param block_ids: numbers of the blocks in the order of the transfer; copied.
     """
 
     def __init__(self, block_ids: Sequence[int] | npt.NDArray[np.int64]) -> None:
         self.block_ids: npt.NDArray[np.int64] = np.array(block_ids, np.int64)
-        """int64, shape (blocks,)."""
+        """Block numbers; int64, shape (number of blocks,)."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.block_ids.tolist()!r})"
 
 
 class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
-    """Blocks of the engine's KV cache, all groups of one job together.
+    """Blocks of the engine's KV cache on the GPU that one transfer copies, for all KV cache groups together.
 
     :param block_ids: the blocks of group 0, then those of group 1, and so on.
-    :param group_sizes: how many blocks each group has here; one entry per KV cache group.
-    :param block_indices: logical index, within the request, of each group's first block; determines how much of a
-        larger offloaded block to skip.
-    :raises ValueError: the lengths of the three do not agree.
+    :param group_sizes: for each KV cache group, its number of entries in ``block_ids``.
+    :param block_indices: for each KV cache group, the index of its first block within the request. If an offloaded
+        block contains several GPU blocks, the index determines how many of them to skip at the start.
+    :raises ValueError: the lengths of the three parameters do not agree.
     """
 
     def __init__(
@@ -180,19 +181,19 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
 
 
 TransferSpec = tuple[LoadStoreSpec, LoadStoreSpec]
-"""(source, destination)"""
+"""Source and destination of a transfer."""
 
 
 @dataclass(frozen=True)
 class PrepareStoreOutput:
-    """Result of ``prepare_store``."""
+    """Result of ``OffloadingManager.prepare_store``: the blocks to write and their destinations."""
 
     keys_to_store: list[OffloadKey]
-    """Keys to write, in the order of the call, without those that are held or that the manager does not store."""
+    """Keys to write, in the order of the call. Keys that are held or that the manager does not store are left out."""
     store_spec: LoadStoreSpec
-    """Their destinations, in the same order."""
+    """Destinations of ``keys_to_store``, in the same order."""
     evicted_keys: list[OffloadKey]
-    """Keys that were evicted to make room."""
+    """Keys of the blocks that were evicted to make room."""
 
 
 @dataclass(frozen=True)
@@ -205,37 +206,37 @@ class OffloadingEvent:
     removed: bool
     """True: the blocks were removed and are misses there; False: they can be looked up there."""
     lost: bool = False
-    """Earlier events of this medium are missing: any other block may have been stored or removed."""
+    """True: earlier events of this medium were lost, so any other block may have been stored or removed, too."""
 
 
 @dataclass(frozen=True)
 class CanonicalKVCacheTensor:
-    """One KV cache tensor, viewed as pages of bytes."""
+    """One KV cache tensor as a byte matrix: row i holds the bytes of GPU block i (its page)."""
 
     tensor: torch.Tensor
-    """int8, shape (num_gpu_blocks, at least page_size_bytes), rows contiguous."""
+    """int8, shape (num_gpu_blocks, page_size_bytes or more); each row is contiguous."""
     page_size_bytes: int
-    """Bytes of one block in this tensor."""
+    """Bytes of one GPU block in this tensor, from the start of its row."""
 
 
 @dataclass(frozen=True)
 class CanonicalKVCacheRef:
-    """A group's part of a tensor."""
+    """The part of a KV cache tensor that one KV cache group uses."""
 
     tensor_idx: int
     """Index into ``CanonicalKVCaches.tensors``."""
     page_size_bytes: int
-    """Bytes that this group uses of each page; the rest is padding."""
+    """Bytes that this group uses at the start of each page; the rest of the page is padding."""
 
 
 @dataclass(frozen=True)
 class CanonicalKVCaches:
-    """The engine's KV caches in the form that workers require."""
+    """All KV cache tensors of one worker, and the tensors that each KV cache group uses."""
 
     tensors: list[CanonicalKVCacheTensor]
     """Each tensor once, even if several groups use it."""
     group_data_refs: list[list[CanonicalKVCacheRef]]
-    """For each KV cache group, its parts of the tensors."""
+    """For each KV cache group, the tensors that it uses and how many bytes of their pages."""
 
 
 @dataclass
@@ -248,11 +249,11 @@ class TransferResult:
     num_bytes: int = 0
     """Bytes copied."""
     seconds: float = 0.0
-    """Duration on the device, or on the thread that copied."""
+    """Duration of the copies in seconds, measured on the device or on the copying thread."""
 
 
 class OffloadingManager(ABC):
-    """The scheduler's side of offloading: tracks the held blocks and their places, and evicts blocks.
+    """The scheduler's side of offloading: tracks which blocks are held and where, and evicts blocks.
 
     Called from the scheduler's thread only. No call blocks on I/O, the network, or a lock that is held during I/O.
     """
@@ -262,36 +263,38 @@ class OffloadingManager(ABC):
         """Return whether the block is held and readable; None: it is not ready yet, retry in a later step."""
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """Return ``lookup`` of each key before the first miss."""
+        """Return the results of ``lookup`` for the keys before the first miss: True or None for each of them."""
         return list(takewhile(lambda answer: answer is not False, (self.lookup(key, req_context) for key in keys)))
 
     @abstractmethod
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        """Protect blocks from eviction and return their places, in the order of ``keys``.
+        """Protect blocks from eviction until ``complete_load``, and return their locations, in the order of ``keys``.
 
-        :raises KeyError: a block is not ready; nothing is protected.
+        :raises KeyError: a block is not held or not readable yet; no block was protected.
         """
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:  # noqa: B027
-        """Mark blocks as used: the first of a prefix is evicted after the last. Keys that are not held are ignored."""
+        """Mark blocks as recently used; later keys are evicted before earlier ones. Ignore keys that are not held."""
 
     def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:  # noqa: B027
-        """End the protection by ``prepare_load``.
+        """Report that a load of these blocks has ended, so that they may be evicted again if no other load uses them.
 
-        :raises KeyError: if a block is not being read; nothing changed then.
+        Must be called once for each ``prepare_load``, also if the load failed.
+
+        :raises KeyError: a block is not being loaded; nothing changed.
         """
 
     @abstractmethod
     def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Allocate room for the blocks that are not held.
+        """Allocate room for the blocks that are not held; evict other blocks if necessary.
 
-        :returns: the blocks to write and their places; None, with no effect, if there is no room even after eviction.
+        :returns: the blocks to write and their destinations. None: eviction cannot free enough room; nothing changed.
         """
 
     def complete_store(  # noqa: B027
         self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        """End the write of blocks: they are readable now, or forgotten if the write failed.
+        """Report that the write of blocks has ended. If it succeeded, they become readable; if not, they are dropped.
 
         Blocks that are already readable are ignored.
 
@@ -299,24 +302,24 @@ class OffloadingManager(ABC):
         """
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """End the step and return the events since the last call. Must be called once per step."""
+        """End the engine step and return the events since the last call. Must be called once per engine step."""
         return ()
 
     @abstractmethod
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Announce a request and return the policy by which its blocks are offered to ``prepare_store``.
+        """Announce a request; return which of its blocks the caller must offer to ``prepare_store``.
 
         An unknown request is announced by its first lookup or store. Announcing a request again replaces its context
         and keeps the rest of its state. Each announced request must be ended with ``on_request_finished``.
         """
 
     def on_request_finished(self, req_context: ReqContext) -> None:  # noqa: B027
-        """End a request: no lookups and no ``prepare_store`` follow. Its stores in flight may still complete."""
+        """End a request: no lookup or ``prepare_store`` may follow. Its stores in flight may still complete."""
 
     def reset_cache(self, weights_changed: bool = True) -> None:
-        """Forget all blocks without waiting. Rows in use become free as their transfers end.
+        """Forget all blocks without waiting. Memory that a transfer uses becomes free when the transfer ends.
 
-        :param weights_changed: False: blocks in the tiers behind the primary one remain valid.
+        :param weights_changed: True: blocks in the secondary tiers are invalid, too. False: they remain valid.
         :raises NotImplementedError: the manager does not support it.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot reset its cache")
@@ -335,7 +338,7 @@ class OffloadingHandler(ABC):
         :param job_id: unique among the transfers in flight.
         :returns: False if the transfer could not be started. Then it is not reported and copies nothing; the same holds
             for a call that raises.
-        :raises ValueError: the specs do not fit each other, or this direction.
+        :raises ValueError: source and destination do not match each other, or the handler's direction.
         """
 
     @abstractmethod
@@ -344,7 +347,7 @@ class OffloadingHandler(ABC):
 
     @abstractmethod
     def wait(self, job_ids: set[int]) -> None:
-        """Block until these transfers have ended; they are still reported by ``get_finished``."""
+        """Block until these transfers have ended. The next ``get_finished`` still reports them."""
 
     def shutdown(self) -> None:  # noqa: B027
         """Wait for the transfers in flight and release all resources; idempotent."""
@@ -352,17 +355,17 @@ class OffloadingHandler(ABC):
 
 @dataclass
 class OffloadingSpec(ABC):
-    """Builds the two sides of offloading from one configuration."""
+    """Builds the scheduler's manager and the worker's handlers of offloading from one configuration."""
 
     extra_config: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the user, checked at construction."""
+    """Options set by the user, checked at construction."""
 
     @abstractmethod
     def get_manager(self) -> OffloadingManager:
-        """Return the scheduler's side; the same object at each call. If it raises, all resources are released."""
+        """Return the manager, the same object at each call. If the call raises, all resources are released."""
 
     @abstractmethod
     def get_handlers(
         self, kv_caches: CanonicalKVCaches
     ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
-        """Yield the worker's side: (source spec, destination spec, handler), one entry per direction."""
+        """Yield (source spec type, destination spec type, handler) for each direction of transfer."""

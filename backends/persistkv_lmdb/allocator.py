@@ -40,7 +40,7 @@ _LEAST_STEP_BYTES = 1 << 16  # 64 KiB: smallest step, used if the limit is below
 
 
 def decode_extents(row: Buffer) -> list[Extent]:
-    """Return the extents of a pack's row; an empty list if it is damaged."""
+    """Return the extents in a row of the table ``extents``; an empty list if the row is damaged."""
     return [] if len(row) % _EXTENT.size else [Extent(*fields) for fields in _EXTENT.iter_unpack(row)]
 
 
@@ -51,7 +51,7 @@ def read_extents(rows: Rows, name: bytes) -> list[Extent] | None:
 
 
 class Space(NamedTuple):
-    """Pages of all segments, as the last transaction left them."""
+    """Numbers of pages in all segments, as the last transaction recorded them."""
 
     total: int = 0
     free: int = 0
@@ -59,7 +59,7 @@ class Space(NamedTuple):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all extents of packs."""
+        """Bytes of the pages that packs occupy."""
         return max(0, self.total - self.free - self.aging) * PAGE_BYTES
 
 
@@ -70,7 +70,7 @@ def read_space(rows: Rows) -> Space:
 
 
 class Allocator:
-    """State of the allocator within one transaction."""
+    """Allocator of segment pages within one transaction, which must call ``finish`` before it commits."""
 
     def __init__(self, transaction: Transaction) -> None:
         self._rows = transaction
@@ -84,13 +84,13 @@ class Allocator:
         return self.total - self.free - self.aging
 
     def segments(self) -> dict[int, int]:
-        """Return number and pages of each segment."""
+        """Return the number of pages of each segment, by segment number."""
         return {
             _unpack(_SEGMENT, key)[0]: _unpack(_PAGES, row)[0] for key, row in self._rows.starting_with(SEGMENTS, b"")
         }
 
     def publish(self, name: bytes, extents: Iterable[Extent]) -> None:
-        """Record the extents of a pack's payload."""
+        """Record in which extents a pack's payload is stored."""
         self._rows.put(EXTENTS, name, b"".join([_EXTENT.pack(*extent) for extent in extents]))
 
     def largest(self) -> int:
@@ -115,9 +115,9 @@ class Allocator:
         return taken
 
     def take_before(self, pages: int, place: Extent) -> list[Extent]:
-        """Allocate free pages before ``place``: the first extent that is large enough, otherwise the first ones.
+        """Allocate free pages before ``place``: the first extent that is large enough, otherwise the first several.
 
-        :returns: an empty list if there are too few; nothing changed then.
+        :returns: an empty list, with nothing changed, if too few pages are free there.
         """
         whole = self._first_fit(pages)
         found: list[Extent] = []
@@ -143,13 +143,13 @@ class Allocator:
         return [taken]
 
     def untake(self, extents: Iterable[Extent]) -> None:
-        """Return extents that this transaction allocated and did not publish to the free ones."""
+        """Make extents free at once, without aging. Only for pages that no reader can see."""
         for extent in extents:
             self._join(extent)
             self.free += extent.pages
 
     def retire(self, name: bytes) -> bool:
-        """Remove a pack's extents, which then age; return False if it has none."""
+        """Release the extents of a pack: they age before they are free. Return False if it has none."""
         extents = read_extents(self._rows, name)
         if extents is None:
             return False
@@ -164,7 +164,10 @@ class Allocator:
         return True
 
     def ripen(self, oldest: int) -> None:
-        """Free aging extents of transactions up to ``oldest``, the transaction that the oldest snapshot sees."""
+        """Make those aging extents free that no snapshot can see.
+
+        :param oldest: number of the last transaction that the oldest snapshot includes.
+        """
         with self._rows.cursor(AGING) as cursor:
             while cursor.first():
                 number, segment, page = _unpack(_AGING, cursor.key())
@@ -192,22 +195,22 @@ class Allocator:
         self.free -= before - pages
 
     def free_tail(self, segment: int, pages: int) -> int:
-        """Return the number of free pages at the end of a segment."""
+        """Return the number of free pages at the end of a segment that has ``pages`` pages."""
         tail = self._last_free(segment)
         return tail.pages if tail is not None and tail.end == pages else 0
 
     def finish(self) -> None:
-        """Write the totals if they changed."""
+        """Record the totals of pages if they changed."""
         totals = (self.total, self.free, self.aging)
         if totals != self._before:
             self._rows.put(META, SPACE_ROW, _SPACE.pack(*totals))
 
     def free_extents(self) -> Iterator[Extent]:
-        """Yield all free extents by place."""
+        """Yield all free extents, ordered by segment and page."""
         return map(_extent_at, self._rows.starting_with(FREE, b""))
 
     def free_sizes(self) -> Iterator[Extent]:
-        """Yield all free extents by size, from the second index."""
+        """Yield all free extents, ordered by size, as the table ``sizes`` lists them."""
         for key, _ in self._rows.starting_with(SIZES, b""):
             pages, segment, page = _unpack(_SIZE, key)
             yield Extent(segment, page, pages)
@@ -241,7 +244,7 @@ class Allocator:
         return first
 
     def _join(self, extent: Extent) -> None:
-        """List a free extent, merged with the free extents that it touches."""
+        """Record a free extent, merged with the free extents that it touches."""
         with self._rows.cursor(FREE) as cursor:
             behind = _extent_at(cursor.item()) if cursor.set_range(_PLACE.pack(extent.segment, extent.page)) else None
             before = _extent_at(cursor.item()) if (cursor.prev() if behind else cursor.last()) else None
@@ -277,21 +280,21 @@ class Allocator:
 
 
 class Payloads:
-    """Payloads as one write transaction sees and changes them; implements ``persistkv.storage.catalog.Payloads``."""
+    """Payload storage of one write transaction. Implements ``persistkv.storage.catalog.Payloads``."""
 
     def __init__(self, transaction: Transaction, placement: Placement, files: SegmentFiles, limit: int) -> None:
         self.limit = limit
         """Bound on the bytes of all segments."""
         self.allocator = Allocator(transaction)
         self.freed = 0
-        """Bytes deleted from LMDB."""
+        """Payload bytes that this transaction deleted from LMDB."""
         self._rows = transaction
         self._files = files
         self._inline = RowPayloads(transaction)
         self._is_inline = placement is Placement.INLINE
 
     def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
-        """Write a pack's payload, or start writing it."""
+        """Store a pack's payload inline or in extents, as the placement says; file writes may end after the call."""
         if self._is_inline:
             self._inline.write(name, stream, at_most)
             return
@@ -317,14 +320,14 @@ class Payloads:
     def delete(self, name: bytes, length: int) -> None:
         """Delete a pack's payload from extents or from LMDB.
 
-        :param length: of the payload in bytes, for ``freed``.
+        :param length: bytes of the payload; added to ``freed`` if it is deleted from LMDB.
         """
         if not self.allocator.retire(name):
             self._inline.delete(name, length)
             self.freed += length
 
     def lower(self, name: bytes, length: int) -> bool:
-        """Move a payload to free pages before it.
+        """Move a pack's payload of ``length`` bytes to free pages nearer to the start of the segments.
 
         :returns: False, with nothing changed: too few pages are free, or the payload cannot be read.
         """

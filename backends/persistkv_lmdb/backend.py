@@ -57,13 +57,13 @@ class Reads(enum.Enum):
     """How payloads in extents are read if the page cache does not hold them."""
 
     DIRECT = "direct"
-    """With O_DIRECT, straight into rows: at the disk's speed, without displacing other pages from memory."""
+    """With O_DIRECT, straight into CPU memory: at the disk's speed, without displacing pages from the page cache."""
     CACHED = "cached"
     """With the page cache: payloads that one or several engines promote repeatedly are read from a slow disk once."""
 
 
 class LmdbOptions(msgspec.Struct, frozen=True):
-    """Options of one open."""
+    """Options in the URL of a store."""
 
     capacity: str | None = None
     """Bound on the bytes that a new store takes on disk, a size such as ``100GiB``. None: 10 GiB. An existing store
@@ -77,7 +77,7 @@ class LmdbOptions(msgspec.Struct, frozen=True):
     """Where a new store puts payloads. None: ``extents``. An existing store keeps its placement."""
 
     reads: Reads = Reads.DIRECT
-    """How payloads are read."""
+    """How payloads in extents are read; see ``Reads``."""
 
     def __post_init__(self) -> None:
         if (given := self.given).capacity is not None and not is_capacity(given.capacity):
@@ -87,7 +87,7 @@ class LmdbOptions(msgspec.Struct, frozen=True):
     def given(self) -> Policy:
         """Capacity in bytes, ttl in seconds and placement; None for options that were not given.
 
-        :raises ConfigurationError: capacity or ttl does not read.
+        :raises ConfigurationError: capacity is not a valid size, or ttl not a valid duration.
         """
         return Policy(
             None if self.capacity is None else parse_size(self.capacity, name="lmdb option capacity"),
@@ -97,7 +97,7 @@ class LmdbOptions(msgspec.Struct, frozen=True):
 
     @property
     def policy(self) -> Policy:
-        """The policy of a store that is created with these options."""
+        """Policy of a store that is created with these options; defaults for those that were not given."""
         given = self.given
         return replace(
             given,
@@ -265,7 +265,7 @@ class LmdbBackend(CatalogBackend):
             return find_faults(transaction, environment.files.lengths())
 
     def publish_status(self, engine: str, row: bytes | None) -> None:
-        """Write or remove a file outside of LMDB: no transaction, no sync, not counted towards the capacity."""
+        """Write an engine's status file, or remove it (``row`` None). No transaction, no sync; not in the capacity."""
         self._check_writable()
         directory = self.environment.path / STATUS_DIRECTORY
         target = directory / f"{engine}{_STATUS_SUFFIX}"

@@ -1,9 +1,9 @@
 """Commit of a batch into files of bounded size, and compaction of the segments.
 
-LMDB reuses pages that a transaction freed in the second transaction after it. Extents are reused in the next one at the
-earliest. A batch therefore cannot reuse the space that it frees itself: each commit evicts for later commits. If that
-is not enough (large batch, small store, fragmented pages, a disk smaller than the capacity), short transactions evict,
-an empty transaction makes their pages reusable, and the batch is retried.
+LMDB reuses freed pages from the second transaction after the one that freed them. Extents of the segment files are
+reused from the next one at the earliest. A batch therefore cannot reuse the space that it frees itself: each commit
+evicts for later commits. If that is not enough (large batch, small store, fragmented pages, a disk smaller than the
+capacity), short transactions evict, an empty transaction makes their pages reusable, and the batch is retried.
 
 Space that a reader's snapshot can see is not reusable, however much is evicted. A stopped reader must not cause the
 eviction of the whole store: a batch that lacks only this space is refused.
@@ -46,8 +46,8 @@ tens of milliseconds."""
 _TRANSACTIONS = 8
 """Maximum of transactions that evict for one batch. After the capacity was lowered, many commits shrink the store."""
 _MORE = (0, 2, 8, 32)
-"""Amounts to evict, in order, for a batch that does not fit: first as much as the capacity requires, then this multiple
-of the batch's bytes, because fragmented free pages do not help."""
+"""Amounts to evict, tried in order, for a batch that does not fit. 0: as much as the capacity requires. Others:
+additionally this multiple of the batch's bytes, because free pages may be too fragmented."""
 _WIDER_BY = 8  # at least 1/8 more
 _EXPIRED_AT_ONCE = 128
 """Maximum of packs and manifests that one commit expires: each takes less than a millisecond."""
@@ -69,11 +69,11 @@ class _NothingLeftError(StoreFullError):
 
 
 class StaleError(Exception):
-    """Others have committed since the caller last read the changes."""
+    """Another commit has changed the namespace since the caller last read its changes (``CommitBatch.seen``)."""
 
 
 class BatchCommit:
-    """Commit of one batch. Used once."""
+    """Commit of one batch, with eviction and retries. Use each object for one batch only."""
 
     def __init__(self, environment: Environment, namespace: bytes, batch: CommitBatch) -> None:
         self._environment = environment
@@ -88,10 +88,12 @@ class BatchCommit:
         self._keep = kept_names(namespace, batch)
 
     def write(self) -> CommitResult:
-        """Write the batch in one transaction; if many requests name packs that it deletes, shorter ones precede it.
+        """Write the batch in one transaction.
+
+        If many manifests name a pack that the batch deletes, short transactions delete these manifests first.
 
         :raises StaleError: others have committed since the caller last read the changes.
-        :raises StoreFullError: it does not fit; see ``write_after_eviction``.
+        :raises StoreFullError: the batch does not fit; ``write_after_eviction`` makes room for it.
         """
         environment, batch = self._environment, self._batch
         self._drop_shared_manifests(_EVICTED_AT_ONCE)
@@ -117,9 +119,9 @@ class BatchCommit:
         return CommitResult(commit.cursor, self._evicted)
 
     def write_after_eviction(self, full: StoreFullError) -> CommitResult:
-        """Write a batch that did not fit, after short transactions that make room.
+        """Evict in short transactions, and write a batch that did not fit.
 
-        :param full: the error of ``write``.
+        :param full: the error that ``write`` raised.
         :raises StaleError: others have committed since the caller last read the changes.
         :raises StoreFullError: nothing evictable is left, or a reader's snapshot still needs the evicted packs.
         """
@@ -149,10 +151,10 @@ class BatchCommit:
             del full  # its traceback references it, and would keep the rows of the batch alive
 
     def _repeat(self, step: Callable[[int], bool], most: int | None = None) -> None:
-        """Run transactions that delete, until one returns False; small ones if the disk has no pages for larger ones.
+        """Call ``step`` until it returns False. If the disk is too full for a transaction, retry with one deletion.
 
-        :param step: runs a transaction with at most so many deletions; returns whether more are needed.
-        :param most: maximum number of transactions.
+        :param step: runs one transaction with at most the given number of deletions; returns whether more are needed.
+        :param most: maximum number of transactions; None: no limit.
         :raises StoreFullError: not even one deletion fits.
         """
         at_most, count = _EVICTED_AT_ONCE, 0
@@ -172,7 +174,7 @@ class BatchCommit:
             at_most = min(4 * at_most, _EVICTED_AT_ONCE)
 
     def _begin(self, transaction: Transaction, *, as_it_is: bool = False) -> tuple[CatalogTransaction, Room]:
-        """Return the catalogue of a write transaction, and the space for its payloads.
+        """Return the catalogue of a write transaction, and the part of the capacity that it may use (``Room``).
 
         :raises StaleError: others have committed since ``seen``.
         """
@@ -183,15 +185,15 @@ class BatchCommit:
         return commit, room
 
     def _note(self, commit: CatalogTransaction) -> None:
-        """Record the evictions and the cursor of a committed transaction."""
+        """Remember the packs that a committed transaction evicted, and its position in the change log."""
         self._evicted += commit.evicted
         if self._seen is not None:
             self._seen = commit.cursor
 
     def _drop_shared_manifests(self, shared_by: int) -> None:
-        """Delete, in short transactions, manifests that reference packs of the batch's deletions.
+        """Delete, in short transactions, manifests that name packs which the batch deletes.
 
-        :param shared_by: packs that not more manifests reference are left to the batch's own transaction.
+        :param shared_by: only for packs that more manifests than this name; the batch's transaction handles the others.
         :raises StoreFullError: the disk has no space for the deletion of a single manifest.
         """
         for pack_ids, alone in ((self._batch.deletions, False), (self._batch.bad, True)):
@@ -216,7 +218,7 @@ class BatchCommit:
         return more
 
     def _widen(self) -> bool:
-        """Raise the catalogue's limit after LMDB found no free page; return False if the segments leave no space.
+        """Raise the bound of ``data.mdb`` after LMDB found no free page; return False if the segments leave no space.
 
         A large batch rewrites many pages, which are reusable only two transactions later.
         """
@@ -228,10 +230,11 @@ class BatchCommit:
             return False
 
     def _evict_some(self, more: int, at_most: int) -> bool:
-        """Evict the bytes that the batch needs, in one transaction; return whether more must be evicted.
+        """Make room for the batch in one transaction; return whether more must be evicted.
 
-        :param more: 0: as much as the capacity requires. Otherwise the free pages were not usable: additionally this
-            multiple of the batch's bytes, calculated as if no file could grow.
+        :param more: 0: evict as much as the capacity requires. Otherwise the free pages were not usable: additionally
+            evict this multiple of the batch's bytes, and assume that no file can grow.
+        :param at_most: maximum number of packs and manifests to evict.
         :raises StoreFullError: nothing evictable is left.
         """
         with self._environment.transaction(write=True) as transaction:
@@ -253,7 +256,7 @@ class BatchCommit:
         return ended is Evicted.SOME
 
     def _goal(self, room: Room, more: int) -> Amount:
-        """Return the bound on the used bytes; pages of the segments need not be contiguous."""
+        """Return the used bytes that eviction must reach for the batch to fit; free pages need not be contiguous."""
         spared, need = room.spared(), room.need
         catalogue = spared.catalogue - need.catalogue
         if more:
@@ -262,24 +265,24 @@ class BatchCommit:
 
 
 class Amount(NamedTuple):
-    """Bytes in the catalogue and in the segments."""
+    """Number of bytes in the catalogue (``data.mdb``) and in the segment files."""
 
     catalogue: int
     payload: int
 
     def plus(self, other: Amount) -> Amount:
-        """Return the sum."""
+        """Return the sum of both, separately for catalogue and segments."""
         return Amount(self.catalogue + other.catalogue, self.payload + other.payload)
 
     def within(self, limit: Amount) -> bool:
-        """Return whether neither exceeds its limit."""
+        """Return whether neither number of bytes exceeds that of ``limit``."""
         return self.catalogue <= limit.catalogue and self.payload <= limit.payload
 
 
 class Room:
     """Part of the capacity that a write transaction may use.
 
-    :param as_it_is: calculate as if no file could grow.
+    :param as_it_is: assume that no file can grow.
     """
 
     def __init__(self, environment: Environment, transaction: Transaction, *, as_it_is: bool = False) -> None:
@@ -303,9 +306,9 @@ class Room:
         return Amount(self._transaction.used_bytes(), self.payloads.allocator.used * PAGE_BYTES)
 
     def need_for(self, packs: list[NewPack], batch: CommitBatch) -> Amount:
-        """Set and return ``need``.
+        """Estimate the bytes that a batch adds; set ``need`` to them and return it.
 
-        :param packs: packs of the batch that would be written.
+        :param packs: packs of the batch that are not stored yet.
         """
         rows = rows_bound(packs, batch.manifests)
         if self._is_inline:
@@ -329,7 +332,7 @@ class Room:
             raise self.full()
 
     def widen(self, need: Amount) -> None:
-        """Raise the catalogue's limit if it is too low and the segments leave enough; otherwise shrink the segments."""
+        """Make room for ``need`` in the catalogue: raise its bound, or shrink the segments if they leave too little."""
         lacks = self.used().catalogue + need.catalogue - self.spared().catalogue
         if lacks > 0 and not self._is_inline and not self.widen_by(2 * lacks + lacks // 8):
             self.payloads.shrink(self._segments - lacks)
@@ -337,7 +340,7 @@ class Room:
     def widen_by(self, count: int) -> bool:
         """Raise the catalogue's limit by at least ``count`` bytes, from the next transaction on.
 
-        :returns: False if the segments leave less of the capacity.
+        :returns: False, with nothing changed, if the segments leave too little, or if payloads are stored inline.
         """
         if self._is_inline:
             return False
@@ -359,7 +362,7 @@ class Room:
         )
 
     def spared(self) -> Amount:
-        """Return a limit that reserves space for the next commits; in the segments, as much as recent commits took."""
+        """Return ``limit`` less a reserve for later commits; in the segments, at most what a recent one took."""
         catalogue, payload = self.limit
         ahead = min(payload // 16, max(self._environment.taken, default=0), _MAX_AHEAD)
         rewritten = 0 if self._is_inline else min((catalogue - MIN_CATALOGUE) // 2, CATALOGUE_AHEAD)
@@ -385,7 +388,7 @@ class Goal:
         return self._room.used().within(self._at_most)
 
     def helps(self, pack: bytes) -> bool:
-        """Return whether evicting a pack helps: if only the segments are too full, an inline pack does not."""
+        """Return whether evicting a pack helps. An inline pack does not help if only the segments are too full."""
         return self._room.used().catalogue > self._at_most.catalogue or self._room.is_in_extents(pack)
 
 
@@ -423,7 +426,7 @@ def compact(environment: Environment) -> Iterator[CompactProgress]:
 
 
 def _packs_by_place(environment: Environment) -> list[tuple[bytes, int]]:
-    """Return name and payload bytes of the packs in segments, ordered by place."""
+    """Return (name, payload bytes) of each pack in the segments, ordered by the place of its last extent."""
     with environment.transaction() as transaction:
         found = []
         for key, row in transaction.starting_with(PACKS, b""):
@@ -434,7 +437,7 @@ def _packs_by_place(environment: Environment) -> list[tuple[bytes, int]]:
 
 
 def _truncate(environment: Environment) -> None:
-    """Wait until freed extents are reusable, record the shorter segments, and truncate the files."""
+    """Remove free pages at the ends of the segments, once readers no longer see them, and truncate the files."""
     try:
         environment.wait_for_readers(environment.age(), _COMPACTION_PATIENCE_S)
     except StoreFullError:

@@ -114,10 +114,10 @@ def wanted_catalogue_bytes(transaction: Transaction, whole: int) -> int:
 
 
 class Environment:
-    """An open environment. Thread-safe.
+    """LMDB environment and segment files of a store, open and shared by all handles of the process. Thread-safe.
 
     :param policy: recorded if the store is created; an existing store keeps its own.
-    :raises StoreUnavailableError: it cannot be opened.
+    :raises StoreUnavailableError: the store cannot be opened.
     :raises CorruptStoreError: the directory holds something else, which was not changed.
     """
 
@@ -129,13 +129,13 @@ class Environment:
         self._databases: Mapping[str, _Database] = {}
         self._payloads: Payloads | None = None
         self.freed = (0, 0)
-        """Number of the last transaction that deleted from LMDB, and the bytes that it freed: reusable in the next but
-        one."""
+        """Number of the last transaction that wrote a batch, and the payload bytes that it deleted from LMDB: reusable
+        two transactions later."""
         self.taken: deque[int] = deque(maxlen=_COMMITS)
         """Bytes that recent commits of this process took in the segments: an estimate for the next."""
         self._map_lock = _MapLock()
         self._stuck = 0
-        """A wait for snapshots up to this transaction has timed out."""
+        """Readers with a snapshot of this transaction number or an older one are not waited for: a wait timed out."""
         self._is_open = False
         self._fitted: Shares | None = None
         self.map_bytes = 0
@@ -159,9 +159,9 @@ class Environment:
 
     @contextmanager
     def transaction(self, *, write: bool = False) -> Iterator[Transaction]:
-        """Run a transaction: committed at the end of the block, with its payloads, and aborted if the block raises.
+        """Run a transaction: committed with its payloads when the ``with`` block ends, aborted if the block raises.
 
-        :raises StoreFullError: it does not fit.
+        :raises StoreFullError: the changes do not fit.
         :raises StoreBusyError: another process has held the writer lock for too long.
         :raises StoreError: any other failure, including use in a fork of the process that opened the store.
         """
@@ -199,7 +199,7 @@ class Environment:
 
     @property
     def shares(self) -> Shares:
-        """The policy at the last write transaction. Valid within a write transaction."""
+        """Recorded values that determine the bound of ``data.mdb``. Valid within a write transaction."""
         if self._fitted is None:
             raise StoreError(f"{self.path} is open read-only")
         return self._fitted
@@ -212,9 +212,9 @@ class Environment:
             self._remap()
 
     def payloads(self, transaction: Transaction) -> Payloads:
-        """Return the payloads of the write transaction, with extents that no reader can see any more made free.
+        """Return the payload storage of the running write transaction, the same object on each call.
 
-        They are made durable before the transaction commits.
+        The first call frees extents that no reader can see any more. Payloads are durable before the commit.
 
         :raises StoreFullError: a segment file was lost or truncated, and the disk has no space to replace it.
         """
@@ -232,7 +232,8 @@ class Environment:
     def _segment_limit_bytes(self, transaction: Transaction) -> int:
         """Return the bound on the bytes of all segments: the capacity or disk space that the catalogue leaves.
 
-        The expected size of the catalogue limits the growth of segments; they shrink only for its present size.
+        Segments grow only if the expected size of the catalogue allows it. They shrink only if its present size
+        requires it.
         """
         held, segments, capacity = self.file_bytes(), read_space(transaction).total * PAGE_BYTES, self.shares.capacity
         disk = LOCK_FILE_BYTES + held + segments + files.free_disk_bytes(self.path)
@@ -246,7 +247,7 @@ class Environment:
         It is the catalogue's bound or what the disk allows, less a reserve for deletions: LMDB writes new pages to free
         old ones.
 
-        :param as_it_is: calculate as if the file could not grow: a quota may prevent it, or free pages are fragmented.
+        :param as_it_is: assume that the file cannot grow: a quota may prevent it, or free pages are fragmented.
         """
         file = self.file_bytes()
         disk = file if as_it_is else file + files.free_disk_bytes(self.path)
@@ -258,9 +259,9 @@ class Environment:
         return int((self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"])
 
     def wait_for_readers(self, number: int, timeout_s: float) -> bool:
-        """Wait until every snapshot includes transaction ``number``; return False after a timeout.
+        """Wait until every reader of any process sees transaction ``number``; return False after a timeout.
 
-        A reader that caused a timeout is not waited for again.
+        If a reader that caused an earlier timeout still runs, return False at once.
         """
         deadline = time.monotonic() + timeout_s
         while (oldest := self._oldest_snapshot(number)) < number:
@@ -271,9 +272,9 @@ class Environment:
         return True
 
     def _oldest_snapshot(self, newest: int) -> int:
-        """Return the last transaction that the oldest snapshot of any process includes; ``newest`` without readers.
+        """Return the transaction number of the oldest snapshot of any process; ``newest`` if there is no older one.
 
-        LMDB lists a header line, then process, thread and transaction per line; ``-`` for an idle reader.
+        LMDB's list has a header line, then process, thread and transaction per reader; ``-`` for an idle one.
         """
         for is_checked in (False, True):
             numbers = [line.split()[-1] for line in self._env.readers().splitlines()[1:]]
@@ -284,7 +285,7 @@ class Environment:
         return found
 
     def age(self) -> int:
-        """Commit an empty transaction, so that the next one can reuse pages that the one before this freed.
+        """Commit a transaction that changes no content: the next one can then reuse pages that the previous one freed.
 
         :returns: its transaction number.
         """
@@ -293,7 +294,7 @@ class Environment:
             return int(transaction.txn.id())
 
     def make_writable(self) -> None:
-        """Reopen for writing; handles stay valid. If that fails, the environment stays open for reading."""
+        """Reopen a read-only environment for writing; handles stay valid. If that fails, it stays open for reading."""
         guard = Guard(self.path)
         try:
             guard.open(lambda: self._reopen(False))
@@ -309,7 +310,10 @@ class Environment:
             self._guard, self.read_only = guard, False
 
     def suspect(self) -> None:
-        """Request an integrity check at the next opening that finds no process with the store open."""
+        """Mark the store as possibly damaged: it is checked when it is next opened for writing, see ``Guard.suspect``.
+
+        No effect if the environment is read-only.
+        """
         if self._guard is not None:
             self._guard.suspect()
 
@@ -321,7 +325,7 @@ class Environment:
             self._leave()
 
     def forget(self) -> None:
-        """Release the parent's locks in a forked child."""
+        """Close the lock files in a forked child, without releasing the locks of its parent."""
         if self._guard is not None:
             self._guard.forget()
 
@@ -331,7 +335,7 @@ class Environment:
 
     @contextmanager
     def _suspecting(self) -> Iterator[None]:
-        """Request an integrity check at the next opening if the block fails in a way that may be damage."""
+        """Mark the store as possibly damaged if the ``with`` block raises a ``StoreError`` other than busy or full."""
         try:
             yield
         except (StoreBusyError, StoreFullError):
@@ -341,7 +345,10 @@ class Environment:
             raise
 
     def _open(self, read_only: bool | None = None) -> None:
-        """Open LMDB's environment; if there is none, create it and make its name durable."""
+        """Open ``data.mdb`` and its databases with LMDB. For writing, create a missing file durably.
+
+        :param read_only: None: the mode of this object. If opening fails, nothing is left open.
+        """
         read_only = self.read_only if read_only is None else read_only
         with translated_at_open(self.path):
             is_there = file_id(self.path) is not None
@@ -379,7 +386,10 @@ class Environment:
             self._fit_map()
 
     def _fit_map(self) -> None:
-        """Set the map to the recorded bound; if the file exceeds it, to the file plus a reserve for deletions."""
+        """Set the size of the memory map to the recorded bound of ``data.mdb``.
+
+        If the file is larger, set it to the size of the file plus a reserve for deletions.
+        """
         self._env.set_mapsize(0)  # adopts the size that other processes have written
         with self._env.begin(buffers=True) as txn:
             shares = _read_shares(Transaction(txn, self._databases))
@@ -389,7 +399,10 @@ class Environment:
         self._fitted = shares
 
     def _begin(self, write: bool) -> lmdb.Transaction[memoryview] | Callable[[], None]:
-        """Return a transaction, or a function to call without the map lock before one can begin."""
+        """Begin an LMDB transaction and return it.
+
+        If LMDB must be remapped or reopened first, return a function that does so; call it without the map lock.
+        """
         if not self._is_open:
             return self._revive
         try:
@@ -412,9 +425,10 @@ class Environment:
         return self._remap
 
     def _take_back(self, begun: lmdb.Transaction[memoryview]) -> None:
-        """Remove a snapshot that LMDB does not know.
+        """Remove from ``data.mdb`` the snapshot of a failed commit, if there is one.
 
-        If the last write of a commit failed, and LMDB's attempt to undo it failed, too, the file holds such a snapshot.
+        If the last write of a commit failed, and LMDB's attempt to undo it failed, too, the file holds a snapshot that
+        LMDB does not know.
         Open handles continue from the previous snapshot and overwrite its pages, so no later opening may use it. Until
         the removal is durable it counts as an interrupted commit, which the next writer makes durable.
         """
@@ -447,7 +461,7 @@ class _MapLock:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Hold the lock shared for the length of the block."""
+        """Hold the lock shared within the ``with`` statement."""
         with self._changed:
             self._changed.wait_for(lambda: not self._wanted, _COURTESY_S)
             self._inside += 1
@@ -460,7 +474,7 @@ class _MapLock:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Hold the lock exclusively for the length of the block; must not be called while holding it shared."""
+        """Hold the lock exclusively within the ``with`` statement; the thread must not hold it shared."""
         with self._changed:
             self._wanted += 1
             try:
@@ -485,7 +499,7 @@ def file_id(path: Path) -> tuple[int, int] | None:
 
 
 class _Slot:
-    """Entry of a store's directory."""
+    """Open environments of one store directory, and the lock for opening and closing them."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -494,7 +508,7 @@ class _Slot:
 
 
 class Environments:
-    """The environments of this process. Thread-safe.
+    """Registry of the environments that this process has open. Thread-safe.
 
     At most one environment per directory is open; one thread at a time opens, reopens or closes it. The wait for
     another thread is bounded and per store: opening may take long, because of an integrity check or a stopped process
@@ -507,7 +521,7 @@ class Environments:
         os.register_at_fork(after_in_child=self._forget)
 
     def acquire(self, path: Path, policy: Policy, *, read_only: bool) -> Environment:
-        """Return the process's environment of these files, opened if necessary; errors as in ``Environment``.
+        """Return the process's environment of a store, opened if necessary; errors as in ``Environment``.
 
         :raises StoreBusyError: another thread of this process has been opening it for too long.
         """

@@ -61,7 +61,11 @@ _NEARLY_FULL = 64 << 20  # 64 MiB: a pack's raw bytes
 
 @contextmanager
 def translated(path: Path) -> Iterator[None]:
-    """Translate LMDB's errors, and name the store; ``StoreError`` and errors of a pack's stream pass unchanged."""
+    """Translate LMDB's errors within the ``with`` statement into a ``StoreError`` that names the store.
+
+    A full disk or map becomes ``StoreFullError``; damage, also a row of impossible length, ``CorruptStoreError``.
+    Other exceptions pass unchanged.
+    """
     try:
         yield
     except lmdb.Error as error:
@@ -80,7 +84,10 @@ def translated(path: Path) -> Iterator[None]:
 
 @contextmanager
 def translated_at_open(path: Path) -> Iterator[None]:
-    """Translate errors raised while a store is opened: errors other than damage become ``StoreUnavailableError``."""
+    """Translate LMDB's errors and ``OSError`` within the ``with`` statement, which opens the store in ``path``.
+
+    LMDB's errors that mean damage become ``CorruptStoreError``; all others become ``StoreUnavailableError``.
+    """
     try:
         yield
     except lmdb.Error as error:
@@ -92,7 +99,10 @@ def translated_at_open(path: Path) -> Iterator[None]:
 
 @contextmanager
 def translated_io(path: Path) -> Iterator[None]:
-    """Translate errors of the operating system on files other than LMDB's."""
+    """Translate ``OSError`` within the ``with`` statement, for files other than LMDB's.
+
+    A full disk, quota or file size limit becomes ``StoreFullError``; all others become ``StoreError``.
+    """
     try:
         yield
     except OSError as error:
@@ -111,7 +121,7 @@ def _reason(error: lmdb.Error) -> str:
 
 
 def free_disk_bytes(path: Path) -> int:
-    """Return the bytes by which the store's file may grow: free disk space, within the process's file size limit."""
+    """Return the bytes by which ``data.mdb`` may grow: free disk space, within the process's file size limit."""
     longest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         status = os.statvfs(path)
@@ -201,7 +211,7 @@ def sync_directory(path: Path) -> None:
 
 
 def _write_durably(path: Path, content: bytes, offset: int) -> None:
-    """Write part of a file, and make it durable. The caller must exclude other writers.
+    """Write ``content`` at a byte offset of an existing file, and make it durable. The caller excludes other writers.
 
     :raises OSError: the disk failed; part of the content may be written.
     """
@@ -235,7 +245,9 @@ def is_cut_short(directory: Path) -> bool:
 
 
 def rewrite_meta_pages(directory: Path) -> None:
-    """Rewrite LMDB's two meta pages as they read now, and make them durable; the caller excludes other writers.
+    """Rewrite LMDB's two meta pages with their present content, and make them durable.
+
+    The caller must exclude other writers.
 
     After a failed write, the kernel may hold the bytes and consider them written: a sync alone succeeds and does
     nothing.
@@ -250,7 +262,9 @@ def rewrite_meta_pages(directory: Path) -> None:
 
 
 def disown(directory: Path, number: int, page_bytes: int) -> None:
-    """Overwrite the meta page of transaction ``number`` with that of the transaction before it, numbered as older.
+    """Remove the snapshot of transaction ``number``: overwrite its meta page with that of the previous transaction.
+
+    The copy is numbered ``number - 2``, so that LMDB prefers the original.
 
     The caller holds LMDB's write lock.
 
@@ -272,7 +286,10 @@ def disown(directory: Path, number: int, page_bytes: int) -> None:
 
 
 def _end_of(page: bytes) -> tuple[int, int] | None:
-    """Return the end of the last page according to a meta page, and the page size; None if it is no meta page."""
+    """Return the end of the last page, in bytes of the file, and the page size, as recorded in a meta page.
+
+    None: ``page`` is no meta page.
+    """
     for header in _PAGE_HEADERS:
         if len(page) == _META_BYTES and _U32.unpack_from(page, header)[0] == _META_MAGIC:
             page_bytes = _U32.unpack_from(page, header + _PAGE_BYTES_AT)[0]
@@ -304,9 +321,9 @@ class WriterLock:
 
     @contextmanager
     def held(self, patience_s: float | None = None, *, recover: Callable[[], None] | None = None) -> Iterator[None]:
-        """Hold the lock for the length of the block.
+        """Hold the lock within the ``with`` statement, whose block runs only if this succeeds.
 
-        :param patience_s: maximum wait; None: the default.
+        :param patience_s: maximum wait in seconds; None: 10 s, or 0.2 s after a wait that timed out.
         :param recover: called first if the last commit was interrupted; if it raises, the block does not run.
         :raises StoreBusyError: another thread or process holds it for longer than the maximum; the block does not run.
         :raises StoreError: it cannot be locked; the block does not run.
@@ -390,7 +407,7 @@ class WriterLock:
         return False
 
     def _holder(self) -> str:
-        """Return the holder of the flock: its PID if the kernel reports it."""
+        """Return a text that names the holder of the lock: its PID if the kernel reports it."""
         held = os.fstat(self._fd)
         place = f"{os.major(held.st_dev):02x}:{os.minor(held.st_dev):02x}:{held.st_ino}"
         with suppress(OSError):

@@ -83,13 +83,13 @@ class Verdict(enum.Enum):
     """The check did not complete: no memory, no permission, killed. The environment may be valid or damaged."""
     DAMAGED = 3
     FOREIGN = 4
-    """It is valid, in another release's format."""
+    """The store is valid, but in the format of another release."""
     UNRECOGNISED = 5
-    """Its pages are valid, but not those of a store: it is another program's, or the marker of a store is damaged."""
+    """The pages are valid, but not those of a store: another program's, or the store's marker is damaged."""
 
 
 DAMAGE = frozenset({Verdict.DAMAGED, Verdict.UNRECOGNISED})
-"""Verdicts that mean damage if a process of ours had the environment open: it was a store then."""
+"""Verdicts that mean damage if persistkv had opened the environment before: it was a store then."""
 _SAID = frozenset(verdict.value for verdict in Verdict if verdict is not Verdict.UNKNOWN)
 
 
@@ -159,8 +159,9 @@ def main(directory: str, parent: int) -> NoReturn:
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies: a process killed while it opens a store is restarted, and
-    starts another check.
+    """Have the kernel kill this process when its parent dies.
+
+    Otherwise a parent that is killed and restarted while it opens a store would run two checks at once.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call
@@ -168,7 +169,7 @@ def end_with(parent: int) -> None:
 
 
 def examine(directory: Path) -> tuple[Verdict, str]:
-    """Return the verdict and one line about it. No process may write meanwhile."""
+    """Check the environment in this process; return verdict and one-line reason. No process may write meanwhile."""
     data = directory / DATA_FILE
     if not data.exists() or not data.stat().st_size:
         return Verdict.FINE, "it is empty"
@@ -231,7 +232,7 @@ def _examine_rows(transaction: Transaction) -> str:
 def _recount(
     transaction: Transaction, states: dict[bytes, NamespaceState], unreadable: Counter[str]
 ) -> dict[bytes, NamespaceState]:
-    """Return the states with recounted totals, and count unreadable rows."""
+    """Recount the totals of each namespace from its rows; add the unreadable rows per table to ``unreadable``."""
     counted = {name: NamespaceState(state.generation, sequence=state.sequence) for name, state in states.items()}
     for key, row in transaction.starting_with(PACKS, b""):
         table = pack_table(key, row)
@@ -260,7 +261,7 @@ def _reads(decode: Callable[[Buffer], object], row: Buffer) -> bool:
 def find_faults(transaction: Transaction, lengths: dict[int, int]) -> list[str]:
     """Compare extents with files, rows with each other and totals with a recount of the whole catalogue.
 
-    :param lengths: bytes of each segment file.
+    :param lengths: bytes of each segment file, by segment number.
     :returns: one line per fault, caused by damage or by a defect of this driver.
     """
     try:
@@ -275,7 +276,7 @@ def find_faults(transaction: Transaction, lengths: dict[int, int]) -> list[str]:
 
 
 def _space_faults(transaction: Transaction) -> Iterator[str]:
-    """Check that each page of each segment belongs to one extent, and that indices and totals agree."""
+    """Yield a line per fault: a page that is not in exactly one extent, or indices or totals that do not agree."""
     allocator = Allocator(transaction)
     segments = allocator.segments()
     free = list(allocator.free_extents())
@@ -300,7 +301,7 @@ def _space_faults(transaction: Transaction) -> Iterator[str]:
 
 
 def _pack_faults(transaction: Transaction) -> Iterator[str]:
-    """Check that each pack has one payload of its length, and that each payload belongs to a pack."""
+    """Yield a line per pack without exactly one payload of its length, and per payload without a pack."""
     extents = {bytes(key): _pages(decode_extents(row)) for key, row in transaction.starting_with(EXTENTS, b"")}
     pieces: Counter[bytes] = Counter()
     for key, row in transaction.starting_with(PIECES, b""):
@@ -315,7 +316,7 @@ def _pack_faults(transaction: Transaction) -> Iterator[str]:
 
 
 def _total_faults(transaction: Transaction) -> Iterator[str]:
-    """Compare the totals of each namespace with its rows."""
+    """Yield a line per namespace whose recorded totals differ from a recount of its rows."""
     states = {bytes(key): NamespaceState.decode(row) for key, row in transaction.starting_with(STATES, b"")}
     for name, counted in _recount(transaction, states, Counter()).items():
         if counted != states[name]:

@@ -46,7 +46,7 @@ _CAPACITY_ROW, _CATALOGUE_ROW, _BYTES = b"capacity", b"catalogue", struct.Struct
 _TTL_ROW, _TTL = b"ttl", struct.Struct("<d")
 _PLACEMENT_ROW = b"placement"
 SPACE_ROW = b"space"
-"""The allocator's totals."""
+"""Key of the row with the allocator's totals: all, free and aging pages of the segments."""
 
 
 class Placement(enum.Enum):
@@ -84,7 +84,7 @@ class Transaction(Rows):
             yield from cursor.iternext()
 
     def first(self, table: str, start: bytes) -> bytes | None:
-        """See ``Rows``; closes the cursor before it returns, because the caller may change rows next."""
+        """Return the first key from ``start`` on, or None. Closes its cursor: the caller may change rows next."""
         with self.cursor(table) as cursor:
             return bytes(cursor.key()) if cursor.set_range(start) else None
 
@@ -146,12 +146,12 @@ def _check_format(row: Buffer | None) -> None:
 
 
 def is_capacity(num_bytes: int | None) -> bool:
-    """Return whether a store can have this capacity."""
+    """Return whether a store can have this capacity: 1 MiB to 64 TiB. False for None."""
     return num_bytes is not None and _MIN_CAPACITY <= num_bytes <= _MAX_CAPACITY
 
 
 def check_policy(policy: Policy) -> None:
-    """Check the values of a policy.
+    """Check that the capacity of a policy is from 1 MiB to 64 TiB.
 
     :raises ConfigurationError: a value is invalid; the error names the field, its value and the valid range.
     """
@@ -189,7 +189,7 @@ def write_policy(rows: Rows, policy: Policy) -> None:
 
 
 def read_placement(rows: Rows) -> Placement:
-    """Return the placement of new packs.
+    """Return where payloads of new packs are stored.
 
     :raises CorruptStoreError: the recorded placement is missing or unknown.
     """
@@ -201,7 +201,7 @@ def read_placement(rows: Rows) -> Placement:
 
 
 def read_catalogue_bytes(rows: Rows) -> int:
-    """Return the recorded bound of ``data.mdb`` in bytes (placement ``extents``); 0: only its share of the capacity."""
+    """Return the recorded bound of ``data.mdb`` in bytes (placement ``extents``); 0: none is recorded."""
     return int(_read_number(rows, _CATALOGUE_ROW, _BYTES))
 
 

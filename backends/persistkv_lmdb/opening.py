@@ -82,10 +82,16 @@ class _State(str, enum.Enum):
 
 
 class Guard:
-    """One process's handle on guard file and writer lock of a store. ``open`` and ``close`` are not thread-safe."""
+    """One process's handle on a store's writer lock, and on its guard file, which records unclean shutdowns.
+
+    ``open`` and ``close`` are not thread-safe.
+    """
 
     def __init__(self, directory: Path) -> None:
-        """:raises StoreUnavailableError: the files cannot be created or opened."""
+        """Open or create both files.
+
+        :raises StoreUnavailableError: they cannot be created or opened.
+        """
         self._directory = directory
         self._joined = False
         with translated_at_open(directory):
@@ -99,14 +105,14 @@ class Guard:
     def open(self, opened: Callable[[], None]) -> None:
         """Open the environment, after an integrity check if no other process has it open and a shutdown was unclean.
 
-        :param opened: opens it, and makes the names of new files durable; leaves nothing open if it raises. Called
-            again after a damaged environment was quarantined. If this method fails after ``opened`` has returned, the
-            caller must close the environment.
+        :param opened: opens the environment, and makes the names of new files durable. Must leave nothing open if it
+            raises. Called again after a damaged environment was quarantined. If this method fails after ``opened`` has
+            returned, the caller must close the environment.
         :raises StoreBusyError: another process holds a lock for too long.
         :raises StoreUnavailableError: a damaged environment cannot be renamed, or the guard cannot be written.
         :raises StoreError: the writer lock cannot be written, or the last commit cannot be made durable.
-        :raises CorruptStoreError: by ``opened``: the environment is another program's, undamaged, or open in another
-            process.
+        :raises CorruptStoreError: ``opened`` raised it, and the environment was not quarantined: it is another
+            program's, passes the integrity check, or is open in another process.
         """
         with self.lock.held(files.OPENING_PATIENCE_S), translated_at_open(self._directory):
             if self._locked(fcntl.LOCK_EX):
@@ -119,9 +125,9 @@ class Guard:
             self._share()
 
     def recover(self) -> None:
-        """Make an interrupted commit durable, before the next transaction makes LMDB show it. Needs the writer lock.
+        """Make an interrupted commit durable before the next transaction starts. The caller must hold the writer lock.
 
-        :raises StoreError: the disk refuses it.
+        :raises StoreError: the disk refuses the write.
         """
         try:
             self._write_what_was_left()
@@ -130,12 +136,15 @@ class Guard:
         self.lock.mark(begun=False)
 
     def suspect(self) -> None:
-        """Request an integrity check at the next opening that finds no process with the store open."""
+        """Mark the store as possibly damaged, so that the next process that opens it for writing checks it first.
+
+        The check is skipped while another process has it open for writing. Write errors are ignored.
+        """
         with suppress(OSError):
             self._write(_State.SUSPECT)
 
     def close(self) -> None:
-        """Close the files; the last process to do so records a clean shutdown. Idempotent."""
+        """Close the files. The last process records a clean shutdown unless the store is suspect. Idempotent."""
         if self._joined and self._fd >= 0 and self._locked(fcntl.LOCK_EX):
             with suppress(OSError, StoreError):  # the next opening runs the check
                 if self.lock.interrupted:
@@ -230,7 +239,10 @@ class Guard:
         return True
 
     def _share(self) -> None:
-        """Take the shared lock and record that the store is open: another process may have recorded the opposite."""
+        """Take a shared lock on the guard file and record that the store is open.
+
+        A process that closed the store meanwhile may have recorded a clean shutdown.
+        """
         deadline = time.monotonic() + CLOSING_PATIENCE_S
         while not self._locked(fcntl.LOCK_SH):
             if time.monotonic() >= deadline:
@@ -257,7 +269,7 @@ class Guard:
 
 
 def open_lmdb(path: Path, *, read_only: bool) -> lmdb.Environment:
-    """Open or create an LMDB environment with the recorded map size, without stale readers of this process's PID.
+    """Open or create an LMDB environment with the recorded map size, and clear stale readers with this process's PID.
 
     LMDB's reader table identifies processes by PID, and PIDs repeat across PID namespaces (containers). LMDB treats a
     slot with its own PID as its own and never checks whether the process that left it is dead. A container that was
@@ -267,8 +279,8 @@ def open_lmdb(path: Path, *, read_only: bool) -> lmdb.Environment:
     PID.
 
     :raises ProcessIdInUseError: a process in another PID namespace uses the store under this process's PID.
-    :raises CorruptStoreError: it is damaged; it was not changed.
-    :raises lmdb.Error: it cannot be opened.
+    :raises CorruptStoreError: the environment is damaged; it was not changed.
+    :raises lmdb.Error: the environment cannot be opened.
     """
     if is_cut_short(path) and (found := inspect(path)).verdict in DAMAGE:
         raise CorruptStoreError(f"{path}: {found.reason}")
@@ -319,7 +331,10 @@ def _clear_from_child(store: Path) -> None:
 
 
 class Quarantined(NamedTuple):
-    """Directory of a damaged environment, within the store's own: no disk needs a copy. A command deletes it."""
+    """Directory, inside the store's, into which the files of a damaged environment were renamed.
+
+    ``persistkv prune --quarantined`` deletes it.
+    """
 
     directory: Path
     num_bytes: int
@@ -327,7 +342,7 @@ class Quarantined(NamedTuple):
 
 
 def quarantined(store: Path) -> list[Quarantined]:
-    """The damaged environments of a store, oldest first."""
+    """Return the directories of damaged environments that were set aside in a store, oldest first."""
     found = []
     for entry in sorted(store.glob(f"{_QUARANTINE_PREFIX}*")):
         if entry.is_dir() and not entry.is_symlink():
@@ -337,7 +352,7 @@ def quarantined(store: Path) -> list[Quarantined]:
 
 
 def delete_quarantined(store: Path) -> int:
-    """Delete the damaged environments of a store; return their bytes on disk.
+    """Delete the damaged environments that were set aside in a store; return the bytes on disk that they took.
 
     :raises StoreError: one cannot be deleted; those before it have been deleted.
     """
@@ -349,7 +364,9 @@ def delete_quarantined(store: Path) -> int:
 
 
 def _quarantine(store: Path) -> Quarantined:
-    """Rename the files of an environment that no process writes. The store's directory then holds no environment.
+    """Rename the files of a damaged environment into a new directory inside the store's; return it and its size.
+
+    No process may have the environment open for writing. The store's directory then holds no environment.
 
     ``data.mdb`` is renamed last: after an interruption, the integrity check fails again and renames the rest.
 

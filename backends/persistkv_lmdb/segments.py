@@ -43,7 +43,7 @@ _CACHESTAT = 451  # Linux 6.5, the same number on all architectures
 
 
 class Extent(NamedTuple):
-    """Consecutive pages of one segment."""
+    """Consecutive 4 KiB pages of one segment file, from page ``page`` on."""
 
     segment: int
     page: int
@@ -51,7 +51,7 @@ class Extent(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The page after the last one."""
+        """Number of the page after the last one."""
         return self.page + self.pages
 
 
@@ -59,21 +59,22 @@ class BatchSizes(NamedTuple):
     """Sizes of the writes that ``Bounce.aligned`` makes of a stream."""
 
     first: int = 4 << 20
-    """4 MiB: the disk writes the first batch while the rest is gathered. Writing 4 and 28 MiB from two threads takes no
-    longer than writing 32 MiB at once."""
+    """Bytes of the first batch. It is small, so that the disk starts while later batches are gathered. Writing 4 and
+    28 MiB from two threads takes no longer than writing 32 MiB at once."""
     second: int = 8 << 20
-    """8 MiB, if buffers are small: gathering 28 MiB of 64 KiB blocks takes 1 to 2 ms, writing 4 MiB takes 1.3 ms."""
+    """Bytes of the second batch if the buffers of the first one are small. Gathering 28 MiB of 64 KiB blocks takes 1 to
+    2 ms, and writing 4 MiB takes 1.3 ms: the disk would wait for a larger batch."""
     later: int = 32 << 20
-    """32 MiB: for a pack cut at fixed depths, everything after the first batch."""
+    """Bytes of every other batch: 32 MiB hold the remainder of a pack that was cut at fixed depths."""
     small: int = 128 << 10
-    """128 KiB: mean length of small buffers; adjacent rows are one buffer."""
+    """Buffers count as small if their mean length is at most this. Adjacent rows of CPU memory are one buffer."""
     bounce: int = 4 << 20
-    """4 MiB: memory for copies."""
+    """Bytes of the memory through which unaligned buffers are copied."""
     buffers: int = _MOST_BUFFERS - 1
 
 
 class _Run(NamedTuple):
-    """Consecutive bytes of one file."""
+    """Consecutive bytes of one segment file; offset and length in bytes."""
 
     segment: int
     offset: int
@@ -81,10 +82,10 @@ class _Run(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Contiguous part of a request within one file."""
+    """Part of a read request that is contiguous in one segment file."""
 
     number: int
-    """Index of its payload within a request."""
+    """Index of the part of a payload among those that the request wants."""
     run: _Run
     buffers: Sequence[memoryview]
 
@@ -98,7 +99,10 @@ class SegmentFiles:
     """Segment files of a store. ``prepare`` and ``read`` are thread-safe; the rest needs the writer lock."""
 
     def __init__(self, path: Path, *, read_only: bool) -> None:
-        """:raises OSError: the store's directory cannot be opened."""
+        """Open the store's directory. Segment files are opened on first use.
+
+        :raises OSError: the directory cannot be opened.
+        """
         self._path = path
         self._read_only = read_only
         self._store = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # a directory replacing it is another store's
@@ -106,24 +110,26 @@ class SegmentFiles:
         self._open: dict[int, _Descriptors] = {}
         self._touched: set[int] = set()
         self._unnamed = False
-        """Whether a file may be missing after a power loss: its directory was not synced since it was made."""
+        """Whether a power loss may remove new files: their directory was not synced since they were created."""
         self._pool: ThreadPool | None = None
         self._writes: list[Future[None]] = []
-        """Writes since the last ``settle``."""
+        """Writes that were started in other threads since the last ``settle``."""
         self._bounce = Bounce(self.settle)
         self._direct = True
 
     def prepare(self) -> None:
-        """Open existing files, so that the first read does not wait for it. Later calls retry files that fail here."""
+        """Open the existing segment files now, so that the first read need not. Errors are ignored: files that are not
+        open yet are opened on first use.
+        """
         with suppress(OSError):
             for segment in self._there():
                 self._descriptors(segment)
 
     def grow(self, segment: int, before: int, pages: int) -> None:
-        """Extend a file to ``pages`` pages, with space allocated for all of them.
+        """Extend a segment file to ``pages`` pages, and allocate disk space for all of them.
 
-        :param before: its pages according to LMDB.
-        :raises StoreFullError: the disk has no space for it; the file is unchanged.
+        :param before: present number of pages of the segment, as LMDB records it.
+        :raises StoreFullError: the disk has no space for them; the file has ``before`` pages.
         """
         with translated_io(self._path):
             fd = self._descriptors(segment, create=True).buffered
@@ -137,9 +143,11 @@ class SegmentFiles:
             self._unnamed = self._unnamed or not before
 
     def fit(self, segments: Mapping[int, int]) -> None:
-        """Truncate files longer than LMDB records, and extend lost or shorter ones, whose packs fail verification.
+        """Give each segment file the length that LMDB records: truncate longer files, extend shorter or lost ones.
 
-        :param segments: pages of each segment; files of other segments are emptied.
+        Packs whose bytes were lost fail verification when they are read.
+
+        :param segments: number of pages by segment number. Files of other segments are truncated to zero bytes.
         :raises StoreFullError: the disk has no space for a lost file.
         """
         with translated_io(self._path):
@@ -153,11 +161,12 @@ class SegmentFiles:
                     os.posix_fallocate(fd, held, expected - held)
 
     def write(self, extents: Sequence[Extent], stream: Iterator[Buffer]) -> int:
-        """Start writing a payload to its extents; the stream's buffers stay in use until ``settle`` or ``sync``.
+        """Start writing a payload to its extents. The stream's buffers are in use until ``settle`` or ``sync`` returns.
 
-        :returns: its length in bytes, a multiple of 4 KiB; the remainder of the extents is not written.
-        :raises StoreFullError: the file system needs more space although it was allocated. ``settle`` and ``sync`` may
-            raise it, too.
+        :returns: length of the payload in bytes, padded to a multiple of 4 KiB. Pages of the extents beyond this length
+            are not written.
+        :raises StoreFullError: the file system has no space, although space was allocated for the extents. ``settle``
+            and ``sync`` may raise it, too.
         :raises StoreError: the extents are too short, or the disk failed.
         """
         written = 0
@@ -175,9 +184,9 @@ class SegmentFiles:
         return written
 
     def _begin_write(self, runs: Sequence[_Run], buffers: list[memoryview]) -> None:
-        """Write in another thread. If one is idle, return once it has started.
+        """Write in a thread of the pool. If a thread is idle, return only after the write has started.
 
-        Otherwise the thread would wait up to 5 ms for the GIL while the caller continues with other work.
+        Without this wait, the thread may wait up to 5 ms for the GIL while the caller continues with other work.
         """
         if self._pool is None:
             self._pool = ThreadPool(_WRITES_AT_ONCE, "persistkv-segments")
@@ -189,7 +198,7 @@ class SegmentFiles:
             begun.wait()
 
     def settle(self) -> None:
-        """Wait for all writes; their buffers are no longer in use.
+        """Wait until all started writes have ended. Their buffers are then no longer in use, even if a write failed.
 
         :raises StoreError: one of them failed.
         """
@@ -201,8 +210,9 @@ class SegmentFiles:
             self._writes.clear()
 
     def abandon(self) -> None:
-        """Cancel the writes of a transaction that is rolled back, and wait for those that run, however often Ctrl-C is
-        pressed meanwhile: the next transaction, of any process, may use their extents.
+        """Cancel the queued writes of a transaction that is rolled back, and wait for the running ones.
+
+        Ctrl-C does not end the wait: the next transaction of any process may allocate the same extents.
         """
         while self._writes:
             with suppress(BaseException):
@@ -212,8 +222,8 @@ class SegmentFiles:
     def sync(self) -> None:
         """Make payloads, file lengths and file names durable.
 
-        :raises StoreError: some of it is lost, and a second call would not report that: nothing that was written may be
-            published.
+        :raises StoreError: some of it may be lost. The caller must roll back, not retry: a second call would not report
+            the loss.
         """
         self.settle()
         with translated_io(self._path):
@@ -233,11 +243,12 @@ class SegmentFiles:
         cached: bool = False,
         bypass: bool = False,
     ) -> list[bool]:
-        """Fill buffers from parts of payloads, given as extents, offset and buffers; contiguous parts with one call.
+        """Read parts of payloads into buffers. Parts that are contiguous in a file are read together.
 
-        :param cached: read through the page cache, regardless of its content.
-        :param bypass: read past the page cache, even if it holds the bytes.
-        :returns: for each part, False if its payload ends earlier or is lost.
+        :param wanted: per part: the extents of the payload, the part's byte offset in the payload, the buffers to fill.
+        :param cached: always read through the page cache; by default, only if it holds the bytes or O_DIRECT fails.
+        :param bypass: read with O_DIRECT, if possible, even if the page cache holds the bytes.
+        :returns: per part, True if all of its buffers were filled; False if the payload is too short or lost.
         :raises StoreError: the disk failed.
         """
         pieces = [piece for number, one in enumerate(wanted) for piece in _placed_pieces(number, *one)]
@@ -259,7 +270,9 @@ class SegmentFiles:
         ]
 
     def lengths(self) -> dict[int, int]:
-        """Return the allocated bytes of each file, without holes and without preallocation beyond its end."""
+        """Return the bytes on disk of each segment file, by segment number; without holes, and without preallocation
+        beyond the end of the file.
+        """
         with translated_io(self._path):
             return {
                 segment: allocated_bytes(os.fstat(self._descriptors(segment).buffered)) for segment in self._there()
@@ -301,10 +314,10 @@ class SegmentFiles:
                 write_all(fds.buffered, part, run.offset)
 
     def _read(self, run: _Run, buffers: Sequence[memoryview], *, cached: bool, bypass: bool) -> bool:
-        """Fill buffers, past the page cache if possible; return False if the file is lost or too short.
+        """Read bytes of a file into buffers; return False if the file is lost or too short. Parameters as in ``read``.
 
-        If the file ends within the run, it may hold more than an aligned read returned: the read is repeated through
-        the page cache.
+        An O_DIRECT read near the end of a file may return fewer bytes than the file holds. A read that O_DIRECT did not
+        complete is therefore repeated through the page cache.
         """
         try:
             buffered, direct = self._descriptors(run.segment)
@@ -326,7 +339,8 @@ class SegmentFiles:
         return read_all(buffered, buffers, run.offset)
 
     def _is_refusal(self, error: OSError, buffers: Sequence[memoryview]) -> bool:
-        """Return whether O_DIRECT was refused. If the buffers were aligned, it is not used again.
+        """Return whether an I/O error means that O_DIRECT was refused. If it was, and the buffers are aligned, stop
+        using O_DIRECT for all files.
 
         Alignment is checked only after a failure: checking before each transfer would take longer.
         """
@@ -365,7 +379,7 @@ class SegmentFiles:
 
     @contextmanager
     def _directory(self, *, create: bool = False) -> Iterator[int]:
-        """Open the directory of the files for the length of the block."""
+        """Open the directory ``segments`` and yield its descriptor, which is valid within the ``with`` statement."""
         if create:
             with suppress(FileExistsError):
                 os.mkdir(SEGMENT_DIRECTORY, 0o700, dir_fd=self._store)
@@ -378,7 +392,7 @@ class SegmentFiles:
             os.close(descriptor)
 
     def _there(self) -> list[int]:
-        """Return the numbers of the existing files."""
+        """Return the segment numbers of the existing files."""
         try:
             with self._directory() as directory:
                 names = os.listdir(directory)
@@ -388,7 +402,10 @@ class SegmentFiles:
 
 
 def _runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_Run]:
-    """Yield the runs of a part of a payload; they are shorter than the part if the payload ends before it does."""
+    """Yield the file ranges that hold ``length`` bytes of a payload, from byte ``offset`` of the payload on.
+
+    They hold fewer bytes in total if the extents end earlier.
+    """
     for extent in extents:
         size = extent.pages * PAGE_BYTES
         if length and offset < size:
@@ -402,9 +419,11 @@ def _runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_R
 def _placed_pieces(
     number: int, extents: Sequence[Extent], offset: int, buffers: Sequence[memoryview]
 ) -> Iterator[_Piece]:
-    """Yield pieces that fill ``buffers`` from ``offset`` of a payload; fewer if the payload ends earlier.
+    """Split the read of a part of a payload, from byte ``offset`` on, into one piece per file range.
 
-    :param number: index of the payload.
+    If the payload ends earlier, the pieces fill only the first of the buffers' bytes.
+
+    :param number: index of this part in the request; recorded in its pieces.
     """
     rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
     length = sum(map(len, rest))
@@ -417,7 +436,7 @@ def _placed_pieces(
 
 
 def _neighbours_of(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
-    """Group consecutive pieces that are contiguous in one file."""
+    """Yield groups of consecutive pieces; the pieces of a group are contiguous in one file."""
     together: list[_Piece] = []
     end = (-1, 0)
     for piece in pieces:
@@ -431,12 +450,12 @@ def _neighbours_of(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
 
 
 def starts_aligned(view: memoryview) -> bool:
-    """Return whether the buffer, which must not be empty, starts at a multiple of 4 KiB."""
+    """Return whether the address of a buffer is a multiple of 4 KiB. The buffer must not be empty."""
     return not address_of(view) % PAGE_BYTES
 
 
 def front(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
-    """Return the first ``count`` bytes."""
+    """Return views of the first ``count`` bytes of a sequence of buffers."""
     found = []
     for buffer in buffers:
         if count <= len(buffer):
@@ -448,7 +467,7 @@ def front(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
 
 
 def behind(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
-    """Return everything after the first ``count`` bytes."""
+    """Return views of a sequence of buffers without its first ``count`` bytes."""
     for index, buffer in enumerate(buffers):
         if count < len(buffer):
             return [buffer[count:], *buffers[index + 1 :]]
@@ -457,15 +476,15 @@ def behind(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
 
 
 def is_aligned(buffers: Sequence[memoryview]) -> bool:
-    """Return whether O_DIRECT can transfer all buffers."""
+    """Return whether all buffers have addresses and lengths that O_DIRECT requires: multiples of 4 KiB."""
     return all(not len(buffer) % PAGE_BYTES and starts_aligned(buffer) for buffer in buffers)
 
 
 def write_all(fd: int, buffers: Sequence[memoryview], offset: int, unit: int = 1) -> None:
-    """Write all bytes.
+    """Write all bytes of the buffers to a file, from byte ``offset`` of the file on.
 
-    :param unit: a short write is continued at a multiple of it.
-    :raises OSError: some bytes may have been written.
+    :param unit: after a short write, continue after a multiple of this many bytes: 4096 for O_DIRECT.
+    :raises OSError: the write failed; some bytes may have been written.
     """
     rest = list(buffers)
     while rest:
@@ -478,7 +497,10 @@ def write_all(fd: int, buffers: Sequence[memoryview], offset: int, unit: int = 1
 
 
 def read_all(fd: int, buffers: Sequence[memoryview], offset: int, unit: int = 1) -> bool:
-    """Fill the buffers; return False if the file ends too early, or a call ends within a ``unit``."""
+    """Fill the buffers from byte ``offset`` of a file on; return False if the file ends too early.
+
+    Also return False if a system call reads a number of bytes that is not a multiple of ``unit``.
+    """
     rest = list(buffers)
     while rest:
         done = os.preadv(fd, rest[:_MOST_BUFFERS], offset)
@@ -504,7 +526,7 @@ _syscall.argtypes = (ctypes.c_long, ctypes.c_uint, ctypes.c_void_p, ctypes.c_voi
 
 
 def is_cached(fd: int, offset: int, length: int) -> bool:
-    """Return whether the page cache holds all pages of a part of a file; False if the kernel cannot report it."""
+    """Return whether the page cache holds all of a byte range of a file; False if the kernel cannot report it."""
     part, pages = _Range(offset, length), _Pages()
     if _syscall(_CACHESTAT, fd, ctypes.addressof(part), ctypes.addressof(pages), 0):
         return False
@@ -512,20 +534,23 @@ def is_cached(fd: int, offset: int, length: int) -> bool:
 
 
 class Bounce:
-    """Aligned memory through which unaligned buffers are copied; allocated once and bounded."""
+    """Aligned memory of fixed size, through which unaligned buffers are copied before they are written."""
 
     def __init__(self, settle: Callable[[], None], sizes: BatchSizes = BatchSizes()) -> None:  # noqa: B008
-        """:param settle: waits until earlier lists are no longer in use; called before the memory is reused."""
+        """Reserve the memory.
+
+        :param settle: waits until all writes from the memory have ended; called before the memory is reused.
+        """
         self._sizes = sizes
         self._memory = memoryview(mmap.mmap(-1, sizes.bounce))  # backed by physical memory on first use
         self._settle = settle
         self._lent = False
 
     def aligned(self, stream: Iterator[Buffer]) -> Iterator[list[memoryview]]:
-        """Yield the stream's bytes in lists of aligned buffers: a short list, then long ones.
+        """Yield the stream's bytes as lists of aligned buffers, one list per write: a short list, then longer ones.
 
-        If buffers are small, the second list has twice the bytes of the first one. Aligned buffers are yielded as they
-        are, and are valid as long as the stream's. The end of the stream is padded with zeros to a multiple of 4 KiB.
+        ``BatchSizes`` has the lengths. Buffers that are already aligned are yielded without a copy, and are valid as
+        long as the stream's buffers. The end of the stream is padded with zeros to a multiple of 4 KiB.
 
         :raises Exception: errors of ``settle``.
         """
@@ -547,7 +572,7 @@ class Bounce:
             yield batch.buffers
 
     def _lend(self) -> memoryview:
-        """Return the memory for one list; waits until the previous list is no longer in use."""
+        """Return the memory for the copies of one write, after waiting until earlier writes no longer use it."""
         if self._lent:
             self._settle()
         self._lent = True
@@ -557,8 +582,8 @@ class Bounce:
 class _Batch:
     """Buffers of one write.
 
-    :param lend: returns the memory for copies; called on the first copy.
-    :param most_bytes: approximate maximum length.
+    :param lend: returns the memory for copies of unaligned buffers; called on the first copy.
+    :param most_bytes: approximate maximum length of the batch in bytes.
     """
 
     def __init__(self, lend: Callable[[], memoryview], most_bytes: int, sizes: BatchSizes) -> None:
@@ -571,17 +596,20 @@ class _Batch:
 
     @property
     def full(self) -> bool:
-        """Whether the batch must be written now."""
+        """Whether nothing more fits: the memory for copies, the bytes or the number of buffers are used up."""
         copied = self._filled > 0 and self._filled == len(self._memory)
         return copied or self._length >= self._most_bytes or len(self.buffers) >= self._sizes.buffers
 
     @property
     def has_small_buffers(self) -> bool:
-        """Whether buffers are small on average, so that a batch has many buffers for its bytes."""
+        """Whether the mean length of the buffers is at most ``BatchSizes.small``."""
         return self._length <= len(self.buffers) * self._sizes.small
 
     def take(self, stream: Iterator[Buffer]) -> memoryview | None:
-        """Add the stream's aligned buffers without copying; return the first that needs ``add``, None at the end."""
+        """Add buffers of the stream without copying, up to the first one that is unaligned or does not fit.
+
+        :returns: that buffer, which is not added (the caller passes it to ``add``); None at the end of the stream.
+        """
         buffers, length = self.buffers, self._length
         most = self._sizes.buffers if self._begun == self._filled else 0
         most_bytes = self._most_bytes
@@ -599,7 +627,7 @@ class _Batch:
             self._length = length
 
     def add(self, piece: memoryview) -> memoryview:
-        """Add as much as fits, aligned pages without copying; return the remainder."""
+        """Add as much of a buffer as fits, and copy only what is not aligned; return the remainder."""
         count = len(piece)
         if count >= PAGE_BYTES and not self._filled % PAGE_BYTES and starts_aligned(piece):
             if self._begun < self._filled:
@@ -615,7 +643,10 @@ class _Batch:
         return piece[count:]
 
     def close(self) -> memoryview:
-        """List the bytes copied since the last aligned buffer, except a partial page at the end, which is returned."""
+        """Append the whole pages that were copied since the last call to ``buffers``.
+
+        :returns: the copied bytes after them, less than a page.
+        """
         end = self._filled - self._filled % PAGE_BYTES
         if self._begun < end:
             self.buffers.append(self._memory[self._begun : end])

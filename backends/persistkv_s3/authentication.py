@@ -27,9 +27,9 @@ _NUMBER = struct.Struct("<I")
 
 
 class Authenticator:
-    """See the top of this file. Thread-safe.
+    """Makes and verifies authentication tags, see the top of this file. Thread-safe.
 
-    :param secret: shared by the engines; empty: no key.
+    :param secret: shared by the engines; empty: no key, and nothing is authenticated.
     """
 
     def __init__(self, secret: bytes = b"") -> None:
@@ -38,16 +38,16 @@ class Authenticator:
         """Identifies the key without revealing it. Empty without a key."""
 
     def signed(self, namespace: bytes, name: str, pieces: Sequence[Buffer]) -> list[Buffer]:
-        """Return the pieces of an object, followed by its tag.
+        """Return the pieces of an object, followed by its authentication tag; without a key, no tag follows.
 
         :param name: relative to the namespace's prefix.
         """
         return [*pieces, self._object_tag(namespace, name, pieces)] if self._key else [*pieces]
 
     def opened(self, namespace: bytes, name: str, data: Buffer) -> memoryview:
-        """Return an object without its tag.
+        """Verify the authentication tag of an object; return the object without it.
 
-        :raises CorruptPackError: it was written without the key, or under another name.
+        :raises CorruptPackError: the object was written without the key, or under another name.
         """
         view = memoryview(data)
         if not self._key:
@@ -72,11 +72,11 @@ class Authenticator:
         return tags + self._tag(b"table", [digest, tags])
 
     def tags_length(self, table: PackTable) -> int:
-        """Return the length of ``pack_tags``."""
+        """Return the number of bytes that ``pack_tags`` returns for a table."""
         return TAG_BYTES * (table.frame_count + 1) if self._key else 0
 
     def is_ours(self, table: PackTable, tags: Buffer) -> bool:
-        """Return whether table and tags were made with the key; True without a key."""
+        """Return whether a pack's table and tags were written with the key; True without a key."""
         if not self._key:
             return True
         view = memoryview(tags)
@@ -86,7 +86,7 @@ class Authenticator:
         return hmac.compare_digest(view[-TAG_BYTES:], expected)
 
     def frame_check(self, table: PackTable, tags: bytes) -> Callable[[int, Iterable[Buffer]], bool]:
-        """Return a check whether the bytes of a frame, by its number, were written with the key; True without a key."""
+        """Return a function that tells from a frame's number and bytes if it was written with the key; no key: True."""
         if not self._key:
             return lambda number, stored: True
         digest = _digest(table)
@@ -109,9 +109,9 @@ class Authenticator:
 
 
 class SignedObjects:
-    """Objects of one namespace that are read as a whole, each followed by its tag. Thread-safe.
+    """Reads and writes whole objects of one namespace, each followed by its authentication tag. Thread-safe.
 
-    :param names: constructs the keys.
+    :param names: constructs the S3 keys.
     """
 
     def __init__(self, bucket: Bucket, names: Names, namespace: bytes, authenticator: Authenticator) -> None:
@@ -121,7 +121,7 @@ class SignedObjects:
         self.authenticator = authenticator
 
     def put(self, name: str, pieces: Sequence[Buffer], *, condition: str | None = None) -> None:
-        """Write an object; see ``Bucket.put``.
+        """Write an object, followed by its authentication tag; see ``Bucket.put``.
 
         :param name: relative to the namespace's prefix.
         """
@@ -129,9 +129,9 @@ class SignedObjects:
         self.bucket.put(self.names.base + name, signed, condition=condition)
 
     def get(self, name: str, limit: int) -> memoryview:
-        """Return an object without its tag; see ``Bucket.get``.
+        """Download and verify an object; return it without its authentication tag. See ``Bucket.get``.
 
-        :raises CorruptPackError: it is larger than ``limit`` bytes, or not written with the key.
+        :raises CorruptPackError: the object is larger than ``limit`` bytes, or not written with the key.
         """
         return self.authenticator.opened(self.namespace, name, self.bucket.get(self.names.base + name, limit))
 
@@ -141,7 +141,7 @@ def _digest(table: PackTable) -> bytes:
 
 
 def slices(buffers: Iterable[Buffer], ranges: Iterable[tuple[int, int]]) -> Iterator[list[memoryview]]:
-    """Yield the bytes of ascending ranges, (offset, length), of consecutive buffers."""
+    """Yield the bytes of each range (offset, length) in the joined buffers, without a copy. Ranges must ascend."""
     parts = (memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes)
     part, begin = memoryview(b""), 0
     for offset, length in ranges:

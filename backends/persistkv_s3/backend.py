@@ -62,7 +62,7 @@ _POLICY_TRIES = 10
 
 
 class S3Backend(InspectableBackend):
-    """``read`` may be called from many threads, concurrently with one other call."""
+    """Handle of an S3 store. ``read`` may be called from many threads, concurrently with one other call."""
 
     capabilities = Capabilities(remote=True)
 
@@ -74,7 +74,7 @@ class S3Backend(InspectableBackend):
         :param transport: makes single attempts; closed with the handle.
         """
         self.breaker = Breaker(str(place), options.slow_s, clock=clock.monotonic, jitter=clock.random.random)
-        """Decides whether requests are sent at present."""
+        """Circuit breaker: decides whether requests are sent at present."""
         self._place = place
         self._options = options
         self._read_only = read_only or options.read_only
@@ -92,7 +92,7 @@ class S3Backend(InspectableBackend):
         )
         self._status_shown = False
         self._dark: StoreError | None = None
-        """Why the store has never been reached."""
+        """Last error of a server that has not answered since the handle was opened; None: it has answered."""
         self._closed = False
         self._lock = threading.RLock()
         self._poll_at = self._round_at = self._watch_at = 0.0
@@ -128,7 +128,7 @@ class S3Backend(InspectableBackend):
         """Open a store with a given client, which the handle then owns; otherwise like ``open``.
 
         :param clock: time and randomness of the handle; None: those of the machine.
-        :param background: call ``step`` in a thread of the handle; False: the caller does it.
+        :param background: True: a thread of the handle calls ``step``; False: the caller must do so.
         """
         backend = cls(place, options, transport, read_only=read_only, clock=clock or Clock())
         try:
@@ -159,7 +159,7 @@ class S3Backend(InspectableBackend):
             self._wake.clear()
 
     def step(self) -> float:
-        """Do the background work that is due; return the seconds until more is due. Failures are logged only."""
+        """Do the polls and merges that are due; return the seconds until more are due. Failures are only logged."""
         try:
             with self._lock:
                 if not self._closed and not self._is_dark():
@@ -178,7 +178,7 @@ class S3Backend(InspectableBackend):
 
     @property
     def _waiting(self) -> bool:
-        """Whether a commit of this handle is not in the feed."""
+        """Whether a commit of this handle is not merged into the feed yet."""
         return any(session.is_waiting for session in list(self._sessions.values()))
 
     def _poll_if_due(self) -> None:
@@ -206,7 +206,7 @@ class S3Backend(InspectableBackend):
             self._leader.round()
 
     def _refresh(self) -> None:
-        """Read the head, and apply the feeds of open namespaces."""
+        """Read the head, or rebuild it if it is lost and the handle is writable; apply the feeds of open namespaces."""
         try:
             self._head.poll()
         except (ObjectMissingError, CorruptPackError):
@@ -219,9 +219,9 @@ class S3Backend(InspectableBackend):
             session.sync()
 
     def refresh(self) -> None:
-        """Apply everything that any engine has committed, also what the feed lacks.
+        """Apply all commits of all engines to the local catalogues, including those that are not in the feed yet.
 
-        :raises StoreError: the medium failed; the catalogues have a consistent earlier state.
+        :raises StoreError: the server or a catalogue failed; the catalogues have a consistent earlier state.
         """
         with self._lock:
             self._check_open()
@@ -231,7 +231,7 @@ class S3Backend(InspectableBackend):
                 session.read_inbox(infos)
 
     def _is_dark(self) -> bool:
-        """Return whether the server has never answered; if it answers now, complete the opening."""
+        """Retry the opening if the server has not answered yet; return whether it still has not."""
         if self._dark is not None:
             try:
                 self._head.open(self._options.policy, create=not self._read_only)
@@ -278,7 +278,7 @@ class S3Backend(InspectableBackend):
         return self._fetched([name for info in found if (name := parse_identity(info.key)) is not None])
 
     def _fetched(self, names: list[bytes]) -> Iterator[Namespace]:
-        """Yield namespaces, fetched a few at a time."""
+        """Yield the namespaces with these ids, fetched a few at a time; skip missing and invalid ones."""
         for start in range(0, len(names), self._options.connections):
             fetched = self._bucket.all(self._namespace, names[start : start + self._options.connections])
             yield from (namespace for namespace in fetched if namespace is not None)
@@ -305,7 +305,7 @@ class S3Backend(InspectableBackend):
         return found
 
     def _namespace(self, name: bytes) -> Namespace | None:
-        """Return a namespace, fetched once, because identities never change; None if it is missing or invalid."""
+        """Return the namespace with this id, cached after the first call; None if it is missing or invalid."""
         if name not in self._namespaces:
             data = self._small_object(self._names.identity(name))
             try:
@@ -319,14 +319,14 @@ class S3Backend(InspectableBackend):
         return self._namespaces[name]
 
     def _small_object(self, key: str) -> bytes | None:
-        """Return a whole object; None if it is missing or too large."""
+        """Return a whole object; None if it is missing or larger than 1 MiB."""
         try:
             return bytes(self._bucket.get(key))
         except (ObjectMissingError, CorruptPackError):
             return None
 
     def session(self, namespace: bytes) -> NamespaceSession:
-        """Return this handle's session with a namespace."""
+        """Return this handle's session with a namespace, opened at the first call."""
         self._check_open()
         found = self._session_or_none(namespace)
         if found is None:
@@ -437,7 +437,7 @@ class S3Backend(InspectableBackend):
         return self.session(namespace).catalogue.uses(namespace, manifest_ids)
 
     def _fresh(self, namespace: bytes) -> NamespaceSession:
-        """Return a session, after a refresh if the handle refreshes at each call."""
+        """Return the session with a namespace; call ``refresh`` before if the option ``refresh`` is 0."""
         session = self.session(namespace)
         if not self._options.refresh_s:
             self.refresh()
@@ -484,7 +484,7 @@ class S3Backend(InspectableBackend):
         return {key.rpartition("/")[2]: row for key, row in rows if row is not None}
 
     def close(self) -> None:
-        """Publish what this handle has not published yet, and release everything; failures are logged only."""
+        """Publish unpublished uses, and release everything; idempotent. A failure to publish is only logged."""
         if self._closed:
             return
         self._closed = True
@@ -503,7 +503,7 @@ class S3Backend(InspectableBackend):
                 self._temporary.cleanup()
 
     def _publish_last(self) -> None:
-        """Write the last uses; merge them, and let another engine lead."""
+        """Publish unpublished uses, merge own commits into the feed, and give up the leadership."""
         try:
             for session in list(self._sessions.values()):
                 session.write_uses()

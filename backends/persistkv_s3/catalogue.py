@@ -61,17 +61,18 @@ VERSION = 1
 _WAIT_S = 60.0  # for another thread's transaction, which may load a snapshot
 
 OBJECTS = "objects"
-"""namespace, pack id → nonce, u64 bytes of the object and its table, tags."""
+"""Table: namespace, pack id → nonce, u64 bytes in the bucket (object, and table in the feed), tags."""
 PENDING = "pending"
-"""u64 big-endian number of the row → writer, u64 number, f64 time, sealed commit: not in the feed yet."""
+"""Table of commits that are not in the feed yet: u64 big-endian row number → writer, u64 number, f64 time,
+sealed commit."""
 UNDO = "undo"
-"""u64 big-endian number of the row → a row before a pending commit changed it, see ``_Before``."""
+"""Table: u64 big-endian row number → a table row before a pending commit changed it, see ``_Before``."""
 WRITERS = "writers"
-"""writer → u64 number of its last merged commit, f64 time of the merge."""
+"""Table: writer id → u64 number of its last merged commit, f64 time of the merge."""
 GARBAGE = "garbage"
-"""f64 big-endian time, object name → empty: objects that the feed has removed."""
+"""Table of objects that the feed has removed: f64 big-endian removal time, object name → empty."""
 KEY_OBJECTS = "key_objects"
-"""object name, ``\\0``, digest of a manifest's id → empty: manifests whose keys are in the object."""
+"""Table of the manifests whose keys are in an object: object name, ``\\0``, digest of a manifest's id → empty."""
 _TABLES = (*(name for name in TABLES if name != PIECES), OBJECTS, PENDING, UNDO, WRITERS, GARBAGE, KEY_OBJECTS)
 _DUMPED = tuple(name for name in _TABLES if name not in (LOG, META, PENDING))
 _DUMPED_META = (b"clock", b"bytes")
@@ -87,7 +88,7 @@ _POSITION_ROW, _BYTES_ROW, _STORE_ROW = b"feed", b"bytes", b"store"
 
 
 class Position(msgspec.Struct, frozen=True, array_like=True):
-    """Place in the feed up to which it was applied."""
+    """Position in the feed, up to which a catalogue has applied the feed objects."""
 
     generation: bytes = b""
     position: int = 0
@@ -98,12 +99,12 @@ class Position(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Before(msgspec.Struct, frozen=True, array_like=True):
-    """A row before a change."""
+    """A table row before a pending commit changed it; entry of the undo log."""
 
     table: str
     key: bytes
     value: bytes | None
-    """None: there was no such row."""
+    """None: the table had no row with this key."""
 
 
 # Made at import: msgspec 0.22 crashes if two threads are the first to decode a type.
@@ -112,16 +113,16 @@ _DECODE_BEFORE = msgspec.msgpack.Decoder(_Before).decode
 
 
 class PackObject(NamedTuple):
-    """A held pack and the object that has its bytes."""
+    """A pack of the catalogue and the object that holds its bytes."""
 
     table: PackTable
     nonce: bytes
     tags: bytes
-    """See ``authentication``."""
+    """Authentication tags of its frames and table, see ``authentication``; empty without a key."""
 
 
 class KeysPlace(NamedTuple):
-    """Place of a manifest's keys."""
+    """Object and byte range that hold the keys of a manifest."""
 
     name: str
     """Name of the object below the namespace's prefix."""
@@ -130,7 +131,7 @@ class KeysPlace(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Effects of a batch on the present catalogue."""
+    """Effects that the batch of a commit would have on the catalogue."""
 
     cursor: bytes
     missing: list[NewPack]
@@ -151,22 +152,23 @@ class Removals(NamedTuple):
 
 
 class _Undo(Exception):
-    """Rolls a transaction back."""
+    """Raised to roll a transaction back; suppressed by the same method."""
 
 
 class LocalRows(Rows):
-    """The rows of one SQL transaction."""
+    """Table rows of the catalogue within one SQL transaction."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self.db = db
         self.dropped: list[bytes] = []
-        """Rows of manifests that were deleted."""
+        """Digests of the ids of manifests that were deleted."""
         self.garbage_at: float | None = None
-        """Time at which objects that are no longer named become garbage; None: they do not."""
+        """Removal time to record for objects passed to ``discard``; None: ``discard`` does nothing."""
         self.undoable = False
         """Whether changes are recorded in the undo log."""
         self.nonces: dict[bytes, bytes] | None = None
-        """Nonces of changed packs before their first change, if the log of changes is written at the end."""
+        """Namespace and pack id → nonce before the pack's first change; with it, ``_log_changes`` writes the log
+        of changes at the end. None: log rows are written at once."""
 
     def get(self, table: str, key: bytes) -> Buffer | None:
         """See ``Rows``."""
@@ -195,7 +197,7 @@ class LocalRows(Rows):
         yield from self.db.execute(f"SELECT key, value FROM '{table}' WHERE key >= ? ORDER BY key", (start,))
 
     def _record(self, table: str, key: bytes) -> bool:
-        """Record a row before its change; return False if the change must be left out."""
+        """Save a table row before its change, for undo and for the log of changes; return False to skip the change."""
         if self.nonces is not None:
             if table == LOG:
                 return False
@@ -208,13 +210,13 @@ class LocalRows(Rows):
         return True
 
     def append(self, table: str, value: Buffer) -> None:
-        """Add a row after the last one of a table whose keys are numbers."""
+        """Append a row to a table whose keys are row numbers; its key is the greatest number plus 1."""
         last = self.db.execute(f"SELECT max(key) FROM '{table}'").fetchone()[0]
         number = 0 if last is None else _NUMBER.unpack(last)[0] + 1
         self.db.execute(f"INSERT INTO '{table}' VALUES (?, ?)", (_NUMBER.pack(number), value))
 
     def undo(self) -> None:
-        """Undo all pending commits."""
+        """Undo all changes in the undo log: pending commits and local uses."""
         for _, value in reversed(list(self.range(UNDO, b""))):
             before = _DECODE_BEFORE(value)
             self._record(before.table, before.key)
@@ -232,17 +234,17 @@ class LocalRows(Rows):
             self.discard(name)
 
     def discard(self, name: bytes) -> None:
-        """Mark an object as garbage."""
+        """Record an object as garbage at the time ``garbage_at``, for later deletion."""
         if self.garbage_at is not None:
             self.put(GARBAGE, _TIME.pack(self.garbage_at) + name, b"")
 
     def count_bytes(self, change: int) -> None:
-        """Add to the bytes of the namespace."""
+        """Add ``change``, which may be negative, to ``num_bytes``."""
         self.put(META, _BYTES_ROW, _BYTES.pack(max(0, self.num_bytes + change)))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the namespace's packs, their tables and manifests."""
+        """Total size in bytes of the namespace's packs, pack tables and manifests in the bucket."""
         row = self.get(META, _BYTES_ROW)
         return 0 if row is None else int(_BYTES.unpack(row)[0])
 
@@ -258,7 +260,7 @@ class LocalRows(Rows):
 
 
 class _Objects:
-    """Payloads of one transaction: it records which object has a pack's bytes. Implements ``Payloads``."""
+    """``Payloads`` of one transaction: records which object holds the bytes of a pack."""
 
     def __init__(self, rows: LocalRows) -> None:
         self._rows = rows
@@ -281,7 +283,7 @@ class _Objects:
 
 
 class _EvictionGoal:
-    """Goal of eviction: a number of bytes fewer."""
+    """Eviction goal: reduce the namespace's bytes by ``excess``."""
 
     def __init__(self, rows: LocalRows, excess: int) -> None:
         self._rows = rows
@@ -295,9 +297,9 @@ class _EvictionGoal:
 
 
 class Catalogue(Catalog):
-    """See the top of this file. Thread-safe.
+    """Local catalogue of one namespace, see the top of this file. Thread-safe.
 
-    :param path: of the file, in an existing directory.
+    :param path: SQLite file, in an existing directory; created if missing, replaced if damaged or foreign.
     """
 
     def __init__(self, path: Path, namespace: bytes) -> None:
@@ -400,12 +402,12 @@ class Catalogue(Catalog):
 
     @property
     def cursor(self) -> bytes:
-        """Present position in the log of changes."""
+        """Cursor of the newest entry in the log of changes, see ``Changes.cursor``."""
         with self.rows() as rows:
             return _cursor(rows, self._namespace)
 
     def objects(self, pack_ids: Iterable[bytes]) -> dict[bytes, PackObject]:
-        """Return the packs that are held and readable."""
+        """Return, by pack id, those of the packs that the catalogue holds with a readable table."""
         found: dict[bytes, PackObject] = {}
         with self.rows() as rows:
             for pack_id in pack_ids:
@@ -416,7 +418,7 @@ class Catalogue(Catalog):
         return found
 
     def keys_place(self, manifest_id: str) -> KeysPlace | None:
-        """Return where a manifest's keys are; None if it is not held."""
+        """Return the object and byte range that hold a manifest's keys; None if the catalogue lacks the manifest."""
         with self.rows() as rows:
             row = rows.get(MANIFEST_KEYS, manifest_row(self._namespace, manifest_id))
         if row is None or len(row) < _KEYS.size:
@@ -425,23 +427,23 @@ class Catalogue(Catalog):
         return KeysPlace(bytes(row[_KEYS.size :]).decode("ascii", "replace"), offset, length)
 
     def merged(self) -> dict[bytes, int]:
-        """Return the number of the last merged commit of each writer."""
+        """Return, by writer id, the number of the writer's last commit that the feed has merged."""
         with self.rows() as rows:
             return {bytes(writer): _WRITER.unpack(row)[0] for writer, row in rows.range(WRITERS, b"")}
 
     def merged_number(self, writer: bytes) -> int:
-        """Return the number of a writer's last merged commit; 0: none."""
+        """Return the number of a writer's last commit that the feed has merged; 0: none."""
         with self.rows() as rows:
             return _merged_number(rows, writer)
 
     @property
     def oldest(self) -> float:
-        """Time of the oldest use of anything that may expire; 0: nothing may."""
+        """Time, by the server's clock, of the oldest use of a pack or manifest that may be evicted; 0: none may."""
         with self.rows() as rows:
             return _oldest(rows)
 
     def garbage(self, until: float, at_most: int) -> list[tuple[float, str]]:
-        """Return names of objects that were removed before a time, and when, oldest first; all of the same time."""
+        """Return (removal time, name) of removed objects up to ``until``, oldest first: ``at_most``, plus ties."""
         found: list[tuple[float, str]] = []
         with self.rows() as rows:
             for key, _ in rows.range(GARBAGE, b""):
@@ -452,7 +454,7 @@ class Catalogue(Catalog):
         return found
 
     def names_pack(self, pack_id: bytes, nonce: bytes) -> bool:
-        """Return whether the pack is held under this nonce, with or without pending commits."""
+        """Return whether the catalogue refers to this object of a pack, with or without pending commits."""
         name = self._namespace + pack_id
         with self.rows() as rows:
             undone = (row for row in _undo_log(rows) if (row.table, row.key) == (OBJECTS, name))
@@ -460,7 +462,7 @@ class Catalogue(Catalog):
             return nonce in (_nonce(rows, name), *before)
 
     def names_keys(self, name: str) -> bool:
-        """Return whether a manifest's keys are in the object, with or without pending commits."""
+        """Return whether any manifest has its keys in the object ``name``, with or without pending commits."""
         prefix = name.encode() + b"\0"
         with self.rows() as rows:
             if next(rows.starting_with(KEY_OBJECTS, prefix), None) is not None:
@@ -470,7 +472,7 @@ class Catalogue(Catalog):
     # Changes
 
     def plan(self, batch: CommitBatch) -> Plan:
-        """Return the effects of a batch. The catalogue is not changed."""
+        """Return the effects that the batch of a commit would have, without changing the catalogue."""
         found: list[Plan] = []
         with suppress(_Undo), self.rows(write=bool(batch.deletions or batch.bad)) as rows:
             cursor = _cursor(rows, self._namespace)
@@ -492,11 +494,12 @@ class Catalogue(Catalog):
         return found[0]
 
     def plan_eviction(self, at: float, ttl_s: float | None, excess: int, until: float, at_most: int) -> Removals:
-        """Return what expires, and what to evict for ``excess`` bytes. The catalogue is not changed.
+        """Return packs and manifests that have expired, and those to evict to free ``excess`` bytes; change nothing.
 
         :param at: present time by the server's clock.
+        :param ttl_s: content expires this many seconds after its last use; None: never.
         :param until: evict nothing that was used later than this.
-        :param at_most: maximum number of packs and manifests.
+        :param at_most: maximum number of expired packs and manifests, and of evicted ones.
         """
         found: list[Removals] = []
         with suppress(_Undo), self.rows(write=True) as rows:
@@ -514,7 +517,7 @@ class Catalogue(Catalog):
         return found[0]
 
     def touch(self, pack_ids: Sequence[bytes], at: float) -> None:
-        """Record that packs were used, as one moment, until the next feed object is applied."""
+        """Record a joint use of packs at time ``at``, only in this catalogue; the next feed object undoes it."""
         with self.rows(write=True) as rows:
             rows.undoable = True
             transaction = CatalogTransaction(rows, _Objects(rows), self._namespace, at=at)
@@ -522,7 +525,7 @@ class Catalogue(Catalog):
             transaction.finish()
 
     def apply_pending(self, entry: Entry, at: float) -> tuple[bytes, bytes]:
-        """Apply a commit that the feed does not contain yet; return the cursors before and after it.
+        """Apply a commit that is not in the feed, unless it is already applied; return the cursors before and after.
 
         :param at: present time by the server's clock.
         """
@@ -542,7 +545,7 @@ class Catalogue(Catalog):
         rows.undoable = False
 
     def apply_feed(self, feed: Feed) -> None:
-        """Apply the feed object that follows the present position; do nothing if it was applied already."""
+        """Apply a feed object if it directly follows ``position``; otherwise do nothing."""
         with self.rows(write=True) as rows:
             if feed.position != rows.position.position + 1:
                 return
@@ -565,7 +568,7 @@ class Catalogue(Catalog):
             self._log_changes(rows, sequence)
 
     def _reapply(self, rows: LocalRows) -> None:
-        """Apply pending commits again, except those that were merged."""
+        """Apply pending commits again after a feed object, and delete those that the feed has merged."""
         for key, value in list(rows.range(PENDING, b"")):
             entry, at = unseal(value[_PENDING.size :], Entry), _PENDING.unpack_from(value)[2]
             missing = [(pack_id, nonce) for pack_id, nonce in entry.gone if self._holds(rows, pack_id, nonce)]
@@ -579,7 +582,7 @@ class Catalogue(Catalog):
         return _nonce(rows, self._namespace + pack_id) == nonce
 
     def _log_changes(self, rows: LocalRows, sequence: int) -> None:
-        """Write the log of changes: the packs whose objects are others than before."""
+        """Log each pack whose object was added, removed or replaced, and delete the oldest log rows."""
         nonces, rows.nonces = rows.nonces or {}, None
         for name, before in nonces.items():
             after = _nonce(rows, name)
@@ -594,13 +597,13 @@ class Catalogue(Catalog):
         rows.put(STATES, self._namespace, state.encode())
 
     def skip_to(self, position: Position) -> None:
-        """Continue at a later position: the feed objects before it cannot be read, or a snapshot contains them."""
+        """Advance ``position`` without applying feed objects: they are unreadable, or a snapshot contains them."""
         with self.rows(write=True) as rows:
             if position.position >= rows.position.position:
                 rows.position = position
 
     def drop(self, pack_id: bytes, nonce: bytes, at: float) -> bool:
-        """Remove a pack whose object is missing, until the feed says the same; return False if another object is held.
+        """Remove a pack whose object is missing, as a pending commit; return False if it is not held under this nonce.
 
         :param at: present time by the server's clock.
         """
@@ -613,7 +616,7 @@ class Catalogue(Catalog):
         return True
 
     def is_of(self, store: bytes) -> bool:
-        """Return whether the content is of the store with this head; a new catalogue becomes its catalogue."""
+        """Return whether the catalogue belongs to this store (``Head.store``); a new catalogue is assigned to it."""
         with self.rows() as rows:
             row = rows.get(META, _STORE_ROW)
         if row is None:
@@ -622,7 +625,7 @@ class Catalogue(Catalog):
         return row in (None, store)
 
     def load(self, dumps: Iterable[Dump], position: Position, store: bytes) -> None:
-        """Replace everything by rows from segments; all cursors become invalid.
+        """Replace the whole catalogue by dumped table rows; all earlier cursors become invalid.
 
         :param store: see ``Head.store``.
         """
@@ -644,7 +647,7 @@ class Catalogue(Catalog):
             rows.position = position
 
     def dump(self, segment_bytes: int) -> Iterator[tuple[Position, Dump]]:
-        """Yield all rows, each time about ``segment_bytes`` of them, and the position that they are of."""
+        """Yield the table rows for a snapshot, in portions of about ``segment_bytes``, each with the feed position."""
         with self.rows() as rows:
             position, length = rows.position, 0
             meta = [(key, bytes(row)) for key in _DUMPED_META if (row := rows.get(META, key)) is not None]
@@ -732,7 +735,7 @@ def _undo_log(rows: Rows) -> Iterator[_Before]:
 
 
 def _nonce(rows: Rows, name: bytes) -> bytes:
-    """Return the nonce of a held pack's object; empty if the pack is not held."""
+    """Return the nonce of the object that holds a pack (namespace and pack id); empty if the pack is not held."""
     row = rows.get(OBJECTS, name)
     return b"" if row is None else bytes(row[:NONCE_BYTES])
 

@@ -26,7 +26,7 @@ _MAY_BE_ZERO = ("refresh", "touch")
 
 
 class S3Options(msgspec.Struct, frozen=True):
-    """Options of one open, built by ``parse_url``."""
+    """Options of an opened store, which ``parse_url`` reads from its URL."""
 
     endpoint_url: str | None = None
     """Address of the server, ``https://host:port``. None: AWS, or the endpoint of the AWS configuration."""
@@ -50,26 +50,27 @@ class S3Options(msgspec.Struct, frozen=True):
     read_only: bool = False
     """Look up and promote only: nothing is ever written, and permission to list and get is sufficient."""
     deadline_s: float = msgspec.field(default=30.0, name="deadline")
-    """Maximum time of one operation, including retries."""
+    """Maximum time of one operation in seconds, including retries."""
     slow_s: float = msgspec.field(default=10.0, name="slow")
-    """Longer operations count against the server, even if they succeed."""
+    """Seconds, plus 1 for each MiB, after which an answer is bad for the breaker (see ``bucket``), even if correct."""
     refresh_s: float = msgspec.field(default=1.0, name="refresh")
-    """Time between polls for packs that others stored; each interval is 75 % to 125 % of it, and 30 s in an idle
+    """Seconds between polls for packs that others stored; each interval is 75 % to 125 % of it, and 30 s in an idle
     engine. 0: at every call, and commits that no leader has merged are read, too."""
     touch_s: float = msgspec.field(default=600.0, name="touch")
-    """Maximum time that uses wait for a commit that writes them; later they are written by a request of their own."""
+    """Maximum time in seconds for which uses of packs wait for the next commit. Then they are published by a commit of
+    their own."""
     connections: int = 8
     """Maximum of concurrent requests per call."""
     capacity: int | None = None
     """Bound on the bytes of a new store, enforced within seconds. None: unbounded. An existing store
     keeps its recorded capacity (``persistkv set`` changes it)."""
     ttl_s: float | None = msgspec.field(default=None, name="ttl")
-    """Time after its last use until content of a new store expires. None: never. An existing store keeps its recorded
+    """Seconds from its last use until content of a new store expires. None: never. An existing store keeps its recorded
     ttl (``persistkv set`` changes it)."""
     grace_s: float = msgspec.field(default=3600.0, name="grace")
-    """Time for which removed and superseded objects are kept. Longer than any read."""
+    """Seconds for which removed and superseded objects are kept; must be longer than any read."""
     status_s: float | None = msgspec.field(default=None, name="status")
-    """Interval in which this engine publishes its status, with one PUT each. None: never."""
+    """Seconds between publications of this engine's status, with one PUT each. None: never."""
     key_file: str | None = None
     """File with the key that authenticates the store (see ``authentication``): at least 32 bytes; surrounding white
     space is ignored. None: nothing is authenticated, unless ``key_env`` is set."""
@@ -95,13 +96,13 @@ class S3Options(msgspec.Struct, frozen=True):
 
     @property
     def policy(self) -> Policy:
-        """Capacity and ttl, None if not given; also the policy of a store that is created."""
+        """Capacity and ttl from the URL, None if not given. A new store is created with this policy."""
         return Policy(self.capacity, self.ttl_s)
 
     def secret(self) -> bytes:
         """Return the key that authenticates the store; empty: no authentication.
 
-        :raises ConfigurationError: it cannot be read, or is too short. The message does not reveal it.
+        :raises ConfigurationError: the key cannot be read, or is too short. The message does not reveal it.
         """
         if self.key_file is not None:
             name, value = "key_file", self.key_file
@@ -120,7 +121,7 @@ class S3Options(msgspec.Struct, frozen=True):
         return found
 
     def cache_directory(self) -> Path | None:
-        """Directory of the local catalogues; None: a temporary one, also if the user has no home directory."""
+        """Return the directory of the local catalogues; None: use a temporary one (``cache=no``, or no home)."""
         if self.cache is False:
             return None
         if isinstance(self.cache, str):
@@ -132,7 +133,7 @@ class S3Options(msgspec.Struct, frozen=True):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Location of a store."""
+    """Location of a store: bucket and prefix."""
 
     bucket: str
     prefix: str
@@ -143,7 +144,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 def parse_url(url: StoreUrl) -> tuple[Place, S3Options]:
-    """Return location and options of a URL.
+    """Return the location and the options of a store from its URL.
 
     :raises ConfigurationError: a part is invalid; the error names it.
     """

@@ -25,7 +25,7 @@ _GAP_BYTES = 128 << 10  # 128 KiB: less than the bytes transferred in the latenc
 
 
 class UploadBudget:
-    """Bound on the memory of encoded packs during uploads; one pack is always admitted. Raw packs need no memory."""
+    """Limit on the memory of encoded packs during uploads. One pack is always admitted; raw packs need none."""
 
     def __init__(self, num_bytes: int) -> None:
         self._free = self._all = num_bytes
@@ -33,7 +33,7 @@ class UploadBudget:
 
     @contextmanager
     def reserved(self, writer: NewPack) -> Iterator[None]:
-        """Reserve memory for a pack during the block; wait until it is free."""
+        """Reserve memory for a pack while the ``with`` block runs; wait until enough memory is free."""
         length = min(writer.raw_length, self._all) if writer.encodes else 0
         with self._changed:
             self._changed.wait_for(lambda: length <= self._free)
@@ -47,7 +47,7 @@ class UploadBudget:
 
 
 class PackObjects:
-    """The packs of one namespace. Thread-safe.
+    """Uploads and reads the pack objects of one namespace. Thread-safe.
 
     :param missing: called with id and nonce of a pack whose object is missing or too short.
     """
@@ -60,9 +60,9 @@ class PackObjects:
         self._missing = missing
 
     def upload(self, writer: NewPack) -> PackRow:
-        """Upload a pack. Errors of its stream are raised unchanged.
+        """Upload a pack; return its row for the commit. Errors of the pack's stream are raised unchanged.
 
-        :raises S3Error: the object may exist or not; no commit names it.
+        :raises S3Error: the object may exist, but no commit refers to it.
         """
         payload: list[Buffer] = list(writer.stream())
         nonce = self._bucket.clock.random.randbytes(NONCE_BYTES)
@@ -114,7 +114,7 @@ class PackObjects:
                 return
 
     def _runs(self, spans: Sequence[ReadSpan], filled: list[bool]) -> list[_RangedGet]:
-        """Group spans by request; mark empty ones as filled, and skip those beyond the payload."""
+        """Group spans into GETs; mark empty spans as filled; skip spans of missing packs or beyond the payload."""
         runs: list[_RangedGet] = []
         objects = self._catalogue.objects({span.pack_id for span in spans})
         for index in sorted(range(len(spans)), key=lambda n: (spans[n].pack_id, spans[n].offset)):
@@ -133,7 +133,7 @@ class PackObjects:
 
 
 def _adjacent(frames: Sequence[Frame], payload_length: int) -> Iterator[list[int]]:
-    """Group the numbers of frames by request; skip frames beyond the payload."""
+    """Yield indices of frames, grouped by GET; skip empty frames and frames beyond the payload."""
     run: list[int] = []
     end = 0
     for number, frame in enumerate(frames):
@@ -149,7 +149,7 @@ def _adjacent(frames: Sequence[Frame], payload_length: int) -> Iterator[list[int
 
 
 class _RangedGet:
-    """One ranged GET of a pack in the state ``held``, from byte ``start`` to ``end`` of its payload."""
+    """One ranged GET of bytes ``start`` to ``end`` (exclusive) of a pack; ``held`` is its object."""
 
     def __init__(self, pack_id: bytes, held: PackObject, start: int) -> None:
         self.pack_id = pack_id
@@ -157,10 +157,10 @@ class _RangedGet:
         self.start = self.end = start
         self.buffers: list[memoryview] = []
         self.spans: list[tuple[int, int, int]] = []
-        """(index among the requested spans, start in the payload, end)."""
+        """(index among the requested spans, first byte in the payload, end)."""
 
     def add(self, index: int, span: ReadSpan, length: int) -> None:
-        """Append a span, preceded by a buffer that discards the gap."""
+        """Append a span to the request, after a buffer for the bytes between, which are discarded."""
         self._skip(span.offset - self.end)
         self.buffers += span.buffers
         self.end = span.offset + length
@@ -172,7 +172,7 @@ class _RangedGet:
             self.end += length
 
     def widen(self) -> list[tuple[int, Frame]]:
-        """Extend the range to whole frames, so that their tags can be verified; return these with their numbers."""
+        """Extend the range to whole frames, so that their tags can be verified; return (number, frame) for each."""
         table = self.held.table.frames
         offsets = [frame.offset for frame in table]
         numbers = range(bisect_right(offsets, self.start) - 1, bisect_left(offsets, self.end))

@@ -61,7 +61,7 @@ _AT_ONCE = 4
 
 
 class NamespaceSession:
-    """See the top of this file. One thread at a time commits; the other methods and ``packs`` are thread-safe."""
+    """Session with one namespace, see the top of this file. Thread-safe, but only one thread at a time may commit."""
 
     def __init__(
         self, objects: SignedObjects, store_names: StoreNames, catalogue: Catalogue, head: StoreHead, touch_s: float
@@ -80,12 +80,12 @@ class NamespaceSession:
         self._unmerged: dict[int, Entry] = {}
         """Own commits that the feed does not contain yet."""
         self._read: set[InboxName] = set()
-        """Commits of others that were read from the inbox."""
+        """Commits of other writers that were already read from the inbox."""
         self._uses: dict[bytes, int] = {}
-        """Packs that were used and the moments, which no commit has published."""
+        """Unpublished uses: pack id → number of its last use. Packs that were used together have the same number."""
         self._moments = 0
         self._lost: dict[tuple[bytes, bytes], None] = {}
-        """Packs whose objects are missing, until a commit removes them for all engines."""
+        """(pack id, nonce) of packs whose objects are missing, until a commit removes them for all engines."""
         self._written_at = self._clock.monotonic()
         self._lock = threading.RLock()
 
@@ -96,7 +96,7 @@ class NamespaceSession:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the feed lacks a commit of this session."""
+        """Whether a commit of this session is not merged into the feed yet."""
         return bool(self._unmerged)
 
     def commit(self, batch: CommitBatch) -> CommitResult:
@@ -120,7 +120,7 @@ class NamespaceSession:
         return CommitResult(after if before == plan.cursor else plan.cursor, plan.removed)
 
     def _upload(self, batch: CommitBatch, plan: Plan) -> Entry:
-        """Upload packs, and an object with the keys of the manifests; return the commit that names them."""
+        """Upload packs, and an object with the keys of the manifests; return the commit, which is not yet published."""
         number, started = self._number + 1, self._bucket.now()
         keys_name, keys = f"keys/{self._writer.hex()}-{number:012x}", list[bytes]()
         manifests, offset = list[ManifestRow](), 0
@@ -150,7 +150,7 @@ class NamespaceSession:
         return Entry(writer=self._writer, number=number, time=started, packs=packs, manifests=manifests, pins=plan.pins)
 
     def _publish(self, entry: Entry) -> tuple[bytes, bytes]:
-        """Write a commit and apply it; return the cursors before and after it."""
+        """Write a commit to the inbox and apply it to the catalogue; return the cursors before and after it."""
         name = InboxName(self._namespace, entry.writer, entry.number)
         data = self.objects.authenticator.signed(self._namespace, _signed_as(name), [seal(entry)])
         if sum(len(memoryview(piece)) for piece in data) > MAX_INBOX_BYTES:
@@ -177,7 +177,7 @@ class NamespaceSession:
         return self.catalogue.apply_pending(entry, self._bucket.now())
 
     def _was_written(self, name: InboxName) -> bool:
-        """Return whether a commit exists, or was merged already."""
+        """Return whether a commit is in the inbox or already merged; False also if the server does not tell."""
         try:
             self._bucket.head(self._store_names.inbox(name))
             return True
@@ -194,7 +194,7 @@ class NamespaceSession:
     # Uses
 
     def _touch(self, pack_ids: Sequence[bytes]) -> None:
-        """Record uses; they are written with the next commit, or alone after ``touch``."""
+        """Record a use of packs. Uses are published with the next commit, or without one after ``touch_s`` seconds."""
         held = self.catalogue.objects(pack_ids) if pack_ids else {}
         if held:
             self.catalogue.touch(list(held), self._bucket.now())
@@ -207,14 +207,14 @@ class NamespaceSession:
             self.write_uses()
 
     def _pending_uses(self) -> list[bytes]:
-        """Return the uses that no commit has published, for each moment."""
+        """Return the unpublished uses, oldest first: concatenated ids of the packs that were used together."""
         moments: dict[int, list[bytes]] = {}
         for pack_id, moment in self._uses.items():
             moments.setdefault(moment, []).append(pack_id)
         return [b"".join(moments[moment]) for moment in sorted(moments)]
 
     def write_uses(self) -> None:
-        """Publish the uses since the last commit."""
+        """Publish the unpublished uses in a commit of their own; do nothing if there are none."""
         if self._uses:
             number, now = self._number + 1, self._bucket.now()
             uses = [*self._pending_uses(), b""]
@@ -222,16 +222,16 @@ class NamespaceSession:
             self._written_at = self._clock.monotonic()
 
     def _lose(self, pack_id: bytes, nonce: bytes) -> None:
-        """Remove a pack whose object is missing. Called from any thread."""
+        """Remove a pack whose object is missing: here at once, for other engines with the next commit. Thread-safe."""
         if self.catalogue.drop(pack_id, nonce, self._bucket.now()):
             self._lost[pack_id, nonce] = None
 
     # Feed
 
     def sync(self) -> None:
-        """Apply the feed up to the head's position.
+        """Apply the feed to the local catalogue, up to the position in the newest known head.
 
-        :raises S3Error: the catalogue has the position of the last feed object that was applied.
+        :raises S3Error: a request failed; the catalogue has the position of the last feed object that was applied.
         """
         with self._lock:
             for tries_left in reversed(range(_TRIES)):
@@ -271,7 +271,7 @@ class NamespaceSession:
                 raise ObjectMissingError(f"{self.objects.names.feed_prefix}: the feed does not follow the snapshot")
 
     def _follow(self, target: NamespaceHead, at: Position) -> bool:
-        """Apply the feed objects after ``at``; return False if they do not follow it."""
+        """Apply the feed objects after ``at``, up to the head's position; return False if they do not follow ``at``."""
         todo = list(range(at.position + 1, target.position + 1))
         for start in range(0, len(todo), _AT_ONCE):
             terms = [(position, target.term_of(position)) for position in todo[start : start + _AT_ONCE]]
@@ -289,13 +289,13 @@ class NamespaceSession:
         return True
 
     def feed_object(self, name: tuple[int, bytes | None]) -> Feed | None:
-        """Return the feed object of a position and term; None if it is missing or unreadable."""
+        """Return the feed object named by (position, term); None if it is missing or unreadable."""
         with suppress(ObjectMissingError):
             return self._fetch(name)
         return None
 
     def _fetch(self, name: tuple[int, bytes | None]) -> Feed | None:
-        """Return a feed object; None if it is unreadable.
+        """Return the feed object named by (position, term); None if it is unreadable.
 
         :raises ObjectMissingError: there is no such object.
         """
@@ -311,12 +311,12 @@ class NamespaceSession:
             return None
 
     def applied(self, feed: Feed) -> None:
-        """Apply a feed object that this handle has published."""
+        """Apply a feed object that this handle has published to its local catalogue."""
         with self._lock:
             self.catalogue.apply_feed(feed)
 
     def snapshot(self, target: NamespaceHead) -> Snapshot | None:
-        """Return the newest snapshot; None if there is none, or it is unreadable."""
+        """Return the snapshot that the head names for this namespace; None if it names none, or it is unreadable."""
         if not target.snapshot:
             return None
         try:
@@ -326,7 +326,7 @@ class NamespaceSession:
             return None
 
     def _load_snapshot(self, target: NamespaceHead) -> Position:
-        """Replace the catalogue by the newest snapshot; unreadable parts are left out. Return its position."""
+        """Replace the catalogue by the newest snapshot, without its unreadable parts; return the new position."""
         generation, name = target.generation, target.snapshot
         found = self.snapshot(target)
         if found is None:  # the feed objects that it covers are lost, too
@@ -344,7 +344,7 @@ class NamespaceSession:
         return at
 
     def _records(self, names: Sequence[str], kind: type[T], damaged: list[str]) -> Iterator[T]:
-        """Yield the records of segments; add the names of unreadable segments to ``damaged``."""
+        """Yield the records of segments, decoded as ``kind``; add the names of unreadable segments to ``damaged``."""
         for start in range(0, len(names), _AT_ONCE):
             some = names[start : start + _AT_ONCE]
             for name, data in zip(some, self._bucket.all(self._segment, some), strict=True):
@@ -363,7 +363,7 @@ class NamespaceSession:
             return memoryview(b"unreadable")
 
     def _reload(self, dumps: Iterable[Dump], position: Position) -> None:
-        """Replace the catalogue, and apply own commits that are not merged again."""
+        """Replace the catalogue by dumped rows; then apply this session's unmerged commits again."""
         self.catalogue.load(dumps, position, self._head.head.store)
         self._read.clear()
         for entry in self._unmerged.values():
@@ -372,11 +372,11 @@ class NamespaceSession:
     # Inbox
 
     def inbox(self) -> list[ObjectInfo]:
-        """Return the commits of this namespace that the leader has not removed from the inbox."""
+        """List the commits of this namespace in the inbox; the leader deletes them some time after merging them."""
         return list(self._bucket.list(f"{self._store_names.inbox_prefix}{self._namespace.hex()}-"))
 
     def read_inbox(self, found: Iterable[ObjectInfo]) -> None:
-        """Apply listed commits that the feed lacks. Listed before the head was read, none is missed."""
+        """Apply listed inbox commits that the feed lacks. List them before reading the head, so that none is missed."""
         with self._lock:
             small = (info for info in found if info.size <= MAX_INBOX_BYTES)
             infos = {name: info for info in small if (name := parse_inbox(info.key)) is not None}
@@ -398,7 +398,7 @@ class NamespaceSession:
                         self.catalogue.apply_pending(entry, self._bucket.now())
 
     def read_commit(self, name: InboxName) -> Entry | None:
-        """Return a commit in the inbox; None if it is missing, unreadable or not authentic."""
+        """Read a commit from the inbox; return None if it is missing, unreadable or not authentic."""
         try:
             data = self._bucket.get(self._store_names.inbox(name), MAX_INBOX_BYTES)
             opened = self.objects.authenticator.opened(self._namespace, _signed_as(name), data)
@@ -427,15 +427,15 @@ class NamespaceSession:
 
 
 def is_rejected(entry: Entry, info: ObjectInfo) -> bool:
-    """Return whether a commit does not count, because a sweep may have deleted its packs.
+    """Return whether a commit is rejected because it took over 12 hours: a sweep may have deleted its packs.
 
-    :param info: of its object in the inbox.
+    :param info: listing entry of the commit's object in the inbox.
     """
     return info.modified - entry.time > _MOST_COMMIT_S
 
 
 def _keys_of(manifest_id: str) -> str:
-    """Name under which the keys of a manifest are signed."""
+    """Return the name that the authentication tag of a manifest's keys covers."""
     return f"keys of {manifest_id}"
 
 

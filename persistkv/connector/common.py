@@ -12,15 +12,15 @@ from persistkv.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class KVCacheGroupSpec:
-    """Layers that share one block table.
+    """KV cache group: layers that share one block table.
 
     :raises ConfigurationError: if a number is not positive.
     """
 
     block_size: int
-    """Tokens in a device block."""
+    """Number of tokens in a device block."""
     sliding_window: int | None = None
-    """Tokens that a token attends to, including itself; None: all tokens up to it."""
+    """Number of tokens that a token attends to, including itself; None: full attention."""
 
     def __post_init__(self) -> None:
         for name in ("block_size", "sliding_window"):
@@ -43,9 +43,9 @@ class ConnectorMetadata:
     """Transfers that the worker must start in this step."""
 
     loads: Sequence[TransferJob] = ()
-    """Primary tier to device; requests wait for them."""
+    """Transfers from the primary tier to the device; requests wait for them."""
     stores: Sequence[TransferJob] = ()
-    """Device to primary tier."""
+    """Transfers from the device to the primary tier."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,14 @@ class ConnectorOutput:
     """Results of a step's finished transfers for the engine."""
 
     loads: dict[str, LoadProgress] = field(default_factory=dict)
-    """Requests whose load ended, by id."""
+    """Result of each load that ended, by request id."""
     released: list[str] = field(default_factory=list)
-    """Finished requests whose last transfer ended: their device blocks may be reused."""
+    """Ids of finished requests whose last transfer ended; their device blocks may be reused."""
 
 
 @dataclass
 class ConnectorStats:
-    """Totals since the scheduler was created."""
+    """Counters of one ``OffloadingConnectorScheduler`` since its creation."""
 
     stored_blocks: int = 0
     """Offloaded blocks whose store succeeded."""

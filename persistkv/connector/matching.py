@@ -1,4 +1,4 @@
-"""The blocks that a context needs of each KV cache group, and the longest prefix that all groups can serve.
+"""Matching: the blocks that a prefix needs of each KV cache group, and the longest prefix that all groups can serve.
 
 1. A full-attention group can serve a length if it has every block before it. A sliding-window group can serve a length
    if it has the blocks in the window that ends there.
@@ -21,11 +21,11 @@ from persistkv.connector.common import KVCacheGroupSpec
 
 @dataclass(frozen=True)
 class GroupGeometry:
-    """Division of one KV cache group's tokens into blocks, and the tokens that a context needs."""
+    """Division of one KV cache group's tokens into blocks, and the blocks that a prefix of a request needs."""
 
     spec: KVCacheGroupSpec
     factor: int
-    """Device blocks in an offloaded block."""
+    """Number of device blocks in an offloaded block."""
 
     @property
     def block_size(self) -> int:
@@ -38,16 +38,22 @@ class GroupGeometry:
         return self.spec.block_size * self.factor
 
     def first_needed(self, num_tokens: int, start: int = 0) -> int:
-        """Return the first token, from ``start`` on, that the token after the first ``num_tokens`` attends to."""
+        """Return the index of the first token, at least ``start``, whose KV is needed after ``num_tokens`` tokens.
+
+        For a sliding window, that is the first token in the window of the next token; ``num_tokens`` if none is.
+        """
         window = self.spec.sliding_window
         return start if window is None else min(max(start, num_tokens - window + 1), num_tokens)
 
     def device_blocks(self, num_tokens: int, start: int = 0) -> range:
-        """Return the device blocks that a context of ``num_tokens`` needs from ``start`` on."""
+        """Return the indices of the device blocks that a prefix of ``num_tokens`` needs, from token ``start`` on."""
         return range(self.first_needed(num_tokens, start) // self.block_size, num_tokens // self.block_size)
 
     def offloaded_blocks(self, num_tokens: int, start: int = 0) -> range:
-        """Return the offloaded blocks that a context of ``num_tokens`` needs, even in part, from ``start`` on."""
+        """Return the indices of the offloaded blocks that a prefix of ``num_tokens`` needs, from token ``start`` on.
+
+        Blocks that are needed only in part are included.
+        """
         first = self.first_needed(num_tokens, start)
         if first == num_tokens:
             return range(0)
@@ -55,22 +61,22 @@ class GroupGeometry:
 
 
 class GroupBlocks(NamedTuple):
-    """One group's blocks of a context."""
+    """One KV cache group's offloaded blocks of a request, and functions that look them up."""
 
     geometry: GroupGeometry
     keys: Sequence[bytes]
     """Keys of the offloaded blocks, starting with the first."""
     is_there: Callable[[Any], bool]
-    """Return whether the block of a key can be served."""
+    """Function that returns whether the block of a key can be loaded."""
     prefix: Callable[[Sequence[Any]], int] | None = None
-    """Return how many of the first blocks can be served: faster than single calls of ``is_there``."""
+    """Function that returns how many of the first keys have loadable blocks; faster than calls of ``is_there``."""
 
 
 def longest_match(groups: Sequence[GroupBlocks], unit: int, start: int, limit: int) -> int:
-    """Return the longest length, a multiple of ``unit``, that all groups can serve.
+    """Return the length of the longest prefix that all groups can serve, a multiple of ``unit`` tokens.
 
-    :param unit: tokens, a multiple of each group's offloaded block.
-    :param start: tokens that the caller has already: blocks that end up to there are not looked up.
+    :param unit: number of tokens; a multiple of the tokens in each group's offloaded block.
+    :param start: number of leading tokens that the caller has already; blocks of these tokens are not looked up.
     :param limit: maximum length in tokens.
     :returns: tokens from the start of the context; 0 if no length above ``start`` can be served.
     """
@@ -95,7 +101,10 @@ def longest_match(groups: Sequence[GroupBlocks], unit: int, start: int, limit: i
 
 
 def longest_that_fits(geometries: Sequence[GroupGeometry], unit: int, start: int, limit: int, max_blocks: int) -> int:
-    """Return the longest length, a multiple of ``unit``, that needs at most ``max_blocks`` from ``start`` on."""
+    """Return the longest prefix that needs at most ``max_blocks`` offloaded blocks of all groups after ``start``.
+
+    :returns: number of tokens, a multiple of ``unit`` and at most ``limit``.
+    """
 
     def num_blocks(units: int) -> int:
         return sum(len(geometry.offloaded_blocks(units * unit, start)) for geometry in geometries)
@@ -105,7 +114,7 @@ def longest_that_fits(geometries: Sequence[GroupGeometry], unit: int, start: int
 
 
 class _WindowRun:
-    """The lowest contiguous run of a window group's blocks that were looked up and found. It only moves downward."""
+    """Search state of a window group: the contiguous blocks found last. The search only moves to earlier tokens."""
 
     def __init__(self, group: GroupBlocks, unit: int, start: int) -> None:
         self._group = group
@@ -114,7 +123,10 @@ class _WindowRun:
         self._first = len(group.keys)
 
     def longest(self, length: int) -> int:
-        """Return the longest length up to ``length`` whose window was found. Lengths up to the start need no block."""
+        """Return the longest prefix of at most ``length`` tokens whose window blocks are found, in tokens.
+
+        A prefix that does not exceed ``start`` needs no block.
+        """
         geometry, keys, is_there, _ = self._group
         while length > self._start:
             needed = geometry.offloaded_blocks(length, self._start)

@@ -41,52 +41,52 @@ from persistkv.connector.matching import GroupBlocks, GroupGeometry, longest_mat
 from persistkv.errors import ConfigurationError
 
 BlockTable = Sequence[int | None]
-"""A request's device blocks of one group in order, from its first token on. None: the engine has no block there,
-because the block has left a sliding window."""
+"""Device block numbers of one request and one KV cache group, from the request's first token on. None: the engine has
+no block at this position, because it has left the sliding window."""
 
 
 class _Offer(NamedTuple):
-    """Offloaded blocks of one group that could be stored."""
+    """Full offloaded blocks of one KV cache group to offer to the manager for storing."""
 
     keys: Sequence[OffloadKey]
     positions: Sequence[int]
-    """Index of each block among the group's offloaded blocks; ascending."""
+    """For each key, the index of its block among the group's offloaded blocks of the request; ascending."""
 
     def front_half(self) -> _Offer:
-        """Return the first half, rounded down."""
+        """Return an offer of the first half of the blocks, rounded down."""
         half = len(self.keys) // 2
         return _Offer(self.keys[:half], self.positions[:half])
 
     def only(self, wanted: Collection[OffloadKey]) -> _Offer:
-        """Return the blocks whose keys are in ``wanted``."""
+        """Return an offer of the blocks whose keys are in ``wanted``."""
         kept = [(key, position) for key, position in zip(*self, strict=True) if key in wanted]
         return _Offer([key for key, _ in kept], [position for _, position in kept])
 
 
 @dataclass
 class _Request:
-    """One request, from ``on_new_request`` until its last transfer ended."""
+    """State of one request, from ``on_new_request`` until it is finished and its last transfer has ended."""
 
     geometries: Sequence[GroupGeometry]
     context: ReqContext
     description: RequestDescription
     policy: OffloadPolicy
     stores: bool
-    """Whether its blocks are stored. If not, the manager does not get the description, so that no context is kept."""
+    """Whether its blocks are stored. If False, the manager gets no description, so that no context is kept."""
     block_tables: Sequence[BlockTable] = ()
-    """For each group, the device blocks of the context; set by ``set_tables``."""
+    """For each group, the request's device blocks, as the engine last reported them."""
     next_store: list[int] = field(default_factory=list)
     """For each group, the index of the first offloaded block that was not offered to the manager yet."""
     num_local_tokens: int = 0
-    """Tokens that the engine had on the device at its last call of ``get_num_new_matched_tokens``."""
+    """Number of leading tokens that were on the device at the last call of ``get_num_new_matched_tokens``."""
     num_external_tokens: int = 0
-    """Tokens after the local ones that are being loaded, or were loaded."""
+    """Number of tokens after the local ones that are being loaded or were loaded."""
     num_computed_tokens: int = 0
-    """Tokens whose KV is in the device blocks."""
+    """Number of leading tokens whose KV is in the device blocks."""
     promoted: set[OffloadKey] = field(default_factory=set)
     """Blocks that were not ready at their first lookup, and so were promoted from a secondary tier."""
     jobs: set[int] = field(default_factory=set)
-    """Transfers in flight."""
+    """Ids of the request's transfers in flight."""
     gave_up_waiting: bool = False
     finished: bool = False
 
@@ -96,16 +96,19 @@ class _Request:
 
     @property
     def num_matched_tokens(self) -> int:
-        """Tokens that are on the device once the load has ended."""
+        """Number of leading tokens that are on the device once the load has ended."""
         return self.num_local_tokens + self.num_external_tokens
 
     @property
     def external_keys(self) -> list[OffloadKey]:
-        """Keys of the offloaded blocks to load, in order of groups."""
+        """Keys of the offloaded blocks to load, one KV cache group after the other."""
         return self.keys(self.num_local_tokens, self.num_matched_tokens)
 
     def keys(self, start: int, stop: int) -> list[OffloadKey]:
-        """Return the keys of the offloaded blocks that tokens up to ``stop`` need from ``start`` on."""
+        """Return the keys of offloaded blocks that are needed if tokens ``start`` to ``stop - 1`` are loaded.
+
+        Of a sliding-window group, these are only the blocks in the window that ends at ``stop``.
+        """
         needed: list[OffloadKey] = []
         for chain, geometry in zip(self.description.group_keys, self.geometries, strict=True):
             blocks = geometry.offloaded_blocks(stop, start)
@@ -113,9 +116,9 @@ class _Request:
         return needed
 
     def check_tables(self, tables: Sequence[BlockTable], num_tokens: int) -> None:
-        """Check that block tables cover ``num_tokens``.
+        """Check that there is one block table per group, and that each covers ``num_tokens`` tokens.
 
-        :raises ValueError: if they do not.
+        :raises ValueError: one of these conditions is not met.
         """
         if len(tables) != len(self.geometries):
             raise ValueError(f"{len(tables)} block tables for {len(self.geometries)} KV cache groups")
@@ -124,7 +127,7 @@ class _Request:
                 raise ValueError(f"group {group}: {len(table)} device blocks do not cover {num_tokens} tokens")
 
     def group_without_blocks(self, tables: Sequence[BlockTable], stop: int) -> int | None:
-        """Return the first group whose table lacks a block that tokens up to ``stop`` need after the local ones."""
+        """Return the first group whose table lacks a block that a load up to token ``stop`` fills; None: no group."""
         for group, (table, geometry) in enumerate(zip(tables, self.geometries, strict=True)):
             needed = geometry.device_blocks(stop, self.num_local_tokens)
             if None in table[needed.start : needed.stop]:
@@ -132,14 +135,14 @@ class _Request:
         return None
 
     def skip_stores(self, num_held_tokens: int) -> None:
-        """If the policy is block-level, offer only the blocks after the first ``num_held_tokens``."""
+        """Do not offer blocks of the first ``num_held_tokens`` for storing, unless the policy is request-level."""
         if self.policy is OffloadPolicy.BLOCK_LEVEL:
             self.next_store = [num_held_tokens // geometry.offloaded_tokens for geometry in self.geometries]
 
     def load_target(self) -> GPULoadStoreSpec:
-        """Return the device blocks to load; of a sliding-window group, only the blocks in the window.
+        """Return the device blocks to load into; of a sliding-window group, only the blocks in the window.
 
-        The first of them may start within an offloaded block.
+        The first device block of a group need not be the first one of an offloaded block.
         """
         block_ids: list[int] = []
         sizes, indices = [], []
@@ -152,10 +155,10 @@ class _Request:
         return GPULoadStoreSpec(block_ids, sizes, indices)
 
     def num_promoted_tokens(self) -> int:
-        """Return how many external tokens were promoted from a secondary tier.
+        """Return how many tokens of the load were promoted from a secondary tier.
 
-        The first full-attention group is counted. If there is none, a window group is: the state of its first block
-        then counts for the tokens before the window.
+        Counts the blocks of the first full-attention group. If there is none, it counts the first group, whose tokens
+        before the sliding window count as promoted if the first loaded block was promoted.
         """
         full = (group for group, geometry in enumerate(self.geometries) if geometry.spec.sliding_window is None)
         group = next(full, 0)
@@ -187,9 +190,9 @@ class _Request:
         return offers
 
     def store_source(self, offers: Sequence[_Offer]) -> GPULoadStoreSpec:
-        """Return the device blocks of whole offloaded blocks.
+        """Return the device blocks of the offered blocks, as the source of a store.
 
-        Each group starts at a multiple of the factor and skips no device block of an offloaded block.
+        Each offloaded block is stored whole: all of its device blocks are included.
         """
         block_ids: list[int] = []
         sizes, indices = [], []
@@ -219,9 +222,8 @@ class OffloadingConnectorScheduler:
     :param manager: manager of the blocks; owned by the connector, which shuts it down.
     :param groups: the engine's KV cache groups in order.
     :param block_size_factor: device blocks in one offloaded block.
-    :param max_load_blocks: offloaded blocks that one request may have in the primary tier, such as all its rows. It
-        matters for sliding windows: a length whose blocks do not fit at once is no match, and a context that does not
-        fit must be looked up at a shorter length from the start. None: no bound.
+    :param max_load_blocks: most offloaded blocks that one load may need at once, such as all rows of the primary tier.
+        Used only if there are sliding windows: then the match is limited to a prefix whose blocks fit. None: no limit.
     :raises ConfigurationError: if there is no group, or a number is not positive.
     """
 
@@ -259,10 +261,10 @@ class OffloadingConnectorScheduler:
         store: bool = True,
         pin: bool = False,
     ) -> ReqContext:
-        """Announce a request; the first call for each request.
+        """Announce a request. Must be the first call for each request.
 
         :param store: False: the request's blocks are looked up and loaded, but not stored.
-        :param pin: whether its stored context is neither evicted nor expires, until it is unpinned.
+        :param pin: True: the stored blocks of the request are neither evicted nor expire, until they are unpinned.
         :raises ValueError: a request of this id exists. A finished request exists until its transfers have ended.
         """
         if req_id in self._requests:
@@ -275,9 +277,9 @@ class OffloadingConnectorScheduler:
         return context
 
     def update_keys(self, req_id: str, group_idx: int, keys: Iterable[OffloadKey], num_tokens: int) -> None:
-        """Append the keys of a group's next offloaded blocks. Their tokens are known, but need not be computed.
+        """Append the keys of a group's next offloaded blocks. The KV of their tokens need not be computed yet.
 
-        :param num_tokens: tokens of the whole context now, including those of an unfinished block.
+        :param num_tokens: number of all tokens of the request now, including those of an unfinished block.
         """
         description = self._requests[req_id].description
         description.extend(group_idx, keys)
@@ -303,7 +305,7 @@ class OffloadingConnectorScheduler:
         return [geometry.device_blocks(start + num_external_tokens, start) for geometry in self._geometries]
 
     def give_up_waiting(self, req_id: str) -> None:
-        """Make ``get_num_new_matched_tokens`` count only ready blocks from now on, and never return None."""
+        """Make ``get_num_new_matched_tokens`` count only ready blocks of this request, and never return None."""
         state = self._requests[req_id]
         self.stats.late_lookups += not state.gave_up_waiting
         state.gave_up_waiting = True
@@ -343,7 +345,7 @@ class OffloadingConnectorScheduler:
     def update_computed_tokens(
         self, req_id: str, num_computed_tokens: int, device_block_ids: Sequence[BlockTable]
     ) -> None:
-        """Report that the KV of the first ``num_computed_tokens`` is in the device blocks (loads have ended).
+        """Report that the KV of the first ``num_computed_tokens`` tokens is in the device blocks (loads have ended).
 
         :param device_block_ids: for each group, the request's device blocks from its first token on; None if the
             group no longer has the block, or never had it: it is not stored.
@@ -393,7 +395,7 @@ class OffloadingConnectorScheduler:
         return output
 
     def take_events(self) -> list[OffloadingEvent]:
-        """End the step and return its events. Must be called once in each step."""
+        """End the engine step and return its events. Must be called once per engine step."""
         return list(self.manager.take_events())
 
     @property
@@ -406,10 +408,10 @@ class OffloadingConnectorScheduler:
         self.manager.shutdown()
 
     def _match(self, state: _Request, limit: int) -> int | None:
-        """Return the result of ``get_num_new_matched_tokens`` for tokens up to ``limit``.
+        """Return the result of ``get_num_new_matched_tokens``, for a prefix of at most ``limit`` tokens.
 
-        A block that is not ready yet does not end the search: so the manager sees all needed blocks in one step and
-        promotes them in one job.
+        A block that is not ready yet does not end the search, so that the manager sees all needed blocks in one step
+        and promotes them in one job.
         """
         local, waiting = state.num_local_tokens, set[OffloadKey]()
         lookup, context, waits = self.manager.lookup, state.context, not state.gave_up_waiting
@@ -441,7 +443,7 @@ class OffloadingConnectorScheduler:
         return matched - local
 
     def _prepare_load(self, state: _Request) -> LoadStoreSpec | None:
-        """Protect the blocks to load. If some were evicted since the match, retry once with the remaining blocks."""
+        """Protect the blocks to load from eviction. If some were evicted since the match, match again, once."""
         for _ in range(2):
             if not state.num_external_tokens:
                 return None
@@ -501,7 +503,7 @@ class OffloadingConnectorScheduler:
         return LoadProgress(True, num_tokens, result.num_bytes)
 
     def _release_if_done(self, state: _Request) -> None:
-        """End a finished request at the manager, after its last store was completed and cascaded."""
+        """If a request is finished and has no transfer left, end it at the manager and report it as released."""
         req_id = state.context.req_id
         if state.finished and not state.jobs and req_id not in self._to_plan:
             del self._requests[req_id]

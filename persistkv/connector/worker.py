@@ -13,7 +13,7 @@ HandlerEntry = tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler
 
 
 class OffloadingConnectorWorker:
-    """Passes each transfer to the handler of its direction. Called from one thread.
+    """Worker's side of the connector: passes each transfer to the handler of its direction. Called from one thread.
 
     A handler that raises affects no other transfer: the exception is logged, and the transfers concerned are reported
     as failed.
@@ -31,9 +31,9 @@ class OffloadingConnectorWorker:
         self._not_started: list[TransferResult] = []
 
     def start(self, metadata: ConnectorMetadata) -> None:
-        """Start the step's transfers, loads first: requests wait for them. Does not wait for their ends.
+        """Start the transfers of one step, loads first because requests wait for them. Does not wait for their ends.
 
-        :raises KeyError: a direction without a handler; nothing was started.
+        :raises KeyError: a transfer's direction has no handler; no transfer was started.
         """
         jobs = (*metadata.loads, *metadata.stores)
         handlers = [self._handlers[job.spec[0].medium(), job.spec[1].medium()] for job in jobs]
@@ -49,7 +49,7 @@ class OffloadingConnectorWorker:
     def get_finished(self) -> list[TransferResult]:
         """Return the transfers that ended since the last call, each once, including those that did not start.
 
-        If a handler raises, its transfers are awaited, so that none of them is still copying, and reported as failed.
+        If a handler raises, wait for its transfers to end, and report them as failed.
         """
         finished, self._not_started = self._not_started, []
         for handler, isolation in self._isolations.items():
@@ -75,7 +75,7 @@ class OffloadingConnectorWorker:
                 handler.wait(ids)
 
     def wait_all(self) -> None:
-        """Block until nothing is in flight."""
+        """Block until no transfer is in flight."""
         self.wait(list(self._owners))
 
     def shutdown(self) -> None:

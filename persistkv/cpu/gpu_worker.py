@@ -61,7 +61,7 @@ class CpuGpuOffloadingHandlers:
 
     :param kv_caches: the engine's tensors, and the tensors that each group uses.
     :param block_size_factor: GPU blocks in one offloaded block.
-    :param num_cpu_blocks: rows.
+    :param num_cpu_blocks: number of rows of the primary tier.
     :param mmap_region: memory of the rows; pinned here if the tensors are on a GPU. Without it, each tensor gets rows
         that are private to this process.
     :raises ConfigurationError: if the caches, the factor, the rows and the region do not fit each other.
@@ -98,9 +98,9 @@ class CpuGpuOffloadingHandlers:
 
 
 def copy_engine_class(device: torch.device) -> type[CopyEngine]:
-    """Return the strategy for tensors on a device.
+    """Return the copy engine class for tensors on a device.
 
-    :raises ConfigurationError: if the kind of device has none.
+    :raises ConfigurationError: there is none for this kind of device.
     """
     engines: dict[str, type[CopyEngine]] = {"cpu": CPUCopyEngine, "cuda": CUDACopyEngine}
     if device.type not in engines:

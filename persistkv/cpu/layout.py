@@ -22,14 +22,17 @@ IntArray = npt.NDArray[np.int64]
 
 
 def cell_bytes(kv_caches: CanonicalKVCaches, block_size_factor: int) -> int:
-    """Return the bytes of one worker's cell in a row, the ``cpu_page_size`` of a region."""
+    """Return the bytes of one worker's cell in a row, which is the ``cpu_page_size`` of ``SharedOffloadRegion``."""
     offsets = tensor_offsets(kv_caches, block_size_factor)
     sizes = [tensor.page_size_bytes * block_size_factor for tensor in kv_caches.tensors]
     return max(offset + size for offset, size in zip(offsets, sizes, strict=True))
 
 
 def tensor_offsets(kv_caches: CanonicalKVCaches, block_size_factor: int) -> list[int]:
-    """Return the offset of each tensor's pages in a cell: after earlier tensors that share a group with the tensor."""
+    """Return for each KV tensor the offset of its pages in a cell, in bytes.
+
+    A tensor follows the earlier tensors that share a KV cache group with it; other tensors may overlap it.
+    """
     check_kv_caches(kv_caches, block_size_factor)
     users = [{ref.tensor_idx for ref in refs} for refs in kv_caches.group_data_refs]
     ends = [0] * len(users)
@@ -45,7 +48,7 @@ def tensor_offsets(kv_caches: CanonicalKVCaches, block_size_factor: int) -> list
 def group_layouts(
     kv_caches: CanonicalKVCaches, block_size_factor: int, num_workers: int = 1
 ) -> tuple[GroupLayout, ...]:
-    """Return the bytes of a row that each KV cache group uses: its part of each page, in every worker's cell."""
+    """Return for each KV cache group the byte ranges of a row that its blocks use, in the cells of all workers."""
     cell = cell_bytes(kv_caches, block_size_factor)
     sizes = [tensor.page_size_bytes for tensor in kv_caches.tensors]
     offsets = tensor_offsets(kv_caches, block_size_factor)
@@ -62,7 +65,10 @@ def group_layouts(
 
 
 def check_kv_caches(kv_caches: CanonicalKVCaches, block_size_factor: int) -> None:
-    """Check that tensors are pages of bytes on one device, and that groups refer to them within bounds."""
+    """Check that the KV tensors are int8 pages on one device, and that each group refers to existing tensors and bytes.
+
+    :raises ConfigurationError: they are not; the error names the field.
+    """
     if block_size_factor <= 0:
         raise ConfigurationError("block_size_factor", block_size_factor, "a positive number of GPU blocks")
     if not kv_caches.tensors:
@@ -106,12 +112,12 @@ def _merged(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True)
 class KVMemory:
-    """The two sides of all transfers of one worker."""
+    """The memory that one worker copies between: pages of KV tensors and rows of the primary tier."""
 
     pages: tuple[torch.Tensor, ...]
-    """The engine's side, per KV tensor: int8, shape (num_gpu_blocks, page bytes), rows contiguous."""
+    """For each KV tensor, its pages: int8, shape (num_gpu_blocks, page bytes), rows contiguous."""
     rows: tuple[torch.Tensor, ...]
-    """The primary tier's side, per KV tensor: int8, shape (num_cpu_blocks, block_size_factor * page bytes)."""
+    """For each KV tensor, its part of all rows: int8, shape (num_cpu_blocks, block_size_factor * page bytes)."""
     block_size_factor: int
     """GPU blocks in one offloaded block."""
     rows_per_registration: int | None = None
@@ -120,15 +126,15 @@ class KVMemory:
 
 @dataclass(frozen=True)
 class PageCopies:
-    """Pages of one KV tensor and the sub-blocks that they are copied to or from, one to one."""
+    """Pages of one KV tensor, and for each page the place in a row (sub-block) that it is copied to or from."""
 
     tensor_idx: int
     page_bytes: int
     """Bytes to copy of each page, from its start."""
     blocks: IntArray
-    """Blocks of the KV tensor."""
+    """Numbers of the GPU blocks, which are row indices of the KV tensor."""
     sub_blocks: IntArray
-    """Row times ``block_size_factor``, plus the position in the row."""
+    """For each GPU block, its place: row number times ``block_size_factor``, plus the position in the row."""
 
     @property
     def num_bytes(self) -> int:
@@ -138,13 +144,13 @@ class PageCopies:
 def plan_copies(
     gpu: GPULoadStoreSpec, cpu: BlockIDsLoadStoreSpec, kv_caches: CanonicalKVCaches, memory: KVMemory
 ) -> list[PageCopies]:
-    """Pair the GPU blocks of all groups with places in the rows.
+    """Plan a transfer: pair the GPU blocks of all groups with places in rows of the primary tier.
 
     A group uses as many rows as its blocks need. Its first block is paired with sub-block
     ``block_indices % block_size_factor`` of its first row. The rows of group 0 are first. Copies of several groups with
     the same tensor and page size are merged.
 
-    :raises ValueError: if groups, rows or numbers of blocks do not fit the caches.
+    :raises ValueError: the number of groups or rows is wrong, or a row or GPU block does not exist.
     """
     if len(gpu.group_sizes) != len(kv_caches.group_data_refs):
         raise ValueError(f"{len(gpu.group_sizes)} groups in {gpu}, the caches have {len(kv_caches.group_data_refs)}")
@@ -175,7 +181,7 @@ def plan_copies(
 
 
 def row_addresses(ids: IntArray, tensor: torch.Tensor) -> IntArray:
-    """Return the addresses of rows of a tensor of bytes; there may be gaps between its rows.
+    """Return the memory addresses of rows of a byte tensor; there may be gaps between its rows.
 
     :raises ValueError: a row does not exist.
     """

@@ -40,7 +40,7 @@ class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
 
 
 class CPUOffloadingManager(OffloadingManager):
-    """Manager of the rows of the primary tier. A call that raises changes nothing.
+    """Allocates and evicts the rows of the primary tier. A call that raises changes nothing.
 
     :param num_blocks: number of rows.
     :param cache_policy: ``lru``, ``arc``, or the name of an installed policy.
@@ -73,21 +73,21 @@ class CPUOffloadingManager(OffloadingManager):
         return key in self._rows and key not in self._being_written and key not in self._earlier
 
     def num_free_or_evictable(self) -> int:
-        """Return the exact number of rows that ``prepare_store`` could allocate now, in O(1).
+        """Return the number of rows that ``prepare_store`` could allocate now, if it gets no keys of held blocks.
 
-        Held blocks among its keys are not evicted for it and reduce this number.
+        Each evictable held block among its keys reduces the number by one, because it is not evicted for the others.
         """
         return len(self._free) + self._num_evictable
 
     def num_evictable_of(self, keys: Sequence[OffloadKey]) -> int:
-        """Return how many of these distinct blocks are held and unprotected."""
+        """Return how many of these distinct blocks are held and may be evicted."""
         rows, refs = self._rows, self._refs
         return sum(not refs[rows[key]] for key in keys if key in rows)
 
     def get_block_id(self, key: OffloadKey, req_context: ReqContext) -> int:
-        """Return the row of a held block, which may still be being written.
+        """Return the row number of a held block. The block may not be readable yet.
 
-        :raises KeyError: if the block is not held.
+        :raises KeyError: the block is not held.
         """
         return self._rows_of((key,))[0]
 
@@ -187,7 +187,7 @@ class CPUOffloadingManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def reset_cache(self, weights_changed: bool = True) -> None:
-        """Forget all blocks. Rows that jobs use become free when those jobs are completed with their keys, as usual."""
+        """Forget all blocks. A row that a job uses becomes free when the job is completed with its keys, as usual."""
         refs, rows, earlier = self._refs, self._rows, self._earlier
         self._record([key for key, row in rows.items() if refs[row] >= 0 and key not in earlier], removed=True)
         self._rows = {key: row for key, row in rows.items() if refs[row]}
@@ -197,7 +197,11 @@ class CPUOffloadingManager(OffloadingManager):
         self._free = [row for row in range(self.num_blocks - 1, -1, -1) if not refs[row]]
 
     def _rows_of(self, keys: Sequence[OffloadKey], *, earlier: bool = False) -> list[int]:
-        """:param earlier: whether blocks of an earlier epoch count as held."""
+        """Return the row numbers of blocks, in the order of ``keys``.
+
+        :param earlier: whether blocks from before the last ``reset_cache`` count as held.
+        :raises KeyError: a block is not held.
+        """
         try:
             if self._earlier and not earlier and not self._earlier.isdisjoint(keys):
                 raise KeyError(next(key for key in keys if key in self._earlier))
@@ -206,14 +210,14 @@ class CPUOffloadingManager(OffloadingManager):
             raise KeyError(f"block {error.args[0].hex()} is not held") from None
 
     def _free_earlier(self, unused: Collection[OffloadKey]) -> list[OffloadKey]:
-        """Free the rows of blocks of an earlier epoch whose jobs have ended; return these blocks."""
+        """Free the rows of those blocks in ``unused`` that date from before a ``reset_cache``; return these blocks."""
         ended = [key for key in unused if key in self._earlier] if self._earlier else []
         self._free.extend(map(self._rows.pop, ended))
         self._earlier.difference_update(ended)
         return ended
 
     def _evict(self, count: int, spared: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Free ``count`` rows, except those of ``spared``. The caller has checked that there are enough."""
+        """Evict ``count`` blocks, none of ``spared``, and return their keys. There must be enough evictable blocks."""
         refs, held = self._refs, self._rows
         for key in spared:
             refs[held[key]] = 1
@@ -235,7 +239,7 @@ class CPUOffloadingManager(OffloadingManager):
 
 
 class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
-    """Manager of a region's rows, the tier in front of all others.
+    """Manager of the primary tier: allocates and evicts the rows of a shared memory region.
 
     A cascade to a secondary tier reads rows (``prepare_read``), a promotion writes them (``prepare_write``).
 

@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 
 def region_path(instance_id: str, directory: str = SHARED_MEMORY_DIRECTORY) -> str:
-    """Return the path of an instance's region.
+    """Return the path of the shared memory file of the engine ``instance_id``.
 
-    :raises ConfigurationError: if the instance's name cannot be part of a file name.
+    :raises ConfigurationError: ``instance_id`` cannot be part of a file name.
     """
     if not instance_id or "/" in instance_id or "\0" in instance_id:
         raise ConfigurationError("instance_id", instance_id, "a name without '/' that is not empty")
@@ -41,9 +41,9 @@ def region_path(instance_id: str, directory: str = SHARED_MEMORY_DIRECTORY) -> s
 
 
 def remove_leftover_regions(directory: str = SHARED_MEMORY_DIRECTORY) -> list[str]:
-    """Unlink the regions that killed processes left. Regions in use and regions of other users are kept.
+    """Delete the shared memory files that killed engines left. Files in use and files of other users are kept.
 
-    :returns: the removed paths.
+    :returns: the paths of the deleted files.
     """
     return [str(path) for path in sorted(Path(directory).glob(f"{_PREFIX}*{_SUFFIX}")) if _remove_leftover(str(path))]
 
@@ -97,7 +97,10 @@ class RegionFile:
 
     @classmethod
     def _create_or_attach(cls, path: str, size: int) -> RegionFile | None:
-        """Return None if the file is not ready, or was a leftover and has been removed: then the caller retries."""
+        """Try once to create or attach to the file. Return None if the caller must retry.
+
+        It must if the file is not ready, or was a leftover and has been removed.
+        """
         created = True
         try:
             lock_fd = os.open(path, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)

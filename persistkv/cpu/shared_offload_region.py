@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def row_stride_bytes(num_workers: int, cpu_page_size: int) -> int:
-    """Bytes from one row to the next: the cells of all workers, rounded up to 4 KiB."""
+    """Return the bytes of one row: ``cpu_page_size`` bytes per worker, rounded up to a multiple of 4 KiB."""
     return -(-num_workers * cpu_page_size // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -34,24 +34,25 @@ class CudaRuntime(Protocol):
 
 
 class SharedOffloadRegion:
-    """Rows of shared memory. A row is one offloaded block; each worker has a cell of ``cpu_page_size`` bytes in it.
+    """Shared memory of the primary tier: a memory-mapped file of rows, one row per offloaded block.
 
-    The first process creates and allocates the file, the others attach; see ``RegionFile``. Not thread-safe, but rows
-    may be read and written from any thread. If construction fails, the file and the mapping are released. After
-    ``cleanup``, the descriptor, the address and new views raise RegionError.
+    Each worker (rank) owns one cell of ``cpu_page_size`` bytes in every row. The first process creates and allocates
+    the file, the others attach; see ``RegionFile``. The methods are not thread-safe; the rows may be read and written
+    from any thread. If construction fails, the file and the mapping are released. After ``cleanup``, ``fd``,
+    ``address`` and the methods that create views raise RegionError.
 
-    :param instance_id: the same in all processes of one engine; part of the file's name.
+    :param instance_id: name of the engine, the same in all of its processes; part of the file's name.
     :param total_size_bytes: must be ``num_blocks`` rows of ``row_stride_bytes(num_workers, cpu_page_size)``.
     :param rank: number of this worker, 0 to ``num_workers - 1``; None for the scheduler, which has no cell.
     :param cpu_page_size: bytes of one worker's cell.
     :param directory: directory of the file, on a tmpfs.
     :param timeout_s: seconds to wait for the process that creates the file.
-    :raises ConfigurationError: if the numbers do not agree, or there is too little shared memory.
-    :raises RegionError: if the file did not become ready in time or cannot be opened.
+    :raises ConfigurationError: a number is out of range or does not agree with the others, or shared memory is short.
+    :raises RegionError: the file did not become ready within ``timeout_s`` or cannot be opened.
     """
 
     registration_bytes: ClassVar[int] = 1 << 30  # 1 GiB
-    """Bound on the bytes that one call registers with CUDA: drivers refuse or stall on hundreds of GiB at once."""
+    """Most bytes to register with CUDA in one call: drivers refuse or stall on hundreds of GiB at once."""
 
     def __init__(
         self,
@@ -100,8 +101,9 @@ class SharedOffloadRegion:
 
     @property
     def fd(self) -> int:
-        """Descriptor of the file, for another process that maps it. It carries no lock, so a process that inherits it
-        does not make a leftover look like a region in use.
+        """Descriptor of the file, to be passed to another process that maps it.
+
+        It holds no lock: only processes that opened the region themselves mark the file as in use.
         """
         if self._file is None:
             raise RegionError(f"{self.mmap_path} was cleaned up")
@@ -126,8 +128,7 @@ class SharedOffloadRegion:
         """Reserve the next ``page_size`` bytes of this worker's cell in every row.
 
         :returns: int8, shape (num_blocks, page_size), strides (row_stride, 1).
-        :raises ConfigurationError: if the cell has fewer bytes left, or the region has no cell for this process;
-            nothing is reserved then.
+        :raises ConfigurationError: the cell has fewer bytes left, or ``rank`` is None (no cell); nothing was reserved.
         """
         rows = self._mapped()[1]
         if self.rank is None:
@@ -179,10 +180,10 @@ class SharedOffloadRegion:
         return True
 
     def cleanup(self) -> None:
-        """Unpin, drop the region's tensor, unmap, and release the file, which the last process removes. Idempotent.
+        """Unpin and unmap the memory, and release the file. The last process to do so deletes the file. Idempotent.
 
-        All users of the rows must have ended before. If a tensor or view of the rows still exists, the memory stays
-        mapped until it is deleted, and a warning is logged.
+        All reads and writes of rows must have ended before. If a tensor or view of the rows still exists, a warning is
+        logged, and the memory stays mapped until that object is deleted.
         """
         self._unpin()
         self._rows = None
@@ -197,7 +198,7 @@ class SharedOffloadRegion:
             self._file = None
 
     def _unpin(self) -> None:
-        """Unregister all ranges, the last one first. A failure is logged and does not affect the others."""
+        """Unregister all ranges from CUDA, the last one first. If one fails, log it and continue with the others."""
         failed = False
         while self._pinned and self._cuda is not None:
             address = self._pinned.pop()
@@ -214,7 +215,7 @@ class SharedOffloadRegion:
 
 
 def _clear_cuda_error() -> None:
-    """Consume the error of a refused call, which CUDA would report again at this thread's next kernel launch."""
+    """Clear the error of a failed CUDA call. Otherwise CUDA reports it again at this thread's next kernel launch."""
     if not torch.cuda.is_available():
         return
     try:

@@ -33,7 +33,7 @@ class CPUOffloadingOptions(msgspec.Struct, frozen=True, kw_only=True):
     cpu_bytes_to_use: int | str
     """Size of the primary tier for all workers together, such as ``100GiB``."""
     block_size: int | None = None
-    """Tokens in an offloaded block, a multiple of the GPU's; by default the GPU's."""
+    """Tokens in an offloaded block, a multiple of the GPU block size. None: the GPU block size."""
     eviction_policy: str = "lru"
     """``lru``, ``arc``, or the name of an installed policy."""
     enable_events: bool = False
@@ -66,7 +66,7 @@ class WorkerGeometry:
 
 @dataclass(kw_only=True)
 class CPUOffloadingSpec(OffloadingSpec):
-    """Manager, region and handlers that fit each other, each created on first use.
+    """Builds the primary tier: manager, shared memory region and handlers, each created on first use.
 
     :raises ConfigurationError: at construction, naming the invalid field of ``extra_config``.
     """

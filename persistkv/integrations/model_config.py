@@ -23,7 +23,7 @@ _QUANTIZATION = "quantization_config"  # kept whole: a dtype in it is not that o
 
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration and its nested ones as JSON values, without fields proven not to affect KV bytes."""
+    """Convert a configuration and its nested ones to JSON values, without fields proven not to affect KV bytes."""
     return {
         name: plain_config(item) if name.endswith(_PART) and name != _QUANTIZATION and item else plain(item)
         for name, item in config.items()

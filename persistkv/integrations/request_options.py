@@ -14,8 +14,9 @@ REQUEST_PARAMETER = "persistkv"
 
 
 class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``kv_transfer_params={"persistkv": {"store": false}}``; ``{"persistkv": false}`` sets ``store`` and ``load`` to
-    false.
+    """Options that one request passes as ``kv_transfer_params={"persistkv": {"store": false}}``.
+
+    ``{"persistkv": false}`` sets ``store`` and ``load`` to false.
     """
 
     store: bool = True
@@ -23,13 +24,13 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load: bool = True
     """Whether stored KV may be loaded for the request."""
     labels: dict[str, str] = {}
-    """Stored with the context and shown by ``persistkv ls``."""
+    """Names and values that are stored with the request's context and shown by ``persistkv ls``."""
     pin: bool = False
     """Whether the stored context is kept until ``persistkv unpin``: it is neither evicted nor does it expire."""
 
     @classmethod
     def parse(cls, parameters: Mapping[str, Any] | None) -> RequestOptions:
-        """Return the options in ``kv_transfer_params``.
+        """Return the options in ``kv_transfer_params``; the defaults if it has none.
 
         :raises ConfigurationError: they are invalid.
         """

@@ -45,7 +45,7 @@ def map_shared(files: Sequence[tuple[int, int]], alignment: int) -> int:
 
 
 def unmap(address: int, num_bytes: int) -> None:
-    """Unmap memory."""
+    """Unmap ``num_bytes`` bytes of memory at ``address``."""
     _libc().munmap(address, num_bytes)
 
 

@@ -49,7 +49,7 @@ def use_huge_pages(fds: Sequence[int], num_bytes: int, *, threads: int = _MAX_TH
 
 
 def collapse(address: int, num_bytes: int, *, threads: int = _MAX_THREADS) -> bool:
-    """As ``use_huge_pages``, for mapped memory: the page table of this process then has one entry per huge page, too.
+    """Move mapped memory into huge pages, as ``use_huge_pages`` does for files; also in this process's page table.
 
     :param address: a multiple of ``HUGE_PAGE_BYTES``. A last part that is smaller than a huge page is unchanged.
     """

@@ -1,4 +1,4 @@
-"""Rows of the primary tier as storage uses them: gather blocks, scatter blocks, and views for direct reads."""
+"""Access to the primary tier's rows for storage: gather blocks, scatter blocks, and views for direct I/O."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ ByteArray = npt.NDArray[np.uint8]
 
 
 class Rows:
-    """Shared byte array of shape (num_blocks, row_stride), and the layout of its rows.
+    """Memory of the primary tier as a byte array of shape (num_blocks, row_stride); row i holds block i.
 
-    Holds a reference to its buffer: drop this object before the mapping is closed.
+    Holds a reference to its buffer: delete this object before the memory is unmapped.
     """
 
     def __init__(self, buffer: memoryview, layout: RowLayout) -> None:
         """Wrap a writable, contiguous buffer.
 
-        :raises ValueError: its size is not a multiple of the row stride.
+        :param layout: the row stride, and the byte ranges of a row that each KV cache group uses.
+        :raises ValueError: the buffer's size is not a multiple of the row stride.
         """
         flat = np.frombuffer(buffer, dtype=np.uint8)
         if flat.size % layout.row_stride:
@@ -35,21 +36,22 @@ class Rows:
         return len(self.array)
 
     def check(self, block_ids: Sequence[int]) -> None:
-        """Check that rows exist.
+        """Raise ValueError unless each of these row numbers is in the array.
 
-        :raises ValueError: with the lowest and highest row, if one of them does not exist.
+        :raises ValueError: a row does not exist. The message names the lowest and the highest of ``block_ids``.
         """
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < len(self):
             raise ValueError(f"rows {min(block_ids)} to {max(block_ids)} do not exist: there are {len(self)} rows")
 
     def places(self, group: int, block_id: int) -> list[memoryview]:
-        """Return writable views of the valid byte ranges of one block of the group, in order."""
+        """Return writable views of the bytes that a block of the group uses in row ``block_id``, in ascending order."""
         base = block_id * self.layout.row_stride
         return [self._flat[base + offset : base + offset + size] for offset, size in self.layout.groups[group].ranges]
 
     def pieces(self, group: int, block_ids: Sequence[int]) -> list[memoryview]:
-        """Return writable views of the valid byte ranges of blocks, in order. If whole rows are valid, consecutive rows
-        are one view.
+        """Return writable views of the bytes that blocks of the group use in their rows, in the order of ``block_ids``.
+
+        If a block uses its whole row, consecutive rows are returned as one view.
         """
         layout, stride = self.layout.groups[group], self.layout.row_stride
         if layout.ranges == ((0, stride),):
@@ -57,8 +59,10 @@ class Rows:
         return [place for block_id in block_ids for place in self.places(group, block_id)]
 
     def gather(self, group: int, block_ids: Sequence[int]) -> ByteArray:
-        """Return blocks as an array of shape (n, block_bytes): a view if they are consecutive rows of one range, else a
-        copy.
+        """Return blocks of the group as an array of shape (len(block_ids), block_bytes).
+
+        It is a view if the group uses one byte range of a row, and the blocks are one block or consecutive whole
+        rows. Otherwise it is a copy.
         """
         layout = self.layout.groups[group]
         first, count = block_ids[0], len(block_ids)
@@ -72,7 +76,7 @@ class Rows:
         return np.concatenate([self.array[ids, start : start + size] for start, size in layout.ranges], axis=1)
 
     def scatter(self, group: int, block_ids: Sequence[int], blocks: ByteArray) -> None:
-        """Write blocks, an array of shape (n, block_bytes), into rows."""
+        """Copy ``blocks``, an array of shape (len(block_ids), block_bytes), into the rows ``block_ids``."""
         ids = np.asarray(block_ids)
         start = 0
         for offset, size in self.layout.groups[group].ranges:
@@ -81,7 +85,7 @@ class Rows:
 
 
 def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (first, end) of each run of consecutive numbers. ``numbers`` must not be empty."""
+    """Return (first, last + 1) of each run of consecutive ascending numbers. ``numbers`` must not be empty."""
     found: list[tuple[int, int]] = []
     first = end = numbers[0]
     for number in numbers:
@@ -99,35 +103,35 @@ def _consecutive(block_ids: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """Block source of packs that are written straight from rows of the primary tier."""
+    """Blocks to be written to a pack directly from rows of the primary tier."""
 
     rows: Rows
     group: int
     block_ids: Sequence[int]
 
     def gather(self, start: int, stop: int) -> ByteArray:
-        """Return blocks ``start`` to ``stop``."""
+        """Return blocks ``start`` to ``stop - 1`` of ``block_ids`` as an array of shape (stop - start, block_bytes)."""
         return self.rows.gather(self.group, self.block_ids[start:stop])
 
     def pieces(self, start: int, stop: int) -> list[memoryview]:
-        """Return views of the same bytes; never a copy."""
+        """Return the bytes of blocks ``start`` to ``stop - 1`` as views of the rows, without a copy."""
         return self.rows.pieces(self.group, self.block_ids[start:stop])
 
 
 @dataclass(frozen=True)
 class StagedBlocks:
-    """Block source of copies, in runs of one or more blocks."""
+    """Blocks to be written to a pack from copies in memory, in arrays of one or more blocks each."""
 
     runs: Sequence[ByteArray]
-    """Each of shape (n, block_bytes)."""
+    """The arrays in order, each of shape (number of blocks, block_bytes)."""
 
     def gather(self, start: int, stop: int) -> ByteArray:
-        """Return blocks ``start`` to ``stop``, counted over all runs."""
+        """Return blocks ``start`` to ``stop - 1``, numbered over all arrays, with shape (stop - start, block_bytes)."""
         parts = self._parts(start, stop)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def pieces(self, start: int, stop: int) -> list[memoryview]:
-        """Return views of the same bytes; never a copy."""
+        """Return the bytes of blocks ``start`` to ``stop - 1`` as views of the arrays, without a copy."""
         return [part.data.cast("B") for part in self._parts(start, stop)]
 
     def _parts(self, start: int, stop: int) -> list[ByteArray]:

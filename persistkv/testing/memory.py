@@ -29,7 +29,7 @@ class MemoryOptions(msgspec.Struct, frozen=True):
 
 
 class MemoryRows(Rows):
-    """Sorted tables. Tests can damage stored data through ``put``."""
+    """Tables of rows in memory, sorted by key. Tests can damage stored data through ``put``."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -72,7 +72,7 @@ class MemoryRows(Rows):
 
 
 class MemoryBackend(RowBackend):
-    """The driver."""
+    """Storage driver that keeps all data in this process's memory."""
 
     capabilities = Capabilities(persistent=False, shared=False)
     status_interval_s: float | None = None

@@ -51,7 +51,7 @@ class FailingSource(ArraySource):
 
 
 def sample_keys(seed: int, count: int, *, group: int = 0, hash_bytes: int = 32) -> list[bytes]:
-    """Return keys of one group."""
+    """Return ``count`` offload keys of one KV cache group, generated from the seed."""
     rng = np.random.default_rng(seed)
     return [make_offload_key(rng.bytes(hash_bytes), group) for _ in range(count)]
 

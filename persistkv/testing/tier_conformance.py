@@ -25,7 +25,7 @@ TIMEOUT_S = 90.0
 
 
 class TierRig:
-    """A tier and its primary tier rows."""
+    """A secondary tier under test, and the primary tier's rows that it uses."""
 
     def __init__(self, tier: SecondaryTierManager, rows: npt.NDArray[np.uint8]) -> None:
         self.tier = tier
@@ -78,7 +78,7 @@ def block_bytes(rows: npt.NDArray[np.uint8], key: OffloadKey, row: int) -> bytes
 
 
 class SecondaryTierConformance(ABC):
-    """The tests. pytest runs them in a subclass whose name begins with ``Test``."""
+    """Tests of the contract of a secondary tier. pytest runs them in a subclass whose name begins with ``Test``."""
 
     num_blocks = 16
     """Number of blocks that the tier must be able to hold."""

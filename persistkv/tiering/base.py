@@ -16,7 +16,7 @@ from persistkv.config import OffloadingConfig
 
 @dataclass(frozen=True)
 class JobMetadata:
-    """Blocks to copy between rows and a tier, in one job."""
+    """A job of a secondary tier: blocks to copy between rows of the primary tier and the tier."""
 
     job_id: int
     """Unique within the manager."""
@@ -32,17 +32,17 @@ class JobMetadata:
 
 @dataclass(frozen=True)
 class JobResult:
-    """End of a job: the tier no longer uses its rows."""
+    """Result of a job. The tier no longer uses the rows of the job."""
 
     job_id: int
     success: bool
     """Store: the tier accepted the blocks, durable or not. Load: the rows are filled."""
     failed_keys: Collection[OffloadKey] = ()
-    """Exceptions to ``success``. Without ``success`` all keys have failed."""
+    """Keys that failed although ``success`` is True. If ``success`` is False, all keys have failed."""
     num_bytes: int = field(default=0, compare=False)
     """Raw bytes that were copied; 0 if the tier does not count them."""
     seconds: float = field(default=0.0, compare=False)
-    """From the submission to the end; 0 if the tier does not measure it."""
+    """Seconds from the submission to the end of the job; 0 if the tier does not measure it."""
 
 
 class SecondaryTierManager(ABC):
@@ -72,36 +72,37 @@ class SecondaryTierManager(ABC):
     @staticmethod
     @abstractmethod
     def get_tier_type() -> str:
-        """The name that configurations and metrics use."""
+        """Return the name of the tier type in configurations and metrics."""
 
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """Return whether a load of the block may succeed; None: retry in a later step. Must take about 1 µs."""
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:
-        """Return the number of keys before the first that is not held: ``lookup`` for many keys."""
+        """Return the number of keys before the first one for which ``lookup`` does not return True."""
         return sum(1 for _ in takewhile(lambda key: self.lookup(key, req_context), keys))
 
     @abstractmethod
     def submit_store(self, job_metadata: JobMetadata) -> None:
-        """Start to store the blocks in rows. Failures of the medium are reported in the result."""
+        """Start to store the blocks that are in the job's rows. Failures of the medium are reported in the result."""
 
     @abstractmethod
     def submit_load(self, job_metadata: JobMetadata) -> None:
-        """Start to fill rows. Failures of the medium are reported in the result; the content of a failed key's row is
-        undefined.
+        """Start to load the job's blocks into its rows. Failures of the medium are reported in the result.
+
+        The content of a failed key's row is undefined.
         """
 
     @abstractmethod
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Return the jobs that ended since the last call, each once. Called in each step, and before stores."""
+        """Return results of the jobs that ended since the last call, once each. Called each step and before stores."""
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:  # noqa: B027
         """Count a use of the blocks; keys that are not held are ignored."""
 
     @abstractmethod
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Announce a request, once and before its first lookup; return which of its blocks the tier receives."""
+        """Announce a request, once and before its first lookup; return which of its blocks the tier is to store."""
 
     def on_request_finished(self, req_context: ReqContext) -> None:  # noqa: B027
         """End a request, once, after its last store was submitted."""
@@ -111,10 +112,10 @@ class SecondaryTierManager(ABC):
         return ()
 
     def reset_cache(self, weights_changed: bool) -> None:  # noqa: B027
-        """Process a reset of the engine's cache. With changed weights, all blocks held are misses from now on."""
+        """Process a reset of the engine's cache. If the weights changed, all blocks held now must become misses."""
 
     def has_pending_work(self) -> bool:
-        """Return whether the engine should continue to take steps while no request runs."""
+        """Return whether the tier has work in progress that needs engine steps even if no request runs."""
         return False
 
     @abstractmethod

@@ -97,9 +97,9 @@ class ExampleSecondaryTier(SecondaryTierManager):
             self.completed_jobs.append(JobResult(job.job_id, True, failed))
 
     def _store(self, job: JobMetadata) -> list[OffloadKey]:
-        """Copy the blocks that are not held yet; a job evicts no block of its own.
+        """Copy the blocks that are not held yet. To make room, evict blocks of other jobs only.
 
-        :returns: keys without room.
+        :returns: keys of the blocks for which there was no room.
         """
         own = set(job.keys)
         declined = []
@@ -131,7 +131,7 @@ class ExampleSecondaryTier(SecondaryTierManager):
         return failed
 
     def _ranges(self, key: OffloadKey, row: int) -> list[memoryview]:
-        """Return the valid bytes of the block's row: those of its group."""
+        """Return writable views of the bytes that the block uses in its row, as given by its group's layout."""
         layout = self.config.layout
         ranges, base = layout.groups[get_offload_group_idx(key)].ranges, row * layout.row_stride
         return [self._flat[base + offset : base + offset + size] for offset, size in ranges]

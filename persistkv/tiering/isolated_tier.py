@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class IsolatedTier:
-    """One secondary tier. Each call logs an exception of the tier and returns the result of an empty tier.
+    """Wrapper of a secondary tier that catches its exceptions: it logs them and returns what an empty tier would.
 
     A tier is unusable, which means that it gets no lookups and no jobs,
 
@@ -42,7 +42,7 @@ class IsolatedTier:
             return False
 
     def num_held(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:
-        """Return how many of the first keys are held, or 0 if the tier has no faster way than single lookups."""
+        """Return how many of the first keys the tier holds; 0 if it has no faster way than single lookups."""
         if type(self.tier).lookup_prefix is SecondaryTierManager.lookup_prefix:
             return 0
         return self._attempt("lookup_prefix", "its blocks are misses", 0, self.tier.lookup_prefix, keys, req_context)
@@ -110,7 +110,7 @@ class IsolatedTier:
         return self._attempt("has_pending_work", "the tier is taken as idle", False, self.tier.has_pending_work)
 
     def shutdown(self, drain_s: float) -> None:
-        """Wait up to ``drain_s`` seconds for the tier's jobs, then end it."""
+        """Wait up to ``drain_s`` seconds for the tier's jobs, then shut the tier down."""
         with self._isolation.guard("drain_jobs", "shutting down without waiting for its jobs"):
             if not self.tier.drain_jobs(drain_s):
                 logger.warning("jobs of tier %s did not end within %.0f s", self.tier.get_tier_type(), drain_s)

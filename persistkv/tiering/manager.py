@@ -1,8 +1,8 @@
-"""One OffloadingManager for the primary tier and the secondary tiers behind it.
+"""The OffloadingManager that combines the primary tier with the secondary tiers behind it.
 
 1. A stored block cascades to every secondary tier. Each cascade holds its own reference on the row.
-2. A block that only a secondary tier holds is a *retry later* and is promoted: one job per tier and request, all groups
-   together, submitted at the end of the step (``take_events``).
+2. If only a secondary tier holds a block, its lookup returns None (retry later) and the block is promoted: one job per
+   tier and request, all groups together, submitted at the end of the step (``take_events``).
 3. A row is readable only after its promotion was verified. A failed promotion frees the row and is a miss for the
    requests that waited for it.
 4. Promoted rows stay referenced for the requests that waited for them until they are loaded, the request ends, or a
@@ -51,31 +51,34 @@ class TieringStats:
     """Totals since the manager was created, in blocks."""
 
     cascaded_blocks: int = 0
-    """Submitted to secondary tiers."""
+    """Blocks submitted to secondary tiers for storing; a block counts once per tier."""
     dropped_cascades: int = 0
-    """Not submitted, because cascades already held their share of the primary tier."""
+    """Blocks not submitted, because running cascades already used their share of the primary tier's rows."""
     failed_cascades: int = 0
-    """Submitted and not stored."""
+    """Blocks submitted to a secondary tier that failed to store them."""
     promoted_blocks: int = 0
-    """Loaded from a secondary tier and readable."""
+    """Blocks loaded from a secondary tier, which are readable in the primary tier."""
     failed_promotions: int = 0
-    """Submitted and not loaded."""
+    """Blocks whose load from a secondary tier failed."""
     declined_promotions: int = 0
-    """Not submitted, because the primary tier had no row for them."""
+    """Blocks not loaded from a secondary tier, because the primary tier had no row for them."""
     expired_holds: int = 0
-    """Promoted and not loaded by their request before the deadline."""
+    """Promoted blocks that the waiting request did not load within ``hold_s`` seconds."""
 
 
 @dataclass
 class _Promotion:
-    """Blocks of one tier that one request looked up in this step, all groups together."""
+    """Blocks to load from one secondary tier for one request, all KV cache groups together; not submitted yet."""
 
     context: ReqContext
     keys: dict[OffloadKey, None] = field(default_factory=dict)  # in the order of the lookups
     since: float = field(default_factory=time.monotonic)  # bounds the time that the promotion waits for rows
 
     def in_prefix_order(self) -> list[OffloadKey]:
-        """Return the keys by depth, groups interleaved: any first part of the list is a prefix of each group."""
+        """Return the keys sorted by their position in the request, KV cache groups interleaved.
+
+        If the list is cut, each group keeps a prefix. Without a description, the order of the lookups is kept.
+        """
         description = self.context.description
         if description is None:
             return list(self.keys)
@@ -84,40 +87,40 @@ class _Promotion:
 
 @dataclass
 class _Job:
-    """A job in flight in a secondary tier."""
+    """A store (cascade) or load (promotion) that was submitted to a secondary tier and has not finished."""
 
     tier: IsolatedTier
     keys: list[OffloadKey]
     is_promotion: bool
     context: ReqContext
     epoch: int
-    """Number of resets before its submission."""
+    """Number of cache resets before the job was submitted."""
 
 
 @dataclass
 class _Request:
-    """One request, from its announcement, first lookup or first store until its end has reached the tiers."""
+    """State of one request, from its first call until the tiers have received ``on_request_finished`` for it."""
 
     context: ReqContext
     request_level_tiers: list[IsolatedTier]
     storing: int = 0
-    """Blocks of the request that are being written to the primary tier."""
+    """Number of blocks of the request that are being written to the primary tier."""
     awaiting: set[OffloadKey] = field(default_factory=set)
-    """Blocks that the request offered while a promotion or another request was writing them. Its end reaches the tiers
-    after these blocks do."""
+    """Blocks that the request offered for storing while a promotion or another request was writing them. The tiers
+    receive these blocks before ``on_request_finished``."""
     finished: bool = False
     missed: set[OffloadKey] = field(default_factory=set)
     """Blocks whose promotion failed or found no row: misses for this request, so that it does not retry forever."""
     held: set[OffloadKey] = field(default_factory=set)
     """Promoted blocks that stay referenced until the request loads them."""
     held_until: float = 0.0
-    """Monotonic seconds."""
+    """Deadline for loading ``held``, in seconds of ``time.monotonic``."""
     received: dict[IsolatedTier, set[OffloadKey]] = field(default_factory=dict)
-    """Promoted blocks that a request-level tier received for the request before the request offered them."""
+    """For each request-level tier, promoted blocks that it received before the request offered them for storing."""
 
 
 class TieringOffloadingManager(OffloadingManager):
-    """Manager of all tiers; the module docstring lists its rules. Not thread-safe: called by the scheduler.
+    """Manager of the primary tier and all secondary tiers. Not thread-safe: called from the scheduler's thread.
 
     :param primary_tier: owned by the manager, which shuts it down last.
     :param secondary_tiers: in the order of lookups; owned by the manager. May be empty.
@@ -172,7 +175,7 @@ class TieringOffloadingManager(OffloadingManager):
         return self._lookup(key, req_context, None)
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """See ``OffloadingManager``. Probes each tier once, from the first block that the primary tier lacks."""
+        """See ``OffloadingManager``. Each secondary tier is probed once, for all keys after the first primary miss."""
         answers: list[bool | None] = []
         tier_of: dict[OffloadKey, IsolatedTier] | None = None
         for number, key in enumerate(keys):
@@ -262,7 +265,7 @@ class TieringOffloadingManager(OffloadingManager):
                 self._waiters.update((key, set()) for key in held)
 
     def _miss(self, keys: Iterable[OffloadKey]) -> None:
-        """Count blocks as misses of the requests that wait for them; the requests use the prefix before them."""
+        """Make lookups of these blocks return False for the requests that wait for them."""
         for key in keys:
             for req_id in self._waiters.pop(key, ()):
                 if request := self._requests.get(req_id):
@@ -302,7 +305,7 @@ class TieringOffloadingManager(OffloadingManager):
     # Storing
 
     def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """See ``OffloadingManager``. Rows of jobs that have ended since the last call are available."""
+        """See ``OffloadingManager``. Rows of tier jobs that have ended since the last poll can be allocated."""
         if self._jobs and (not self._polled or len(keys) > self.primary_tier.num_free_or_evictable()):
             self._poll()
         output = self.primary_tier.prepare_store(keys, req_context)
@@ -334,7 +337,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._settle((*written, *orphaned))
 
     def _settle(self, keys: Sequence[OffloadKey]) -> None:
-        """End the wait of requests for the writers of these blocks, successful or not."""
+        """Remove blocks that are no longer being written from ``_Request.awaiting``; end requests that are complete."""
         for key in keys if self._awaited else ():
             for req_id in self._awaited.pop(key, ()):
                 if request := self._requests.get(req_id):
@@ -342,7 +345,7 @@ class TieringOffloadingManager(OffloadingManager):
                     self._end_if_done(request)
 
     def _cascade(self, tier: IsolatedTier, ready: list[OffloadKey], req_context: ReqContext) -> bool:
-        """Submit readable blocks to a tier, unless its cascades hold their share of the rows.
+        """Submit readable blocks to a tier for storing, unless the tier's stores already use their share of the rows.
 
         :returns: whether the tier accepted the job.
         """
@@ -368,7 +371,7 @@ class TieringOffloadingManager(OffloadingManager):
         return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL if wants_all else OffloadPolicy.BLOCK_LEVEL)
 
     def _begin(self, req_context: ReqContext) -> _Request:
-        """Announce a request to the tiers, as their contract requires before its first lookup or job."""
+        """Create the state of a request, and announce the request to each tier before its first lookup or job there."""
         wanting = [tier for tier in self._tiers if tier.on_new_request(req_context) is OffloadPolicy.REQUEST_LEVEL]
         request = self._requests[req_context.req_id] = _Request(req_context, wanting)
         return request
@@ -421,9 +424,9 @@ class TieringOffloadingManager(OffloadingManager):
                 self._lose_promotions(tier)
 
     def _lose_promotions(self, tier: IsolatedTier) -> None:
-        """Stop waiting for the promotions of a tier that cannot be polled.
+        """Count the promotions of a tier that cannot be polled as misses of the requests that wait for them.
 
-        Their blocks are misses, and nothing is stored in their place: the tier may still write to the rows.
+        Their rows stay reserved, because the tier may still write to them.
         """
         for job in self._jobs.values():
             if job.tier is tier and job.is_promotion and job.epoch == self._epoch:
@@ -455,9 +458,13 @@ class TieringOffloadingManager(OffloadingManager):
         self._settle(job.keys)
 
     def _deliver(self, source: IsolatedTier, keys: Sequence[OffloadKey]) -> None:
-        """Reference promoted rows for the requests that wait for them, and submit the blocks to request-level tiers.
+        """Protect promoted blocks for the requests that wait for them, and pass the blocks to request-level tiers.
 
-        The tier that a block was loaded from receives it only if the request offered it.
+        A protected block stays in the primary tier until the request loads it or ends, or ``hold_s`` passes. A
+        request-level tier receives the blocks that the request has offered for storing and, if the request stores
+        blocks, those that it waits for. The tier that loaded the blocks receives only the offered ones.
+
+        :param source: tier that loaded the blocks.
         """
         waited: dict[str, set[OffloadKey]] = {}
         for key in keys:
@@ -492,7 +499,7 @@ class TieringOffloadingManager(OffloadingManager):
     # All tiers
 
     def has_pending_work(self) -> bool:
-        """Return whether the engine should continue to take steps while no request runs."""
+        """Return whether tiers have work in progress, so that the engine must take steps even if no request runs."""
         if self._pending or not (self._prewarming is None or self._prewarming.ended):
             return True
         if any(job.tier.is_usable for job in self._jobs.values()):
@@ -512,7 +519,7 @@ class TieringOffloadingManager(OffloadingManager):
             tier.reset_cache(weights_changed)
 
     def shutdown(self) -> None:
-        """Shut the tiers down in order, the primary tier last. Waits for their jobs, which use its rows."""
+        """Shut down the secondary tiers, then the primary tier. Waits for jobs in flight, because they use its rows."""
         try:
             for tier in self._tiers:
                 tier.shutdown(_DRAIN_S)

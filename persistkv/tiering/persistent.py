@@ -79,7 +79,7 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PersistentTier(SecondaryTierManager):
-    """Keeps whole requests over restarts of the engine.
+    """Secondary tier that stores the blocks of whole requests durably, so that they survive restarts of the engine.
 
     The constructor opens the store and waits for it at most ``open_timeout_s``. Later calls never wait, unless their
     description says so.
@@ -257,9 +257,10 @@ class PersistentTier(SecondaryTierManager):
     # Recently used contexts
 
     def ask_recent(self, max_blocks: int, *, only_asked: bool = False) -> bool:
-        """Request the most recently used contexts, to be promoted before a request looks them up.
+        """Ask the store for keys of recently used requests, to promote their blocks. ``take_recent`` returns the keys.
 
-        :param only_asked: only the contexts that were requested with ``persistkv warm``.
+        :param max_blocks: most keys to return, over all requests.
+        :param only_asked: ask only for requests that ``persistkv warm`` or ``prefetch`` chose.
         :returns: False if the store is not open yet: retry later.
         """
         choice = self._prefetches[0] if only_asked and self._prefetches else None
@@ -269,19 +270,19 @@ class PersistentTier(SecondaryTierManager):
         return asked
 
     def prefetch(self, choice: Choice) -> None:
-        """Have the next ``ask_recent`` with ``only_asked`` request these contexts only.
+        """Queue a choice of stored requests: a later ``ask_recent`` with ``only_asked`` asks for these only.
 
-        At most 64 choices wait; the oldest is dropped for the next.
+        At most 64 choices are queued; a further one replaces the oldest.
         """
         self._prefetches.append(choice)
 
     @property
     def prefetch_waits(self) -> bool:
-        """Whether contexts of ``prefetch`` have not been requested yet."""
+        """Whether choices that ``prefetch`` queued have not been sent to the store yet."""
         return bool(self._prefetches)
 
     def take_recent(self) -> list[list[OffloadKey]] | None:
-        """Return the keys of these contexts, the most recent first; None until ``get_finished_jobs`` received them."""
+        """Return the answer to ``ask_recent``: a list of keys per stored request. None: it has not arrived yet."""
         recent = self._client.take_recent()
         return None if recent is None else [[OffloadKey(key) for key in keys] for keys in recent]
 
@@ -307,9 +308,9 @@ class PersistentTier(SecondaryTierManager):
             logger.warning("weights changed without a new identity: nothing is persisted from here on")
 
     def wait_persisted(self, req_id: str, timeout_s: float) -> bool:
-        """Wait until a finished request's context is durable.
+        """Wait until all blocks of a finished request are durable, at most ``timeout_s`` seconds.
 
-        :returns: whether all of it is; False also if part of it was dropped, or at the timeout.
+        :returns: True if they are; False if some were dropped, or at the timeout.
         """
         deadline = time.monotonic() + timeout_s
         while req_id not in self._ended and time.monotonic() < deadline:
@@ -323,11 +324,11 @@ class PersistentTier(SecondaryTierManager):
         return self._client.flush(timeout_s)
 
     def store_stats(self, timeout_s: float = 5.0) -> StoreStats:
-        """Return the totals of both sides of the store; waits for the host's answer."""
+        """Return the totals of the client and the host; waits up to ``timeout_s`` seconds for the host's answer."""
         return self._client.stats(timeout_s)
 
     def glance(self) -> StoreStats:
-        """Return the totals of both sides without waiting: the host's may be some seconds old, or missing."""
+        """Return the totals of the client and the host without waiting. The host's may be some seconds old, or None."""
         return self._client.glance()
 
     @property

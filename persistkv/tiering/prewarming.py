@@ -20,11 +20,11 @@ class RecentContexts(Protocol):
     """Optional interface of a tier that lists recently used contexts; see ``PersistentTier``."""
 
     def ask_recent(self, max_blocks: int, *, only_asked: bool = False) -> bool:
-        """Request the contexts; return False if the tier is not ready yet."""
+        """Ask for recently used requests, at most ``max_blocks`` keys in all; return False if the tier is not ready."""
         ...
 
     def take_recent(self) -> list[list[OffloadKey]] | None:
-        """Return the requested contexts, or None if they have not arrived yet."""
+        """Return the keys of each request asked for; None if they have not arrived yet."""
         ...
 
 
@@ -47,7 +47,10 @@ class Prewarming:
         not take steps forever because of it."""
 
     def next_context(self) -> list[OffloadKey] | None:
-        """Return the keys of the next context; None if there is none (yet). Call it when the previous one has ended."""
+        """Return the keys of the next stored request to promote; None if there is none (yet).
+
+        Call it when the promotion of the previous one has ended.
+        """
         if not self._contexts and self._max_blocks > 0:
             self.ended = self.ended or self._learned
             self._learn()

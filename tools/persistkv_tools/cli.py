@@ -135,7 +135,7 @@ def _log_to_stderr(level: int) -> None:
 
 
 class _PrintableFormatter(logging.Formatter):
-    """Messages quote stores and other processes."""
+    """Escapes unprintable characters, because messages quote stores and other processes."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return printable(super().formatMessage(record))
@@ -145,7 +145,7 @@ class _PrintableFormatter(logging.Formatter):
 
 
 def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
-    """Ctrl-C must not end with the exit code that means a finding."""
+    """Return the command with exit code 130 for Ctrl-C: without this, it would be 1, which means a finding."""
 
     @wraps(command)
     def run(*args: object, **options: object) -> None:

@@ -88,7 +88,7 @@ def _live_with(parent: int) -> None:
 
 
 def _wait(child: int) -> int:
-    """Until it has ended: its exit code, or the number of the signal that ended it, negative."""
+    """Wait until the child has ended; return its exit code, or the negative number of the signal that ended it."""
     while True:
         found = signal.sigwaitinfo({*_PASSED_ON, signal.SIGCHLD})
         if found.si_signo != signal.SIGCHLD:

@@ -29,13 +29,13 @@ _COMPLETIONS = 100
 _AT_ONCE = 256
 
 STORE_VARIABLE = "PERSISTKV_STORE"
-"""Environment variable with the store of commands that are given none."""
+"""Environment variable with the URL of the store for commands that are given no URL."""
 _STORE_HELP = "The store: a URL such as lmdb:///var/cache/kv, or a path."
 Url = Annotated[str, typer.Argument(metavar="URL", help=_STORE_HELP, envvar=STORE_VARIABLE, show_default=False)]
 
 
 def _complete_request(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Ids for the shell: long ones that begin so, or else short ones; with age and labels."""
+    """Return completions for the shell: full ids that begin with the text, or else short ids; with age and labels."""
     try:
         with opened(ctx.params.get("url") or ctx.params.get("source") or "") as backend:
             found = [
@@ -102,16 +102,16 @@ class NotFoundError(PersistKVError):
 
 
 def throttle_of(rate: str | None) -> Throttle:
-    """The bound that ``--rate`` sets."""
+    """Return the throttle for a value of ``--rate``; None: no bound."""
     return Throttle(None if rate is None else parse_size(rate, name="--rate"))
 
 
 def ensure_consent(what: str, ways: str, *, yes: bool, json: bool) -> None:
     """Require consent to a deletion: an option, or a terminal to ask at.
 
-    :param what: deletes.
-    :param ways: options that would do.
-    :raises MissingOptionError: neither.
+    :param what: name of the command that deletes, for the error.
+    :param ways: options that give consent, for the error.
+    :raises MissingOptionError: there is neither the option nor a terminal.
     """
     if not (yes or (sys.stdin.isatty() and not json)):
         raise MissingOptionError(what, f"{ways}: there is no terminal to ask at")
@@ -119,8 +119,9 @@ def ensure_consent(what: str, ways: str, *, yes: bool, json: bool) -> None:
 
 @contextmanager
 def opened_if_there(url: str) -> Iterator[InspectableBackend | None]:
-    """Open a store read-only for the length of the block; None if that is impossible, because the store is absent or
-    for a reason that its creation will report.
+    """Open a store read-only for the length of the block.
+
+    Yield None if it cannot be opened: it is absent, or opening it for writing will report the reason.
     """
     try:
         backend = open_inspectable(url, read_only=True)
@@ -147,19 +148,19 @@ def opened(url: str, *, writable: bool = False, exists: bool = False) -> Iterato
 
 
 class FoundRequest(NamedTuple):
-    """One request of a store."""
+    """A request of a store, with its namespace."""
 
     namespace: Namespace
     manifest: RequestManifest
 
 
 def short_id(request: str) -> str:
-    """Return 8 characters that tell a request from others: engines' ids begin, or end, alike."""
+    """Return the request's id if it has at most 8 characters, or else 8 hexadecimal digits of its digest."""
     return request if len(request) <= _SHORT else blake2b(request.encode(), digest_size=_SHORT // 2).hexdigest()
 
 
 class RequestView(msgspec.Struct, frozen=True):
-    """One request's whole context."""
+    """A stored request: its context, its labels and its use."""
 
     id: str
     namespace: str
@@ -170,36 +171,36 @@ class RequestView(msgspec.Struct, frozen=True):
     blocks: int
     group_blocks: tuple[int, ...]
     raw_bytes: int
-    """Bytes of these blocks before the codec; what requests share is counted for each."""
+    """Bytes of these blocks before the codec, including blocks that other requests share."""
     ordered: bool
     labels: dict[str, str]
     last_used: float | None = None
-    """Last use of all of it: seconds since the epoch. None here and below: the store does not know."""
+    """Last use of the whole context, in seconds since the epoch. None in this and later fields: unknown."""
     reused: bool | None = None
-    """Whether it was used after it was stored: a hit."""
+    """Whether the whole context was used after it was stored."""
     shared_by: int | None = None
-    """Other requests whose context goes through all of it."""
+    """Number of other requests whose contexts contain the whole context of this one."""
     pinned: bool | None = None
     hits: int | None = None
-    """Of those, the ones that were stored after it: its hits by requests that are still held."""
+    """Number of these requests that were stored later: hits by requests that are still held."""
     stored_bytes: int | None = None
-    """Size of its blocks at rest, by the codec ratio of its packs."""
+    """Estimated size of its blocks at rest: raw bytes divided by the codec ratio of its packs."""
     short_id: str = ""
     """8 characters that the commands accept in place of the id."""
     context: str = ""
     """Digest of its keys, hexadecimal: equal for requests of the same context; empty: unknown."""
     copies: int = 1
-    """Requests of the same context and labels that a listing shows as this one."""
+    """Number of requests of the same context and labels that a list shows as this one, itself included."""
 
     @classmethod
     def of(cls, namespace: bytes, manifest: RequestManifest, use: RequestUse | None) -> RequestView:
-        """The view of a manifest's head, and of what the store knows of its use."""
+        """Return the view of a manifest head and of its use; None if the use is unknown."""
         return view_of(
             cls, manifest, namespace=namespace.hex(), short_id=short_id(manifest.id), context=manifest.context.hex()
         ).with_use(use)
 
     def with_use(self, use: RequestUse | None) -> RequestView:
-        """The same request with what the store knows of its use."""
+        """Return a copy with the fields that depend on the use; None leaves them as they are."""
         if use is None:
             return self
         packed = use.packs_raw_bytes
@@ -209,7 +210,7 @@ class RequestView(msgspec.Struct, frozen=True):
 
 
 class Selection(msgspec.Struct, frozen=True):
-    """Requests that fulfil all of these; every request for the default."""
+    """Conditions on requests. A request must fulfil all of them; the default selects every request."""
 
     labels: tuple[tuple[str, str | None], ...] = ()
     """(name, value); None: any value."""
@@ -217,7 +218,7 @@ class Selection(msgspec.Struct, frozen=True):
     """Seconds since the epoch."""
     made_after: float | None = None
     more_bytes_than: int | None = None
-    """Of raw bytes."""
+    """Bound on the raw bytes of a request, exclusive; None: no bound."""
     fewer_bytes_than: int | None = None
     never_hit: bool = False
     """Only requests that were never used after they were stored."""
@@ -233,9 +234,9 @@ class Selection(msgspec.Struct, frozen=True):
         *,
         never_hit: bool = False,
     ) -> Selection:
-        """Parse options of a command line.
+        """Return the selection that options of a command line describe.
 
-        :raises ConfigurationError: naming the option that is wrong.
+        :raises ConfigurationError: an option is invalid; the error names it.
         """
         now = time.time()
         return cls(
@@ -248,9 +249,9 @@ class Selection(msgspec.Struct, frozen=True):
         )
 
     def takes(self, manifest: RequestManifest, use: RequestUse | None = None) -> bool:
-        """Whether a request fulfils all.
+        """Return whether a request fulfils all conditions.
 
-        :param use: decides about ``never_hit``; if it is unknown, the request does not count as unused.
+        :param use: use of the request, for ``never_hit``. None: unknown, ``never_hit`` is not fulfilled.
         """
         return (
             (not self.never_hit or (use is not None and not use.reused))
@@ -270,10 +271,10 @@ def _label(text: str) -> tuple[str, str | None]:
 
 
 def chosen_namespaces(backend: InspectableBackend, wanted: str | None, option: str = "namespace") -> list[Namespace]:
-    """All namespaces, oldest first; or the one whose id begins like ``wanted``.
+    """Return the namespace whose id begins with ``wanted``, in a list; None: all namespaces, oldest first.
 
-    :param option: that gave ``wanted``.
-    :raises NotFoundError: there is none, or more than one.
+    :param option: name of the option that gave ``wanted``, for the error.
+    :raises NotFoundError: no namespace matches, or more than one.
     """
     found = sorted(backend.namespaces(), key=lambda namespace: (namespace.created, namespace.id))
     if wanted is None:
@@ -286,9 +287,10 @@ def chosen_namespaces(backend: InspectableBackend, wanted: str | None, option: s
 
 
 def find_request(backend: InspectableBackend, wanted: str, namespace: str | None = None) -> FoundRequest:
-    """The request of this id or short id, or the only one whose id begins so.
+    """Return the request with this id or short id, or the only one whose id begins with it.
 
-    :raises NotFoundError: there is none, or more than one.
+    :param namespace: id of the only namespace to search, or its first digits; None: search all.
+    :raises NotFoundError: no request matches, or more than one.
     """
     similar = [
         FoundRequest(space, manifest)
@@ -308,9 +310,9 @@ def find_request(backend: InspectableBackend, wanted: str, namespace: str | None
 def chosen_requests(
     backend: InspectableBackend, names: Iterable[str], selection: Selection, namespace: str | None
 ) -> list[FoundRequest]:
-    """The requests of these names, each once; without names, all that are selected.
+    """Return the requests with these ids, each once; without ids, all requests that fulfil ``selection``.
 
-    :raises NotFoundError: a name means none, or more than one.
+    :raises NotFoundError: an id matches no request, or more than one.
     """
     found = [find_request(backend, name, namespace) for name in names]
     if found:
@@ -326,7 +328,7 @@ def chosen_requests(
 def with_uses(
     backend: InspectableBackend, namespace: bytes, manifests: Iterable[RequestManifest]
 ) -> Iterator[tuple[RequestManifest, RequestUse | None]]:
-    """Requests with what the store knows of their use."""
+    """Yield the manifests with their use, read in batches; None for an unknown use."""
     waiting = iter(manifests)
     while some := list(islice(waiting, _AT_ONCE)):
         yield from zip(some, backend.uses(namespace, [manifest.id for manifest in some]), strict=True)

@@ -1,8 +1,8 @@
 """Packs of a store: their tables, the keys in them, and the check of their bytes.
 
-1. Every stored byte is checked: frames by their checksums, padding by its zeros, the table by the pack's name.
+1. Every stored byte is checked: frames by their checksums, padding by its zeros, the table by the pack's id.
 2. A frame is good if it also decodes to its raw length.
-3. Damage is a finding, never an exception; ``StoreError`` means that the medium failed.
+3. Damage is returned as a finding and never raised. ``StoreError`` means that the medium failed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from persistkv.storage.format.pack import Frame, PackTable, align, decode_frame,
 BATCH_BYTES = 8 << 20  # 8 MiB: with 2 MiB, a verify of packs of 4 MiB took a fifth longer
 _AT_ONCE = 256
 Took = Callable[[int], None]
-"""Called with the bytes of each read or write; it may sleep."""
+"""Called with the number of bytes of each read or write; may sleep to limit the pace."""
 
 
 class Packs:
-    """Tables of packs by their ids. A map of keys, some 250 bytes for each key, is made when it is needed first."""
+    """Tables of packs by pack id. An index of their keys (some 250 bytes for each key) is built on first use."""
 
     def __init__(self, tables: Iterable[PackTable] = ()) -> None:
         self.tables = {table.pack_id: table for table in tables}
@@ -66,11 +66,11 @@ class Packs:
         return all(key in holders for key in keys)
 
     def holding(self, keys: Iterable[bytes]) -> set[bytes]:
-        """All packs that hold one of the keys."""
+        """Return the ids of all packs that hold at least one of the keys."""
         return set(chain.from_iterable(self.holders.get(key, ()) for key in keys))
 
     def in_order(self, keys: ManifestKeys) -> list[bytes]:
-        """One pack for each key of a context that a pack holds, each pack once, by the depth of its first key."""
+        """Return ids of packs that together hold the held keys of a context, in the order of their first keys in it."""
         rows = zip_longest(*(group.unpack() for group in keys))
         return list(dict.fromkeys(self.holders[key][0] for row in rows for key in row if key in self.holders))
 
@@ -92,7 +92,7 @@ class NamespacePacks(Packs):
         self.refresh()
 
     def refresh(self) -> bool:
-        """Apply the changes since the last look; return whether there were any."""
+        """Apply the changes of the store since the last refresh; return whether there were any."""
         found = self._backend.changes(self.namespace, self.cursor)
         moved, self.cursor = found.cursor != self.cursor, found.cursor
         if found.reset:
@@ -107,34 +107,34 @@ class NamespacePacks(Packs):
 def keys_of(
     backend: InspectableBackend, namespace: bytes, requests: Iterable[str]
 ) -> Iterator[tuple[str, ManifestKeys | None]]:
-    """Ids of requests with their keys, some at a time; None if the keys are gone or damaged."""
+    """Yield request ids with their keys, read in batches; None instead of keys that are gone or damaged."""
     waiting = iter(requests)
     while some := list(islice(waiting, _AT_ONCE)):
         yield from zip(some, backend.manifest_keys(namespace, some), strict=True)
 
 
 def all_keys(keys: ManifestKeys) -> list[bytes]:
-    """The keys of all groups."""
+    """Return the keys of all groups in one list."""
     return list(chain.from_iterable(group.unpack() for group in keys))
 
 
 class Problem(str, enum.Enum):
-    """What is wrong."""
+    """Kind of a defect."""
 
     PAYLOAD = "payload"
     """A frame's bytes are not those that were written under its keys."""
     DECODE = "decode"
-    """A frame's bytes are right, and do not decode."""
+    """The bytes of a frame match its checksum, but cannot be decoded."""
     SHORT = "short"
-    """The payload is absent, or ends too early."""
+    """The payload of a pack is absent, or ends too early."""
     PADDING = "padding"
-    """Bytes between frames are not zero: harmless by themselves, and a sign of a foreign write."""
+    """Bytes between frames are not zero. They are not used, but show that something else wrote to the file."""
     NAME = "name"
-    """The table's keys or codec are not those that the pack is named after."""
+    """The pack's id does not match the keys and the codec of its table."""
     PACK_ROWS = "pack rows"
-    """Rows of packs are unreadable; the store does not say which."""
+    """Catalogue rows of packs are unreadable; it is unknown which."""
     MANIFEST_ROWS = "manifest rows"
-    """Heads of requests are unreadable; the store does not say which."""
+    """Catalogue rows of manifests are unreadable; it is unknown which."""
     MANIFEST_KEYS = "manifest keys"
     """The keys of a request are unreadable."""
     MISSING_BLOCKS = "missing blocks"
@@ -142,41 +142,41 @@ class Problem(str, enum.Enum):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that is wrong."""
+    """One defect of a store. Fields that do not apply to it are None."""
 
     problem: Problem
     detail: str
     count: int = 1
-    """Number of rows that it reports."""
+    """Number of defects that this finding stands for."""
     namespace: str | None = None
     pack: str | None = None
     request: str | None = None
     group: int | None = None
     offset: int | None = None
-    """First byte, counted from the pack's begin."""
+    """First damaged byte, counted from the begin of the pack's payload."""
 
 
 class OtherReleaseError(Exception):
-    """The pack names a codec that this release does not know: no damage, but nothing can be said of it."""
+    """The pack uses a codec that this release does not know. It may be intact, but cannot be checked."""
 
 
 class Piece(NamedTuple):
-    """Neighbouring frames of one pack."""
+    """Consecutive frames of one pack."""
 
     table: PackTable
     frames: Sequence[Frame]
     first_block: int
-    """Blocks of the pack before them."""
+    """Number of blocks of the pack before these frames."""
     start: int
-    """First byte of the payload that it takes."""
+    """Offset of the first frame in the pack's payload, in bytes."""
     length: int
-    """Bytes, padding included."""
+    """Bytes of these frames in the payload, padding included."""
     is_last: bool
-    """Whether the pack ends with them."""
+    """Whether these are the last frames of the pack."""
 
 
 def pieces(table: PackTable, most_bytes: int) -> Iterator[Piece]:
-    """Cut a pack into pieces of so many bytes, or of one frame that is larger; one empty piece if it has no frames."""
+    """Cut a pack into pieces of ``most_bytes`` at most; a larger frame is a piece. A pack of no frames is one piece."""
     block = start = size = 0
     frames: list[Frame] = []
     for frame in table.frames:
@@ -190,9 +190,9 @@ def pieces(table: PackTable, most_bytes: int) -> Iterator[Piece]:
 
 
 def check_piece(piece: Piece, found: memoryview) -> Iterator[Finding]:
-    """Defects of some frames, and of the pack's name in its first piece.
+    """Yield the defects of a piece; for the first piece of a pack, also check the pack's id.
 
-    :param found: the stored bytes.
+    :param found: the stored bytes of the piece.
     :raises OtherReleaseError: the frames cannot be decoded by this release.
     """
     table, block = piece.table, piece.first_block
@@ -223,7 +223,7 @@ def check_pack(
 ) -> list[Finding]:
     """Read a pack and return its defects.
 
-    :param keep: is extended by the whole payload; useless if there are defects.
+    :param keep: receives the whole payload, appended. Its bytes must not be used if there are defects.
     :raises OtherReleaseError: the pack cannot be decoded by this release.
     :raises StoreError: the medium failed.
     """

@@ -1,4 +1,4 @@
-"""Pace of commands that read or write much: bars on terminals, and bounds that leave an engine its disk."""
+"""Progress bars and rate limits of commands that read or write much. Limits leave engines their share of the disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FAST = 2 << 30  # bytes a second: assumed speed of a disk if only a share of it
 
 
 class _Bytes(ProgressColumn):
-    """Done, total and rate, in the units of all commands."""
+    """Column of a progress bar: bytes done, total and rate, formatted as in all commands."""
 
     def render(self, task: Task) -> Text:
         total = "" if task.total is None else f" of {render.format_size(round(task.total))}"
@@ -26,7 +26,7 @@ class _Bytes(ProgressColumn):
 
 
 def byte_progress() -> Progress:
-    """A bar with total, rate and remaining time on standard error; it disappears at the end."""
+    """Return a progress bar on standard error with total, rate and remaining time. It disappears at the end."""
     console = render.console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
@@ -59,11 +59,11 @@ def counted(
 
 
 class Throttle:
-    """Sleeps after each piece for as long as its bound asks.
+    """Limits the pace of reads or writes: sleeps after each one as long as the limits require.
 
-    :param bytes_per_s: mean bound; unused time accumulates up to one second. None: no such bound.
-    :param share: largest share of the time that is spent on the pieces, hence of the disk and the processor, whatever
-        their speed. No sleep is longer than a second.
+    :param bytes_per_s: limit on the mean rate; unused time accumulates up to one second. None: no such limit.
+    :param share: largest share of the time to spend on reads or writes, 0 to 1; 1: no such limit. It bounds the use of
+        disk and processor at any speed. A sleep for it takes at most a second.
     """
 
     def __init__(self, bytes_per_s: int | None = None, *, share: float = 1.0) -> None:
@@ -73,17 +73,17 @@ class Throttle:
 
     @property
     def bounded(self) -> bool:
-        """Whether there is a bound at all."""
+        """Whether any limit is set."""
         return self._rate is not None or self._share < 1
 
     def bytes_in(self, seconds: float) -> int:
-        """Most bytes in so much time; without a bound, more than any store holds."""
+        """Return the largest number of bytes in so much time; without a limit, more than any store holds."""
         if not self.bounded:
             return sys.maxsize
         return max(1, int((_FAST * self._share if self._rate is None else self._rate) * seconds))
 
     def took(self, num_bytes: int) -> None:
-        """Account for bytes that were read or written."""
+        """Account for bytes that were read or written, and sleep as the limits require."""
         now = time.monotonic()
         pause = min(_LONGEST_S, (now - self._resumed) * (1 / self._share - 1))
         if self._rate is not None:

@@ -34,7 +34,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def format_size(num_bytes: int) -> str:
-    """Bytes for a person: ``12.3 GiB``."""
+    """Return a number of bytes for people, such as ``12.3 GiB``."""
     size = float(num_bytes)
     for unit in _UNITS:
         if size < 1023.95 or unit == _UNITS[-1]:
@@ -44,12 +44,12 @@ def format_size(num_bytes: int) -> str:
 
 
 def format_pace(num_bytes: int, seconds: float) -> str:
-    """Time and rate of a transfer, for a person: ``in 1.5 s (8.0 MiB/s)``."""
+    """Return duration and rate of a transfer for people, such as ``in 1.5 s (8.0 MiB/s)``."""
     return f"in {seconds:.1f} s ({format_size(round(num_bytes / max(seconds, 1e-3)))}/s)"
 
 
 def format_age(created: float, now: float | None = None) -> str:
-    """How long ago, for a person: ``3d``, ``12h``, ``5m``, ``40s``; ``-2m`` in the future."""
+    """Return the time since ``created`` for people: ``3d``, ``12h``, ``5m``, ``40s``; ``-2m`` if in the future."""
     seconds = (time.time() if now is None else now) - created
     sign, seconds = ("-", -seconds) if seconds < 0 else ("", seconds)
     for unit, letter in _AGES:
@@ -63,12 +63,12 @@ def format_time(seconds: float) -> str:
 
 
 def format_ratio(raw: int, stored: int) -> str:
-    """Raw bytes per stored byte."""
+    """Return raw bytes per stored byte, such as ``1.50``; ``-`` if nothing is stored."""
     return f"{raw / stored:.2f}" if stored else "-"
 
 
 def format_model(name: str) -> str:
-    """Name or path of a model; only the last part where there is little room."""
+    """Return the name or path of a model; on a narrow terminal, only its last part."""
     return (name if is_wide() else name.rstrip("/").rpartition("/")[2]) or "-"
 
 
@@ -77,19 +77,19 @@ def format_labels(labels: dict[str, str]) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """``1 pack``, ``2 packs``."""
+    """Return a number with its noun: ``1 pack``, ``2 packs``."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def bar(value: int, largest: int) -> str:
-    """A bar as long as its share of the largest."""
+    """Return a bar of text; the largest value has a bar of 24 characters."""
     return "█" * (-(-value * _BAR // largest) if largest else 0)
 
 
 def view_of(kind: type[T], source: object, **more: Any) -> T:
-    """A record of the fields that another object has too.
+    """Return a struct whose fields are copied from the attributes of the same names of another object.
 
-    :param more: values of the other fields.
+    :param more: values of fields that are not copied.
     """
     names = [name for name in kind.__struct_fields__ if name not in more and hasattr(source, name)]
     return kind(**{name: getattr(source, name) for name in names}, **more)
@@ -116,7 +116,7 @@ def _write(text: str) -> None:
 
 
 def _escaped_json(line: str) -> str:
-    """Unprintable characters occur within strings only."""
+    """Escape unprintable characters of a line of JSON. They occur within strings only."""
     if line.isprintable():
         return line
     return "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in line)
@@ -134,7 +134,7 @@ _IDS = ("namespace", "pack")
 
 
 def columns(spec: str, **derived: Callable[[Any], str]) -> Columns:
-    """Columns from words ``header=field``; a header alone shows the field of its name, with spaces for underscores.
+    """Return columns from words ``header=field``. A header alone shows the field of its name, with spaces for ``_``.
 
     :param derived: functions that return a cell's text from a record, by the name used in place of a field.
     """
@@ -143,7 +143,7 @@ def columns(spec: str, **derived: Callable[[Any], str]) -> Columns:
 
 
 def cells(columns: Columns, records: Iterable[object]) -> list[list[str]]:
-    """The text of each record's columns."""
+    """Return the texts of a table: for each record, one for each column."""
     shown = list(columns.values())
     return [[_cell(record, column) for column in shown] for record in records]
 
@@ -204,7 +204,7 @@ def is_wide() -> bool:
 
 
 def table(headers: Iterable[str], rows: Sequence[Sequence[str]], *, left: str = "") -> Table:
-    """A table with right-aligned numbers; see ``show_table``. Only long texts are broken over lines."""
+    """Return a table with right-aligned numbers; see ``show_table``. Only long texts are broken over lines."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for position, header in enumerate(headers):
         if position == 0 or header in left.split(","):
@@ -230,12 +230,12 @@ def show_pairs(rows: dict[str, str], *, title: str | None = None) -> None:
 
 
 def plain(text: str, style: str = "") -> Text:
-    """Text of one line that is no markup, with unprintable characters escaped."""
+    """Return a text for output: without markup, with unprintable characters escaped."""
     return Text(printable(text), style=style)
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Where to print; as wide as the terminal."""
+    """Return a console as wide as the terminal; for pipes and files, 1000 columns wide."""
     made = _Console(stderr=stderr)
     return made if made.is_terminal else _Console(stderr=stderr, width=_PLAIN_WIDTH)
 

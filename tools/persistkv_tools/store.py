@@ -62,7 +62,7 @@ class StoreHandle:
     """
 
     def __init__(self, url: str, *, read_only: bool = True) -> None:
-        """Use ``open_store``."""
+        """Open the store. Programs call ``open_store`` instead."""
         self.url = url
         self._read_only = read_only
         self._resources = ExitStack()
@@ -71,7 +71,7 @@ class StoreHandle:
 
     @property
     def backend(self) -> InspectableBackend:
-        """The driver's store, for operations that have no method here; open for writing once a method wrote."""
+        """Backend of the store, for operations without a method here. It is read-only until a method has written."""
         return self._writer or self._reader
 
     # Inspection
@@ -115,7 +115,7 @@ class StoreHandle:
         return [NamespaceView.of(namespace) for namespace in chosen_namespaces(self.backend, None)]
 
     def stats(self) -> StoreTotals:
-        """Return totals of the store and of each namespace. Reads all tables and heads of requests, no payload."""
+        """Return totals of the store and of each namespace. Reads all pack tables and manifest heads, no payloads."""
         from persistkv_tools.inspect.stat import store_totals
 
         return store_totals(self.url, self.backend)
@@ -128,7 +128,7 @@ class StoreHandle:
         resume: Path | None = None,
         progress: Progress | None = None,
     ) -> Summary:
-        """Read the store and check every byte. Without ``rate``, reads a twentieth of the time while engines use it.
+        """Read the store and check every byte. If engines use it and ``rate`` is None, reads 5 % of the time at most.
 
         :param sample: random share of the packs to read, above 0 and up to 1.
         :param rate: bytes to read in a second at most, e.g. ``200MiB``.
@@ -151,7 +151,7 @@ class StoreHandle:
         return plan_repair(self.backend, read_catalogues(self.backend), findings)
 
     def repair(self, findings: Iterable[Finding], done: Repaired | None = None) -> Repaired:
-        """Delete packs that ``verify`` found bad and that still are; requests keep the blocks before them.
+        """Delete packs that ``verify`` found bad and that are still bad; requests keep the blocks before them.
 
         :param done: updated by each commit, and returned.
         """
@@ -178,10 +178,10 @@ class StoreHandle:
         """Delete requests and the packs that only they use.
 
         :param selection: requests to delete; ``Selection()``: all; None: none, or those named in ``requests``.
-        :param requests: only these.
-        :param keep_size: delete only as many requests as needed, oldest first, until packs take this.
+        :param requests: ids; delete only these requests and their copies, if they fulfil ``selection``.
+        :param keep_size: delete only as many requests as needed, oldest first, until packs take at most this size.
         :param orphans: also delete packs that no request names.
-        :param shared_packs: also delete packs that others use, if only deleted requests name a block in them.
+        :param shared_packs: also delete packs that others use, if only deleted requests name one of their blocks.
         :param quarantined: also delete the files of damaged stores that were renamed.
         :param dry_run: only plan; ``run`` of the result deletes.
         :returns: the plan, and in ``done`` its outcome.
@@ -217,7 +217,7 @@ class StoreHandle:
         return max(0, before - backend.stats().disk_bytes)
 
     def pin(self, request: str, *, namespace: str | None = None, pinned: bool = True) -> RequestView:
-        """Protect a request and its packs from eviction and expiry, or end that; return the request."""
+        """Pin a request: it and its packs are neither evicted nor expire; or unpin it. Return the request."""
         found = find_request(self.backend, request, namespace)
         self._writable().commit(found.namespace.id, CommitBatch(pins=[(found.manifest.id, pinned)]))
         return self._view(found)
@@ -252,7 +252,7 @@ class StoreHandle:
         """Write requests with their packs to one file, which any store can import; replaces a file of this name.
 
         :param output: the file; ``-``: standard output.
-        :param requests: only these; ``selection`` does not apply to them.
+        :param requests: ids; export only these requests, whatever ``selection`` says.
         :param rate: bytes to read in a second at most, e.g. ``200MiB``.
         :raises ConfigurationError: the file cannot be written, or the rate is invalid.
         """
@@ -277,14 +277,14 @@ class StoreHandle:
         dry_run: bool = False,
         progress: Progress | None = None,
     ) -> Pushed:
-        """Copy requests that another store lacks, and with the default selection packs of no request, too.
+        """Copy requests that another store lacks; with the default selection, also packs that no request names.
 
         :param target: URL of the other store, which is created if absent.
-        :param newest: if not all fit its capacity, copy the newest that do.
+        :param newest: if not all requests fit the capacity of the target, copy the newest ones that fit.
         :param rate: bytes to copy in a second at most, e.g. ``200MiB``.
         :param dry_run: write nothing; return what would be copied.
         :raises ConfigurationError: the target is this store, or an argument is invalid.
-        :raises StoreTooSmallError: the content does not fit, and not ``newest``; nothing was written.
+        :raises StoreTooSmallError: the content does not fit, and ``newest`` is false; nothing was written.
         """
         from persistkv_tools.transfer.push import copy_requests
 

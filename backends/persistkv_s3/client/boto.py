@@ -55,7 +55,7 @@ _BROKEN = frozenset({"RequestTimeout", "InternalError", "OperationAborted", "Con
 
 
 class BotoClient(Transport):
-    """One client for all threads. Thread-safe."""
+    """``Transport`` with one boto3 client for all threads. Thread-safe."""
 
     def __init__(self, place: Place, options: S3Options) -> None:
         self._place = place
@@ -241,7 +241,7 @@ def _cut_off(body: Any, deadline: Deadline) -> Iterator[None]:
 
 
 def _ours(error: Exception, what: str, deadline: Deadline) -> S3Error:
-    """Translate an error. Its cause is not chained: errors of botocore hold requests with their headers."""
+    """Translate an error of botocore into an ``S3Error``. It is not chained, because it may hold request headers."""
     from botocore.exceptions import (
         ClientError,
         ConnectionError,

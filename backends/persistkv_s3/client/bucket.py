@@ -97,7 +97,7 @@ class Breaker:
 
     @property
     def state(self) -> State:
-        """The present state."""
+        """Present state of the breaker."""
         with self._lock:
             over = self._state == "open" and self._clock() >= self._wait_until
             return "half-open" if over else self._state
@@ -116,7 +116,7 @@ class Breaker:
             return True
 
     def record(self, *, well: bool, seconds: float, num_bytes: int = 0) -> None:
-        """Record the result of an admitted request that transferred ``num_bytes``."""
+        """Record that an admitted request ended; ``well`` is False if it failed because of the server."""
         bad = not well or seconds > self._slow_s + num_bytes / _SLOW_BYTES_PER_S
         with self._lock:
             self._recent.append(bad)
@@ -142,7 +142,7 @@ class Breaker:
 
 
 class Bucket:
-    """Operations on one bucket, see the top of this file. Thread-safe. All raise ``S3Error``s and errors of a sink.
+    """Operations on one bucket, see the top of this file. Thread-safe. They raise ``S3Error``s and errors of a sink.
 
     :param transport: makes single attempts; closed with the bucket.
     :param deadline_s: of each operation in seconds, including retries.
@@ -171,7 +171,7 @@ class Bucket:
         return self._transport.server_time()
 
     def all(self, what: Callable[[A], R], things: Iterable[A], *, writes: bool = False) -> list[R]:
-        """Call ``what`` with each thing, concurrently; return the results.
+        """Call ``what`` with each thing, concurrently; return the results in the order of the things.
 
         All calls have ended when it returns or raises a ``StoreError``.
 
@@ -213,11 +213,11 @@ class Bucket:
         return self._run(attempt, lambda: num_bytes)
 
     def get_if_changed(self, key: str, known: str | None) -> tuple[bytearray, str]:
-        """Return a whole small object and its ETag.
+        """Download a whole object of at most 1 MiB; return its bytes and ETag.
 
-        :param known: ETag that the caller knows.
-        :raises UnchangedError: the object has this ETag.
-        :raises CorruptPackError: it is larger than 1 MiB.
+        :param known: ETag that the caller knows; None: download in any case.
+        :raises UnchangedError: the object still has the ETag ``known``.
+        :raises CorruptPackError: the object is larger than 1 MiB.
         """
         sink = WholeSink(_SMALL_BYTES)
 
@@ -241,7 +241,7 @@ class Bucket:
         return self._get(key, None, length, WholeSink(length)).data
 
     def fill(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
-        """Fill buffers from byte ``start`` on.
+        """Download bytes of an object, from byte ``start`` on, into buffers, one after the other.
 
         :raises ObjectMissingError: there is no such object, or it is shorter; the content of the buffers is undefined.
         """
@@ -267,11 +267,11 @@ class Bucket:
         return sink
 
     def head(self, key: str) -> ObjectInfo:
-        """:raises ObjectMissingError: there is no such object."""
+        """Return size and time of an object; raise ``ObjectMissingError`` if it does not exist."""
         return self._run(partial(self._transport.head, key))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Yield all objects whose keys start with ``prefix``, by key, each page within the deadline."""
+        """Yield all objects whose keys start with ``prefix``, sorted by key. Each page has its own deadline."""
         page = self._run(partial(self._transport.list, prefix, None))
         yield from page.objects
         while (token := page.next) is not None:
@@ -284,7 +284,7 @@ class Bucket:
             self._run(partial(self._transport.delete, keys[start : start + MOST_DELETED]))
 
     def _run(self, attempt: Callable[[Deadline], R], num_bytes: Callable[[], int] = int) -> R:
-        """Repeat an attempt until it succeeds, or another one is hopeless.
+        """Repeat an attempt until it succeeds, its error is not retryable, or no attempt or time is left.
 
         :param num_bytes: called after each attempt: the bytes that the operation has transferred.
         """

@@ -33,7 +33,7 @@ class S3Error(StoreUnavailableError):
 
 
 class ObjectMissingError(S3Error):
-    """There is no such object."""
+    """The object does not exist, or is shorter than the requested range."""
 
     healthy = True
 
@@ -62,14 +62,14 @@ class BrokenError(S3Error):
 
 
 class ThrottledError(S3Error):
-    """The server requests fewer requests. The request had no effect."""
+    """The server asks for fewer requests. The request had no effect."""
 
     retryable = True
     pause_s = 0.5
 
 
 class LateError(S3Error):
-    """The deadline passed. A write may have taken effect."""
+    """The deadline of the operation passed. A write may have taken effect."""
 
     uncertain = True
 
@@ -81,11 +81,11 @@ class BreakerOpenError(S3Error):
 
 
 PASSING = (BrokenError, ThrottledError, LateError, BreakerOpenError)
-"""Errors that only say that the server does not answer at present."""
+"""Temporary errors: the server does not answer at present, or no request is sent to it."""
 
 
 ABSENT = "*"
-"""Condition of a PUT: there is no object."""
+"""Condition of a PUT: no object with this key exists."""
 
 
 class Clock:
@@ -104,7 +104,7 @@ class Clock:
 
 
 class Deadline:
-    """Time by which an operation must end."""
+    """Time by which an operation must end: ``seconds`` after its start."""
 
     def __init__(self, seconds: float, clock: Clock | None = None) -> None:
         self.seconds = seconds
@@ -117,13 +117,13 @@ class Deadline:
         return self._at - self._now()
 
     def check(self, what: str) -> None:
-        """:raises LateError: the deadline has passed."""
+        """Raise ``LateError`` if the deadline has passed; ``what`` names the operation in the error."""
         if self.remaining <= 0:
             raise LateError(f"{what} took longer than {self.seconds:g} s")
 
 
 class Body:
-    """Bytes of an upload, not copied. A file object for boto3: ``read`` returns whole pieces."""
+    """Body of an upload, as a file object for boto3. ``read`` returns whole pieces of the bytes, without a copy."""
 
     def __init__(self, pieces: Sequence[Buffer], deadline: Deadline) -> None:
         self._pieces = [
@@ -168,7 +168,7 @@ class Body:
 class Sink(ABC):
     """Destination of a download.
 
-    :param length: bytes of the download.
+    :param length: expected number of bytes.
     """
 
     def __init__(self, length: int) -> None:
@@ -177,9 +177,9 @@ class Sink(ABC):
         """Bytes that have arrived."""
 
     def expect(self, length: int) -> None:
-        """Called before the server sends ``length`` bytes, from ``position`` on.
+        """Check the length of an answer, whose bytes will arrive from ``position`` on.
 
-        :raises BrokenError: that is not the requested length.
+        :raises BrokenError: ``length`` is not the number of bytes that are left.
         """
         if length != self._length - self.position:
             raise BrokenError(f"the server sends {length} bytes instead of {self._length - self.position}")
@@ -189,12 +189,12 @@ class Sink(ABC):
         """Return the memory for the next bytes; empty: the download is complete."""
 
     def advance(self, count: int) -> None:
-        """Called after ``count`` bytes were written there."""
+        """Record that ``count`` bytes were written to the memory that ``room`` returned."""
         self.position += count
 
 
 class RowSink(Sink):
-    """Fills the caller's buffers in order."""
+    """Download into the caller's buffers, one after the other."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         self._parts = [part for buffer in buffers if len(part := buffer.cast("B"))]
@@ -214,7 +214,7 @@ class RowSink(Sink):
 
 
 class FrameSink(Sink):
-    """Passes ranges of an object through one buffer, each as soon as it is complete; discards the bytes between them.
+    """Download of ranges of an object through one buffer: passes each complete range on, discards bytes in between.
 
     :param ranges: (offset, length), ascending; no length is 0.
     :param take: called with the index of a range and its bytes, which are valid until it returns.
@@ -247,7 +247,7 @@ class FrameSink(Sink):
 
 
 class WholeSink(Sink):
-    """Collects an object of unknown length, up to a bound, because the content of a bucket is untrusted."""
+    """Download of a whole object of at most ``limit`` bytes: the content of a bucket is untrusted."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(0)
@@ -284,7 +284,8 @@ class ListPage(NamedTuple):
 
 
 class Transport(ABC):
-    """See the top of this file. Keys include the prefix. All methods raise ``S3Error``s, and pass errors of a sink."""
+    """Object store client that makes single attempts. Keys include the prefix. All methods raise ``S3Error``s, and pass
+    errors of a sink."""
 
     @property
     def requests(self) -> dict[str, int]:
@@ -308,24 +309,24 @@ class Transport(ABC):
     def get(
         self, key: str, start: int | None, stop: int | None, sink: Sink, deadline: Deadline, *, known: str | None = None
     ) -> str:
-        """Download bytes ``start`` to ``stop`` into the sink; return the object's ETag.
+        """Download bytes ``start`` to ``stop`` (exclusive) into the sink; return the object's ETag.
 
         With ``start`` None: the last ``stop`` bytes. With both None: the whole object.
 
         After a failure, the bytes of the sink up to its position are valid.
 
         :param known: an ETag; nothing is downloaded if the object still has it.
-        :raises UnchangedError: it has.
+        :raises UnchangedError: the object still has the ETag ``known``.
         :raises ObjectMissingError: there is no such object, or it is shorter.
         """
 
     @abstractmethod
     def head(self, key: str, deadline: Deadline) -> ObjectInfo:
-        """:raises ObjectMissingError: there is no such object."""
+        """Return size and time of an object; raise ``ObjectMissingError`` if it does not exist."""
 
     @abstractmethod
     def list(self, prefix: str, page: str | None, deadline: Deadline) -> ListPage:
-        """Return a page of the objects whose keys start with ``prefix``, by key.
+        """Return a page of the objects whose keys start with ``prefix``, sorted by key.
 
         :param page: identifier from the previous page; None: the first page.
         """

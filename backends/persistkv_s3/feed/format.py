@@ -53,20 +53,20 @@ _Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 
 
 class InboxName(NamedTuple):
-    """Name of one commit of one writer."""
+    """Identifies one commit in the inbox."""
 
     namespace: bytes
     writer: bytes
     """16 random bytes, drawn by each session of a handle with a namespace."""
     number: int
-    """Counted from 1, without gaps."""
+    """Number of the commit: each writer counts from 1, without gaps."""
 
 
 class Names:
-    """Keys of one namespace's objects.
+    """Constructs the S3 keys of one namespace's objects.
 
     :param prefix: of the store; empty, or ending in a slash.
-    :param key_id: of the key that authenticates the objects; empty without one. Objects elsewhere are ignored.
+    :param key_id: id of the authentication key, part of S3 keys; empty: no key. Objects under other ids are ignored.
     """
 
     def __init__(self, prefix: str, namespace: bytes, key_id: str = "") -> None:
@@ -76,16 +76,16 @@ class Names:
         self.snapshots_prefix = f"{self.base}snapshots/"
 
     def pack(self, pack_id: bytes, nonce: bytes) -> str:
-        """Return the key of a pack. Its nonce is drawn for each upload, so no key is used twice."""
+        """Return the S3 key of a pack. Each upload draws a new nonce, so no S3 key is used twice."""
         return f"{self.packs_prefix}{pack_id.hex()}-{nonce.hex()}"
 
     def feed(self, position: int, term: bytes) -> str:
-        """Return the key of a feed object."""
+        """Return the S3 key of the feed object that the leader of ``term`` writes at ``position``."""
         return f"{self.feed_prefix}{position:012x}-{term.hex()}"
 
 
 class StoreNames:
-    """Keys of the objects that all namespaces share; parameters as in ``Names``."""
+    """Constructs the S3 keys of the objects that all namespaces share; parameters as in ``Names``."""
 
     def __init__(self, prefix: str, key_id: str = "") -> None:
         suffix = f"-{key_id}" if key_id else ""
@@ -96,59 +96,59 @@ class StoreNames:
         self.probe = f"{prefix}probe-"
 
     def inbox(self, name: InboxName) -> str:
-        """Return the key of a commit."""
+        """Return the S3 key of a commit in the inbox."""
         return f"{self.inbox_prefix}{name.namespace.hex()}-{name.writer.hex()}-{name.number:012x}"
 
     def identity(self, namespace: bytes) -> str:
-        """Return the key of a namespace's identity."""
+        """Return the S3 key of a namespace's identity object."""
         return f"{self.identities_prefix}{namespace.hex()}"
 
 
 def parse_inbox(key: str) -> InboxName | None:
-    """Return the commit of a key in the inbox; None for another key."""
+    """Parse the S3 key of a commit in the inbox; return None for any other key."""
     match = _INBOX.fullmatch(key.rpartition("/")[2])
     return None if match is None else InboxName(bytes.fromhex(match[1]), bytes.fromhex(match[2]), int(match[3], 16))
 
 
 def parse_pack(key: str) -> tuple[bytes, bytes] | None:
-    """Return pack id and nonce of a pack object; None for another key."""
+    """Parse the S3 key of a pack into (pack id, nonce); return None for any other key."""
     match = _PACK.fullmatch(key.rpartition("/")[2])
     return None if match is None else (bytes.fromhex(match[1]), bytes.fromhex(match[2]))
 
 
 def parse_feed(key: str) -> tuple[int, bytes] | None:
-    """Return position and term of a feed object; None for another key."""
+    """Parse the S3 key of a feed object into (position, term); return None for any other key."""
     match = _FEED.fullmatch(key.rpartition("/")[2])
     return None if match is None else (int(match[1], 16), bytes.fromhex(match[2]))
 
 
 def parse_identity(key: str) -> bytes | None:
-    """Return the namespace id of an identity object; None for another key."""
+    """Parse the S3 key of an identity object into a namespace id; return None for any other key."""
     name = key.rpartition("/")[2]
     return bytes.fromhex(name) if _IDENTITY.fullmatch(name) else None
 
 
 class PackRow(msgspec.Struct, frozen=True, array_like=True):
-    """Addition of a pack."""
+    """A pack that a commit adds."""
 
     pack_id: _Id
     nonce: _Nonce
     body: bytes
-    """Tags (with a key), then the pack's table."""
+    """Authentication tags (if the store has a key), then the pack's table."""
 
 
 class ManifestRow(msgspec.Struct, frozen=True, array_like=True):
-    """Addition of a manifest."""
+    """A manifest that a commit adds."""
 
     head: bytes
     """The encoded ``RequestManifest``."""
     packs: bytes
-    """Concatenated ids of the packs that it names."""
+    """Concatenated ids of the packs that the manifest refers to."""
     keys: str
-    """Name below the namespace's prefix of the object that holds its keys."""
+    """Name, relative to the namespace's prefix, of the object that holds the manifest's keys."""
     offset: _Number
     length: _Number
-    """Place of the keys in that object."""
+    """Number of bytes of the keys in that object, from byte ``offset`` on."""
 
 
 class Entry(msgspec.Struct, array_like=True, kw_only=True):
@@ -159,37 +159,38 @@ class Entry(msgspec.Struct, array_like=True, kw_only=True):
     time: float
     """Start of its uploads: seconds since the epoch, by the server's clock."""
     gone: list[tuple[_Id, _Nonce]] = []
-    """Removed packs. A pack under another nonce is kept. Manifests that name a removed pack are removed, too."""
+    """(pack id, nonce) of removed packs. If a pack has another nonce, it is kept. Manifests that refer to a removed
+    pack are removed, too."""
     manifests_gone: list[_Id] = []
     """Digests of the ids of manifests that are removed without their packs."""
     uses: list[bytes] = []
-    """Concatenated ids of used packs, for each moment."""
+    """Uses of packs, oldest first: each item has the concatenated ids of packs that were used together."""
     packs: list[PackRow] = []
     manifests: list[ManifestRow] = []
     pins: list[tuple[str, bool]] = []
 
 
 class Feed(msgspec.Struct, array_like=True, kw_only=True):
-    """A feed object: the commits between two positions of the feed, in order."""
+    """A feed object: the commits that the feed contains at one position, in order."""
 
     generation: _Nonce
     position: _Number
     term: _Term
     previous: bytes
-    """Term of the previous position; empty at position 1."""
+    """Term of the feed object at the previous position; empty at position 1."""
     time: float
     """Time of all uses and removals in it: the server's clock at the merge, never less than the previous one."""
     merged: dict[bytes, int]
     """For each writer, the number of its last merged commit. Rejected commits count."""
     entries: list[Entry] = []
     retired: list[str] = []
-    """Names below the namespace's prefix of objects that no reader needs from here on."""
+    """Names, relative to the namespace's prefix, of objects that no reader needs after this feed object."""
     collected: float = 0.0
-    """Retired and removed objects up to this time were deleted."""
+    """Objects that were retired or removed up to this time have been deleted; 0: no news."""
 
 
 class Snapshot(msgspec.Struct, array_like=True, kw_only=True):
-    """The state at a position: the rows of ``base``, then the feed objects in ``tails``."""
+    """State of a namespace at a position of the feed: table rows in ``base``, then feed objects in ``tails``."""
 
     generation: _Nonce
     position: _Number
@@ -204,41 +205,41 @@ class Snapshot(msgspec.Struct, array_like=True, kw_only=True):
 
 
 class Dump(msgspec.Struct, array_like=True):
-    """Rows of a catalogue, by table."""
+    """Rows of a local catalogue: (key, value) by name of the table."""
 
     tables: dict[str, list[tuple[bytes, bytes]]]
 
 
 class NamespaceHead(msgspec.Struct, array_like=True, kw_only=True):
-    """What the head says about a namespace."""
+    """Part of the head for one namespace."""
 
     generation: _Nonce
     position: _Number = 0
     """Last position of the feed."""
     spans: list[tuple[_Number, _Number, _Term]] = []
-    """(first, last, term): names of the latest feed objects, ascending."""
+    """The latest feed objects, ascending: (first position, last position, their term)."""
     snapshot: str = ""
     """Name of the newest snapshot; empty: none."""
     snapshot_position: _Number = 0
     num_bytes: int = 0
-    """Bytes of packs, their tables and manifests."""
+    """Total bytes of the namespace's packs, pack tables and manifests."""
     oldest: float = 0.0
-    """Time of the oldest use; 0: nothing can expire."""
+    """Time of the least recent use of a pack or manifest; 0: nothing can expire."""
     swept: float = 0.0
     """Time of the last complete sweep."""
 
     def term_of(self, position: int) -> bytes | None:
-        """Return the term of a feed object; None if the head does not name it."""
+        """Return the term of the feed object at a position; None if ``spans`` does not contain the position."""
         return next((term for first, last, term in self.spans if first <= position <= last), None)
 
 
 class Head(msgspec.Struct, array_like=True, kw_only=True):
-    """The one object that is overwritten: each write is conditional and both publishes and fences."""
+    """Head of a store, the only object that is overwritten. Conditional writes publish feeds and fence leaders."""
 
     store: bytes = b""
     """Random bytes, drawn when the head was created or rebuilt."""
     epoch: _Number = 0
-    """Number of elections."""
+    """Number of elections of a leader so far."""
     leader: bytes = b""
     """Term of the leader; empty: no leader."""
     beat: _Number = 0
@@ -251,7 +252,7 @@ class Head(msgspec.Struct, array_like=True, kw_only=True):
 
     @property
     def policy(self) -> Policy:
-        """Capacity and ttl."""
+        """Capacity and ttl of the store."""
         return Policy(self.capacity, self.ttl_s)
 
 
@@ -262,15 +263,15 @@ _DECODERS: dict[type, msgspec.msgpack.Decoder[Any]] = {
 
 
 def seal(record: msgspec.Struct) -> bytes:
-    """Return a record as an object, without its tag."""
+    """Encode a record as an object: version, checksum and msgpack, without the authentication tag."""
     body = msgspec.msgpack.encode(record)
     return _SEAL.pack(VERSION, xxhash.xxh3_64_intdigest(body)) + body
 
 
 def unseal(data: Buffer, kind: type[T]) -> T:
-    """Return the record of an object without its tag.
+    """Verify and decode an object that ``seal`` has encoded, as a record of type ``kind``.
 
-    :raises CorruptPackError: it is unreadable.
+    :raises CorruptPackError: version, checksum or content is invalid.
     """
     view, name = memoryview(data), kind.__name__
     if len(view) < _SEAL.size:
@@ -290,7 +291,7 @@ def unseal(data: Buffer, kind: type[T]) -> T:
 
 
 def _check(record: object) -> None:
-    """Check what the types of the fields do not imply."""
+    """Raise ``CorruptPackError`` if a record has ids of wrong length, times that are not finite, or unsafe names."""
     names: list[str] = []
     if isinstance(record, Entry):
         entries, times = [record], []
@@ -316,14 +317,14 @@ _LENGTH = struct.Struct("<Q")
 
 
 def frame_records(records: Sequence[Buffer]) -> list[Buffer]:
-    """Return a segment of sealed records, each after its length."""
+    """Return the buffers of a segment: before each sealed record its length as u64 little-endian."""
     return [piece for record in records for piece in (_LENGTH.pack(len(memoryview(record))), record)]
 
 
 def split_records(data: Buffer) -> Iterator[memoryview]:
     """Yield the sealed records of a segment.
 
-    :raises CorruptPackError: a length does not fit.
+    :raises CorruptPackError: a record is longer than the rest of the segment.
     """
     rest = memoryview(data)
     while rest:
@@ -335,26 +336,27 @@ def split_records(data: Buffer) -> Iterator[memoryview]:
 
 
 def split_ids(joined: Buffer) -> list[bytes]:
-    """Split concatenated ids."""
+    """Split concatenated ids of ``ID_BYTES`` each."""
     return [bytes(joined[start : start + ID_BYTES]) for start in range(0, len(joined), ID_BYTES)]
 
 
 def tags_before(body: bytes) -> bytes:
-    """Return the tags in a pack's body, which precede its table. The table must have been parsed before."""
+    """Return the authentication tags before the table in ``PackRow.body``. Parse the table first, to validate it."""
     (length,) = _TABLE_LENGTH.unpack_from(body, len(body) - _TRAILER_BYTES)
     return body[: len(body) - _TRAILER_BYTES - length]
 
 
 def encode_head(head: Head) -> bytes:
-    """Return the head object without its tag."""
+    """Encode the head object, without its authentication tag."""
     return _HEAD_MAGIC + seal(head)
 
 
 def decode_head(data: Buffer, where: str) -> Head:
-    """Return the head of a store that this release can read and write.
+    """Decode the head object, without its authentication tag.
 
-    :raises CorruptStoreError: the object is something else, or has another format.
-    :raises CorruptPackError: it is a damaged head.
+    :param where: the store, for messages.
+    :raises CorruptStoreError: the object is not a head, or has a format that this release cannot read.
+    :raises CorruptPackError: the head is damaged.
     """
     view = memoryview(data)
     if view[: len(_HEAD_MAGIC)] != _HEAD_MAGIC:
@@ -366,12 +368,12 @@ def decode_head(data: Buffer, where: str) -> Head:
 
 
 def encode_namespace(namespace: Namespace) -> bytes:
-    """Return the identity object of a namespace, without its tag."""
+    """Encode the identity object of a namespace, without its authentication tag."""
     return _CREATED.pack(namespace.created) + namespace.identity.encode()
 
 
 def parse_namespace(data: Buffer, name: bytes) -> Namespace | None:
-    """Parse the identity object of a namespace; return None if it is invalid or of another namespace."""
+    """Parse an identity object; return None if it is invalid, or its namespace id is not ``name``."""
     if len(data) < _CREATED.size:
         return None
     try:

@@ -47,12 +47,12 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 NO_NAMESPACE = bytes(16)
-"""Stands for the namespace in the tags of objects of the whole store."""
+"""Namespace id in the authentication tags of objects that belong to the whole store."""
 _SIGNED_AS = "head"
 
 
 class StoreHead:
-    """The newest known version of the head. Thread-safe.
+    """Reads and writes the head; the attribute ``head`` is its newest known version. Thread-safe.
 
     :param where: the store, for messages.
     """
@@ -72,7 +72,7 @@ class StoreHead:
     def open(self, policy: Policy, *, create: bool) -> None:
         """Read the head; create or rebuild it if necessary.
 
-        :param policy: of a new store.
+        :param policy: capacity and ttl of a head that is created or rebuilt.
         :raises StoreUnavailableError: there is no store and ``create`` is False, or the server ignores conditions.
         :raises CorruptStoreError: the object is not a head of this format.
         """
@@ -104,7 +104,7 @@ class StoreHead:
         """Read the head if it has changed; return whether it has.
 
         :raises ObjectMissingError: there is no head.
-        :raises CorruptPackError: it is damaged, or not written with the key.
+        :raises CorruptPackError: the head is damaged, or was not written with the key.
         """
         with self._lock:
             try:
@@ -119,9 +119,9 @@ class StoreHead:
             return True
 
     def write(self, head: Head) -> bool:
-        """Replace the version in ``self.head``; return False if another process has replaced it, and read that one.
+        """Replace the head if ``self.head`` is still its version; otherwise read the newer version and return False.
 
-        :raises S3Error: the outcome is unknown. ``self.head`` is the version that was there afterwards.
+        :raises S3Error: the write failed or its outcome is unknown; ``self.head`` is the newest version that was read.
         """
         with self._lock:
             head.beat = self.head.beat + 1
@@ -147,9 +147,9 @@ class StoreHead:
         return [bytes(piece) for piece in data]
 
     def _probe(self) -> bool:
-        """Check that the server honours conditions; return whether it needs ETags without quotes.
+        """Check that the server honours conditional PUTs; return whether it needs ETags without quotes.
 
-        :raises StoreUnavailableError: it does not.
+        :raises StoreUnavailableError: the server does not honour them.
         """
         bucket, key = self._bucket, self._names.probe + self._bucket.clock.random.randbytes(NONCE_BYTES).hex()
 
@@ -180,7 +180,7 @@ class StoreHead:
             bucket.delete([key])
 
     def _rebuild(self, head: Head) -> None:
-        """Add the namespaces that the bucket holds."""
+        """Add to ``head`` all namespaces of the bucket, from their snapshots and feed objects."""
         names = (parse_identity(info.key) for info in self._bucket.list(self._names.identities_prefix))
         for namespace in filter(None, names):
             found = self._rebuilt(namespace)
@@ -222,7 +222,7 @@ class StoreHead:
 
 
 def extended(spans: list[tuple[int, int, bytes]], position: int, term: bytes) -> list[tuple[int, int, bytes]]:
-    """Return spans with another feed object."""
+    """Return ``NamespaceHead.spans`` with one more feed object."""
     if spans and spans[-1][1:] == (position - 1, term):
         return [*spans[:-1], (spans[-1][0], position, term)]
     return [*spans, (position, position, term)]

@@ -50,12 +50,12 @@ logger = logging.getLogger(__name__)
 
 TAKEOVER_S = 15.0
 ROUND_S = 1.0
-"""Least time between two rounds."""
+"""Minimum time in seconds between two rounds of the leader."""
 _HEARTBEAT_S = 5.0
 _RESIGN_S = 30.0  # without a commit of this engine
 _SWEEP_S = 24 * 3600.0  # 24 hours
 SNAPSHOT_AFTER = 64
-"""Feed objects between two snapshots."""
+"""Minimum number of feed objects between two snapshots of a namespace."""
 _NAMED_BEFORE = 128  # feed objects before a snapshot that the head still names, for readers that are a little behind
 _MOST_TAILS = 48
 _RECENT_BYTES = 1 << 20  # 1 MiB
@@ -76,20 +76,20 @@ class _Publication(NamedTuple):
 
 
 class _Dumping(NamedTuple):
-    """A snapshot in progress that contains all rows."""
+    """A snapshot in progress whose segments contain all table rows of a catalogue."""
 
     segments: Iterator[tuple[str, int]]
     replaced: Snapshot
-    """The snapshot whose base and tails it replaces."""
+    """The earlier snapshot, whose base and tails the new one replaces."""
     done: list[tuple[str, int]]
-    """Names and bytes of the segments so far."""
+    """(name, bytes) of each segment written so far."""
 
 
 class Leader:
-    """See the top of this file. Used by one thread at a time.
+    """Leader of a store, if this handle is elected; see the top of this file. Used by one thread at a time.
 
     :param session: returns this handle's session with a namespace; None if the store has no such namespace.
-    :param opened: the sessions of this handle.
+    :param opened: open sessions of this handle, by namespace id.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Leader:
         self._unpublished: dict[bytes, _Publication] = {}
         self._junk: set[str] = set()
         self._behind: set[bytes] = set()
-        """Namespaces with listed commits that the last round did not merge."""
+        """Namespaces with commits in the inbox that did not fit into the last round."""
         self._recent: dict[bytes, dict[int, bytes]] = {}
         """Small feed objects that this term has published since the last snapshot, by position."""
         self._resigning = False
@@ -131,7 +131,7 @@ class Leader:
 
     @property
     def may_elect(self) -> bool:
-        """Whether there is no leader, or it has not written the head for too long."""
+        """Whether this handle may run for election: there is no leader, or the head is unchanged for ``TAKEOVER_S``."""
         silent_s = self._clock.monotonic() - self._head.changed_at
         return not self._head.head.leader or silent_s > TAKEOVER_S
 
@@ -165,9 +165,9 @@ class Leader:
         return False
 
     def round(self) -> None:
-        """Merge the inbox, do some maintenance, and publish both.
+        """Do one round of the leader: merge the inbox into the feeds, do some maintenance, and publish both.
 
-        :raises StoreError: a later round continues.
+        :raises StoreError: the round failed; a later one continues.
         """
         for namespace, held in list(self._unpublished.items()):
             session = self._session(namespace)
@@ -196,7 +196,7 @@ class Leader:
             self._clear_inbox(by_namespace)
 
     def resign(self) -> None:
-        """Merge the inbox, and let another handle lead. The handle is not elected again.
+        """Do a last round, and give up the leadership. This handle is not elected again.
 
         :raises StoreError: the head still names this handle; another one takes over after ``TAKEOVER_S``.
         """
@@ -204,7 +204,7 @@ class Leader:
         self.round()
 
     def _listed(self) -> dict[bytes, list[tuple[InboxName, ObjectInfo]]]:
-        """Return the commits in the inbox, by namespace."""
+        """Return the commits in the inbox and their listing entries, by namespace id; ignore junk."""
         found: dict[bytes, list[tuple[InboxName, ObjectInfo]]] = {}
         junk = set[str]()
         for info in self._bucket.list(self._names.inbox_prefix):
@@ -219,7 +219,7 @@ class Leader:
     def _merged(
         self, session: NamespaceSession, namespace: bytes, found: list[tuple[InboxName, ObjectInfo]]
     ) -> Feed | None:
-        """Return a feed object with the new commits of a namespace; None if there are none."""
+        """Return an unpublished feed object with a namespace's new commits in the inbox; None if there are none."""
         merged, new = session.catalogue.merged(), list[InboxName]()
         self._behind.discard(namespace)
         total = 0
@@ -265,7 +265,7 @@ class Leader:
         )
 
     def _publish(self) -> bool:
-        """Write the unpublished feed objects, then the head; without any, write the head if a heartbeat is due.
+        """Write the unpublished feed objects, then the head. Without any, write the head only if a heartbeat is due.
 
         :returns: False if another handle leads.
         """
@@ -322,7 +322,7 @@ class Leader:
     # Maintenance: one namespace in each round
 
     def _maintain(self) -> None:
-        """Add evictions, and a snapshot or deletions of one open namespace, to the next publication."""
+        """Do the maintenance of one round: evict; then snapshot one open namespace and delete its unneeded objects."""
         head = self._head.head
         self._evict(head)
         names = sorted(head.namespaces.keys() & self._opened.keys())
@@ -336,13 +336,13 @@ class Leader:
             self._sweep(namespace, session, target)
 
     def _addition(self, namespace: bytes, session: NamespaceSession) -> _Publication:
-        """Return the next publication of a namespace; its feed object may be changed until it is written."""
+        """Return the namespace's unpublished feed object, created if necessary; it may change until it is written."""
         if namespace not in self._unpublished:
             self._unpublished[namespace] = _Publication(self._feed(session, namespace, [], {}))
         return self._unpublished[namespace]
 
     def _evict(self, head: Head) -> None:
-        """Evict and expire, in the namespace with the oldest use."""
+        """Add evictions of expired and excess content to the next feed object of the namespace with the oldest use."""
         fresh = {name: self._fresh(name, held) for name, held in head.namespaces.items()}
         oldest = sorted((old, name) for name, (_, old) in fresh.items() if old)
         if not oldest:
@@ -368,14 +368,14 @@ class Leader:
             logger.info("evicting %d packs", len(gone))
 
     def _fresh(self, namespace: bytes, held: NamespaceHead) -> tuple[int, float]:
-        """Return bytes and oldest use of a namespace, from the local catalogue if it has the head's position."""
+        """Return bytes and oldest use of a namespace: from the local catalogue if it is up to date, else ``held``."""
         session = self._opened.get(namespace)
         if session is None or session.catalogue.position.position != held.position:
             return held.num_bytes, held.oldest
         return session.catalogue.disk_bytes(), session.catalogue.oldest
 
     def _take_snapshot(self, namespace: bytes, session: NamespaceSession, target: NamespaceHead) -> None:
-        """Write a snapshot with the latest feed objects, or continue one with all rows."""
+        """Continue a snapshot of all rows if one is in progress; else, if due, snapshot the latest feed objects."""
         if namespace in self._dumping:
             self._continue_dump(namespace, session, target, self._dumping[namespace])
             return
@@ -412,7 +412,7 @@ class Leader:
     def _continue_dump(
         self, namespace: bytes, session: NamespaceSession, target: NamespaceHead, dumping: _Dumping
     ) -> None:
-        """Write one more segment of a snapshot with all rows, or the snapshot that names them."""
+        """Write the next segment of table rows; after the last one, write the snapshot that names the segments."""
         segment = next(dumping.segments, None)
         if segment is not None:
             dumping.done.append(segment)
@@ -431,7 +431,7 @@ class Leader:
         self._put_snapshot(namespace, session, target, snapshot, [*before.base, *base.tails])
 
     def _dump(self, session: NamespaceSession) -> Iterator[tuple[str, int]]:
-        """Write all rows, one segment at each step; yield names and sizes of the segments."""
+        """Write all table rows of a catalogue; each step writes one segment and yields its name and bytes."""
         nonce = self._clock.random.randbytes(NONCE_BYTES).hex()
         for number, (position, dump) in enumerate(session.catalogue.dump(_SEGMENT_BYTES)):
             name, data = f"segments/{position.position:012x}-{nonce}-{number:04x}", seal(dump)
@@ -454,7 +454,7 @@ class Leader:
         self._unpublished[namespace] = held._replace(snapshot=name, snapshot_position=snapshot.position)
 
     def _collect(self, namespace: bytes, session: NamespaceSession) -> None:
-        """Delete objects that the head has removed, after ``grace``."""
+        """Delete objects whose removal was published at least ``grace`` ago, unless something refers to them again."""
         garbage = session.catalogue.garbage(self._confirmed - self._grace_s, _DELETED_AT_ONCE)
         if not garbage:
             return
@@ -464,7 +464,7 @@ class Leader:
         feed.collected = max(feed.collected, garbage[-1][0])
 
     def _sweep(self, namespace: bytes, session: NamespaceSession, target: NamespaceHead) -> None:
-        """Delete old objects that nothing names, from one page of a listing."""
+        """List one page of the namespace's objects, and delete those older than a day that nothing refers to."""
         now = self._bucket.now()
         if namespace in self._behind:  # commits in the inbox may name old objects
             return
@@ -484,7 +484,7 @@ class Leader:
             self._unpublished[namespace] = held._replace(swept=began)
 
     def _is_named(self, namespace: bytes, session: NamespaceSession, name: str) -> bool:
-        """Return whether the present state or the head needs an object."""
+        """Return whether the catalogue, an unpublished feed object or the head refers to an object; True if unsure."""
         kind = name.partition("/")[0]
         held = self._unpublished.get(namespace)
         entries = [] if held is None else held.feed.entries
@@ -508,7 +508,7 @@ class Leader:
 
 
 def _used(entries: list[Entry]) -> set[bytes]:
-    """Return the ids of the packs that entries write, use or name."""
+    """Return the ids of the packs that commits write or use, or that their manifests refer to."""
     found = {row.pack_id for entry in entries for row in entry.packs}
     for entry in entries:
         for joined in (*entry.uses, *(row.packs for row in entry.manifests)):

@@ -20,7 +20,7 @@ class Direction(Enum):
 
 
 class CopyEngine(ABC):
-    """Runs the copies of one direction in the order in which they were submitted. Called from one thread."""
+    """Runs the copies of one direction on a device, in the order of submission. Called from one thread."""
 
     def __init__(self, memory: KVMemory, direction: Direction) -> None:
         self.memory = memory
@@ -28,7 +28,7 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def submit(self, job_id: int, copies: Sequence[PageCopies]) -> bool:
-        """Start a job. It sees everything that the engine computed before this call.
+        """Start the copies of a job. They see everything that the model computed before this call.
 
         :returns: False if the job could not be started. Then it copies no further byte and is not reported.
         """
@@ -39,7 +39,7 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def wait(self, job_ids: set[int]) -> None:
-        """Block until these jobs have ended; unknown ones are ignored."""
+        """Block until these jobs have ended; ids that are not in flight are ignored."""
 
     @abstractmethod
     def drain(self) -> None:

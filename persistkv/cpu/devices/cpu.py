@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class CPUCopyEngine(CopyEngine):
-    """One thread per direction, or none; torch spreads large copies over its own threads."""
+    """Copies between CPU tensors on one thread, or on the caller's. torch splits large copies over its own threads."""
 
     def __init__(self, memory: KVMemory, direction: Direction, *, in_place: bool = False) -> None:
         """:param in_place: copy in ``submit`` instead of a thread. If the engine polls without a pause, a thread may
@@ -109,7 +109,7 @@ class CPUCopyEngine(CopyEngine):
         self._copy_buffered(pages, rows, blocks, sub_blocks)
 
     def _move(self, pages: torch.Tensor, page_index: Index | None, rows: torch.Tensor, row_index: Index | None) -> None:
-        """Copy between pages and rows in the engine's direction, at most one of them with an index."""
+        """Copy between pages and rows in the engine's direction. At most one side may be selected by an index."""
         stores = self.direction is Direction.STORE
         source, source_index, target, target_index = (
             (pages, page_index, rows, row_index) if stores else (rows, row_index, pages, page_index)

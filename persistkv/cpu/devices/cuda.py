@@ -125,7 +125,7 @@ def _timing_event() -> torch.cuda.Event:
 
 @dataclass(frozen=True)
 class Batch:
-    """Copies between two tensors, in bytes; copies that are adjacent on both sides are merged."""
+    """A batch of memory copies between two tensors; copies that are adjacent on both sides are merged."""
 
     targets: IntArray
     """Addresses."""
@@ -166,7 +166,7 @@ class PageCopier(ABC):
 
     @abstractmethod
     def copy(self, batch: Batch, stream: torch.cuda.Stream) -> None:
-        """Enqueue the copies; the device and the stream are current.
+        """Enqueue the copies of a batch on a stream. The device and the stream must be the current ones.
 
         :raises RuntimeError: if CUDA refuses a copy; the copies before it may run.
         """
@@ -260,7 +260,10 @@ def choose_copier(device: torch.device, pinned: bool) -> PageCopier:
 
 
 def _try(copier: PageCopier, device: torch.device) -> None:
-    """:raises RuntimeError: if a copy to the device and back does not preserve the bytes."""
+    """Copy some bytes to the device and back as a trial.
+
+    :raises RuntimeError: the copies fail or do not preserve the bytes.
+    """
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     sent = torch.arange(64, dtype=torch.int8).view(1, 64).pin_memory()
     received = torch.zeros(1, 64, dtype=torch.int8).pin_memory()

@@ -66,7 +66,7 @@ class ARCCachePolicy(CachePolicy):
         self._target = 0.0
 
     def _learn_from_return(self, key: OffloadKey) -> bool:
-        """Return whether the key was recently evicted. If so, move the target in favour of the list that evicted it."""
+        """Return whether the key was recently evicted. If so, move the target size in favour of the list it was in."""
         once, again = len(self._gone_once), len(self._gone_again)
         if key in self._gone_once:
             del self._gone_once[key]

@@ -36,7 +36,10 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def release(self, keys: Sequence[OffloadKey]) -> None:
-        """Note that the rows of these blocks can be evicted again. This is not a use. Unknown keys are ignored."""
+        """Note that jobs which used these blocks have ended; blocks with ``refs`` 0 can be evicted again. Not a use.
+
+        Unknown keys are ignored.
+        """
 
     @abstractmethod
     def remove(self, keys: Sequence[OffloadKey]) -> None:
@@ -44,9 +47,9 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def evict(self, count: int) -> list[tuple[OffloadKey, int]]:
-        """Choose and forget ``count`` blocks whose rows can be evicted, in eviction order.
+        """Choose ``count`` blocks to evict and forget them.
 
-        :returns: key and row of each; fewer than ``count`` only if there are fewer.
+        :returns: key and row of each, in eviction order; fewer than ``count`` only if fewer can be evicted.
         """
 
     @abstractmethod
@@ -55,11 +58,11 @@ class CachePolicy(ABC):
 
 
 class EvictionOrder:
-    """Keys from the least to the most recently used; evictions skip a protected key without losing its place.
+    """Keys in order of use, from the least recently used (cold end) to the most recently used (hot end).
 
-    A protected key that reaches the cold end is parked, so that only one eviction has to skip it. When its protection
-    ends, it regains its former place, which precedes all keys that were not parked. Every operation is amortised O(1),
-    or O(log n) for keys that were parked.
+    A key whose row cannot be evicted (``refs`` is not 0) is parked when it reaches the cold end, so that only one
+    eviction has to skip it. When ``release`` is called, it regains its former place, before all keys never parked.
+    Every operation is amortised O(1), or O(log n) for keys that were parked.
     """
 
     def __init__(self, refs: Sequence[int]) -> None:
@@ -111,7 +114,7 @@ class EvictionOrder:
         return self._take_aside(key) if row is None else row
 
     def pop_coldest(self) -> tuple[OffloadKey, int] | None:
-        """Remove and return the least recently used key that is not protected; None if all keys are protected."""
+        """Remove and return the least recently used key whose row can be evicted, and the row; None: there is none."""
         refs = self._refs
         while self._heap:
             place, row, key = heapq.heappop(self._heap)

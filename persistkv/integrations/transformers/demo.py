@@ -90,9 +90,9 @@ def _log(text: str) -> None:
 
 
 def _run_process(task: Task) -> Report:
-    """Run one process up to its report; kill the cold one by SIGKILL as soon as it has reported.
+    """Run a worker process and return its report. Kill the cold one by SIGKILL as soon as it has reported.
 
-    :raises PersistKVError: if the process failed, or was not ended by the signal.
+    :raises PersistKVError: if the process failed, or the cold one was not ended by the signal.
     """
     command = [sys.executable, "-m", _WORKER, msgspec.json.encode(task).decode()]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
@@ -112,43 +112,46 @@ def _run_process(task: Task) -> Report:
 
 
 class RequestReport(msgspec.Struct, frozen=True):
-    """One prompt, answered cold (first prompts only), on the resident cache, and warm; times in seconds."""
+    """One prompt with up to three answers: ``cold``, computed in full (None for some prompts); ``resident``, with KV on
+    the device; ``warm``, with KV from the store in a new process. Times in seconds.
+    """
 
     question: str
     cold: RequestStats | None
     resident: RequestStats
     warm: RequestStats
     same_split: bool
-    """The resident run restored as many tokens as the warm one: only then can they be compared bit by bit."""
+    """Whether resident and warm run restored equally many tokens: only then can they be compared bit by bit."""
     tokens_identical: bool
     """Whether the warm run's tokens equal those of the resident run."""
     logits_identical: bool
     agrees_with_cold: bool | None
-    """Whether the tokens equal those of the cold run, which computed the prompt at once and so rounded differently."""
+    """Whether the warm run's tokens equal those of the cold run; None without a cold run. They may differ, because the
+    cold run computed the prompt at once and so rounded differently."""
     max_logit_difference: float | None
-    """Largest difference from the cold run's logits."""
+    """Largest absolute difference between the cold and the warm run's logits; None without a cold run."""
 
 
 class DemoReport(msgspec.Struct, frozen=True):
-    """All results; times in seconds, sizes in bytes."""
+    """All results of the demo; times in seconds, sizes in bytes."""
 
     url: str
     model: str
     codec: str
     prompt_tokens: int
-    """Of the first prompt."""
+    """Number of tokens of the first prompt."""
     shared_tokens: int
     restored_tokens: int
-    """Of the first prompt, for which the device and the primary tier are empty."""
+    """Tokens restored for the new process's first prompt: device and primary tier are empty at that time."""
     restored_shared_share: float
     """Share of the shared tokens that was restored for the first prompt."""
     cold_ttft_s: float
-    """Median over the prompts."""
+    """Time to first token of the cold runs: median over their prompts."""
     warm_ttft_s: float
-    """Of the first prompt of the new process."""
+    """Time to first token of the first prompt of the new process."""
     speed_up: float
     cold_start_to_first_token_s: float
-    """From the start of the process, including imports and warm-up."""
+    """Time from the start of the first process to its first token, including imports and warm-up."""
     warm_start_to_first_token_s: float
     tokens_identical: bool
     logits_identical: bool
@@ -167,7 +170,7 @@ class DemoReport(msgspec.Struct, frozen=True):
 def _build_report(
     cold: Report, warm: Report, stats: BackendStats, *, url: str, model: str, codec: str, shared_tokens: int
 ) -> DemoReport:
-    """Compare the reports of the two processes."""
+    """Compare the reports of the two processes, and add the totals of the store."""
     computed = {answer.question: answer for answer in cold.answers}
     requests = [
         _compare(computed.get(answer.question), resident, answer)

@@ -20,7 +20,7 @@ FURTHER = (
     "Show how wrap() treats words longer than the line.",
     "What does merge() cost for k inputs of n items?",
 )
-"""Questions whose contexts the first process does not store."""
+"""Questions that the first process answers without storing their contexts; the second process answers them, too."""
 
 _MODULES = (
     "textwrap",
@@ -44,7 +44,7 @@ def build_prompts(num_tokens: int) -> dict[str, list[int]]:
 
     One byte is one token. All prompts share their first ``num_tokens`` tokens.
 
-    :raises ConfigurationError: if there is no text of that length.
+    :raises ConfigurationError: if ``num_tokens`` is below 256, or exceeds the length of the modules' text.
     """
     specs = [spec for spec in map(find_spec, _MODULES) if spec is not None and spec.origin is not None]
     text = b"\n".join(f"# {spec.name}.py\n".encode() + Path(str(spec.origin)).read_bytes() for spec in specs)
@@ -55,16 +55,16 @@ def build_prompts(num_tokens: int) -> dict[str, list[int]]:
 
 
 class Task(msgspec.Struct, frozen=True):
-    """Task of a process, its only argument."""
+    """Task of a worker process, passed as JSON in its only command line argument."""
 
     is_cold: bool
-    """The first process: it computes all answers, and is killed after its report."""
+    """Whether this is the first process, which computes its answers in full, and is killed after its report."""
     url: str
     model: str
     tokens: int
     codec: str
     started: float
-    """Monotonic seconds at which it was started."""
+    """Start of the process in seconds of the monotonic clock."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -79,15 +79,16 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Results of a process: one line on its standard output."""
+    """Results of a worker process, written as one line of JSON on its standard output."""
 
     answers: list[Answer] = []
-    """Of the first process: to the first questions, computed in full. Of the second: to all questions."""
+    """First process: answers to ``FIRST``, computed in full. Second process: answers to all questions."""
     resident: list[Answer] = []
     """Answers of the first process to all questions, with the KV that its first run left on the device."""
     pages: dict[str, str] = {}
-    """Digests by block hash, both hexadecimal: all resident pages of the first process, restored ones of the second."""
+    """Digests of device pages by block hash, both hexadecimal. First process: all published pages. Second process: the
+    restored pages only."""
     start_to_first_token_s: float = 0.0
     notices: list[str] = []
     error: str = ""
-    """Why the process failed."""
+    """Why the process failed; empty if it did not."""

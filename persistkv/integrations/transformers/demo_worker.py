@@ -30,7 +30,7 @@ _WARM_UP_TOKENS = 1024
 
 
 def make_checkpoint(directory: Path) -> None:
-    """Create a Llama with a fixed seed atomically: another run sees all of it or nothing."""
+    """Write a small Llama with random weights of a fixed seed. Atomic: other processes see all of it or none."""
     config = transformers.LlamaConfig(
         vocab_size=256,
         hidden_size=512,
@@ -57,7 +57,7 @@ def make_checkpoint(directory: Path) -> None:
 
 
 def main() -> None:
-    """Run the task and report. The cold process then waits to be killed; the warm one exits."""
+    """Run the task and write a report. Then the first process waits to be killed; the second one exits."""
     task = msgspec.json.decode(sys.argv[1], type=Task)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -85,7 +85,7 @@ def _log(text: str) -> None:
 
 
 def _warm_up(engine: Engine, num_tokens: int) -> None:
-    """Warm up threads, kernels and the allocator before the measurement. The engine's own cache is not used."""
+    """Run the model to warm up threads, kernels and the allocator. The engine's own KV cache is not used."""
     _log("warming the model up")
     cache = RequestCache(engine.geometry, num_tokens + _WARM_UP_TOKENS)
     for buffer in cache.buffers:
@@ -97,7 +97,9 @@ def _warm_up(engine: Engine, num_tokens: int) -> None:
 
 
 def _answer_cold(engine: Engine, task: Task) -> Report:
-    """Compute all answers in full, answer again on the resident cache, and wait until all is durable."""
+    """Answer ``FIRST`` with prompts computed in full. Then answer all questions with the KV that this left on the
+    device. Return after the contexts of ``FIRST`` are durable.
+    """
     prompts = build_prompts(task.tokens)
     results, since_start = _generate(engine, task, {question: prompts[question] for question in FIRST}, load=False)
     _log("the same on the resident cache")
@@ -129,7 +131,7 @@ def _answer_warm(engine: Engine, task: Task) -> Report:
 def _generate(
     engine: Engine, task: Task, prompts: dict[str, list[int]], *, load: bool
 ) -> tuple[dict[str, GenerateResult], float]:
-    """Return the results by question, and the seconds from the start of the process to the first token."""
+    """Answer the prompts. Return the results by question, and seconds from the process's start to its first token."""
     results: dict[str, GenerateResult] = {}
     since_start = 0.0
     for question, token_ids in prompts.items():

@@ -34,7 +34,7 @@ class Engine:
     """
 
     def __init__(self, model: Any, device: PagedKVCache, tiers: Tiers) -> None:
-        """Use ``Engine.open``."""
+        """Make an engine from its parts. Applications call ``Engine.open`` instead."""
         self._num_requests = 0
         self._closed = False
         self._model, self._device, self._tiers = model, device, tiers
@@ -75,7 +75,7 @@ class Engine:
         :param codec: codec of new packs: ``raw``, ``zstd`` or ``planes``; ``zstd:LEVEL``, ``planes:WIDTH``. Packs of
             any codec can be read.
         :param host: execution context of the store: ``process``, ``thread`` or ``inline``.
-        :param strict_identity: refuse a store that contains only KV of other identities.
+        :param strict_identity: refuse a store that contains only KV of other identities, e.g. of other models.
         :param lookup_deadline_s: seconds that a request waits for blocks being promoted from the store.
         :param prewarm_share: part of the primary tier, 0 to 1, to fill with the store's most recently used contexts
             before this returns, which takes up to a minute.
@@ -132,7 +132,7 @@ class Engine:
         store: bool = True,
         kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> GenerateResult:
-        """Continue a prompt.
+        """Generate tokens that continue a prompt.
 
         Blocks are stored while the request runs; they are durable some time later (``wait_persisted``).
 
@@ -143,7 +143,7 @@ class Engine:
         :param stop_token_ids: tokens that end the generation; by default the model's own.
         :param salt: contexts of different salts share no blocks.
         :param labels: stored with the context and shown by tools.
-        :param load: False computes the whole prompt.
+        :param load: False computes the whole prompt and restores no KV.
         :param store: False stores no block of this request in the tiers.
         :param kv_transfer_params: ``labels``, ``load``, ``store`` and ``pin`` in the form of vLLM's requests, for an
             engine behind a server: ``{"persistkv": {"load": False}}``. An option is off if either form sets it to
@@ -172,9 +172,9 @@ class Engine:
             self._tiers.step()
 
     def wait_persisted(self, request: GenerateResult | str, timeout_s: float = 60.0) -> bool:
-        """Wait until a request's context is durable in every store.
+        """Wait until the whole context of a request is durable in every store.
 
-        :returns: False at the timeout, if part of the context was dropped, or if there is no store.
+        :returns: False if the timeout passed first, part of the context was dropped, or there is no store.
         """
         self._check_open()
         req_id = request if isinstance(request, str) else request.req_id
@@ -186,7 +186,7 @@ class Engine:
         )
 
     def flush(self, timeout_s: float = 60.0) -> bool:
-        """Wait until all submitted blocks are durable; return False at the timeout."""
+        """Wait until all submitted blocks are durable; return False if the timeout passed first."""
         self._check_open()
         deadline = time.monotonic() + timeout_s
         if not self._tiers.drain(deadline):
@@ -214,7 +214,7 @@ class Engine:
 
     @property
     def model(self) -> Any:
-        """The model."""
+        """The Hugging Face model that the engine runs."""
         return self._model
 
     @property
@@ -223,15 +223,15 @@ class Engine:
         return self._device.geometry
 
     def resident_pages(self, group_idx: int = 0) -> dict[bytes, torch.Tensor]:
-        """Return a group's reusable pages by block hash: views of (layers, 2, kv_heads, block_size, head_dim).
+        """Return one group's reusable pages by block hash: views, shape (layers, 2, kv_heads, block_size, head_dim).
 
-        :param group_idx: index into ``geometry``.
+        :param group_idx: index of the KV cache group in ``geometry``.
         """
         group = self._device.groups[group_idx]
         return {block_hash: group.pages[index] for block_hash, index in group.pool.resident().items()}
 
     def forget_device(self) -> None:
-        """Drop the device's blocks of finished requests, after their transfers have ended; the tiers keep theirs."""
+        """Wait for all transfers, then drop the device's blocks of finished requests; the tiers keep their copies."""
         self._check_open()
         self._tiers.drain(math.inf)
         for group in self._device.groups:

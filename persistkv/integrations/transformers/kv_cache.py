@@ -17,7 +17,7 @@ from persistkv.connector.matching import GroupGeometry
 
 @dataclass(frozen=True)
 class KVGroupGeometry:
-    """A KV cache group: layers of one kind, and the shape of one token's KV, the same in all of them."""
+    """A KV cache group: layers whose KV has the same shape, data type, device and sliding window."""
 
     layers: tuple[int, ...]
     """Indices of the model's layers, ascending."""
@@ -25,7 +25,7 @@ class KVGroupGeometry:
     """KV heads of a layer."""
     head_dim: int
     sliding_window: int | None
-    """Tokens that a token attends to, including itself; None: all tokens up to it."""
+    """Number of tokens that a token attends to, including itself; None: full attention."""
     dtype: torch.dtype
     device: torch.device
 
@@ -36,18 +36,18 @@ class KVGroupGeometry:
 
 
 KVGeometry = tuple[KVGroupGeometry, ...]
-"""A model's KV cache groups; each layer is in one of them."""
+"""A model's KV cache groups; each layer is in exactly one."""
 
 
 class RequestLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer of a request's cache: a view into buffers that were allocated once.
+    """One layer of a request's contiguous KV cache: views of a buffer that is allocated in advance.
 
-    The buffers hold each token at its own position, including tokens that have left a sliding window: these are kept
-    for the pages and never passed to the model.
+    The buffer holds the KV of each token at the token's position. Tokens that have left the sliding window remain in
+    the buffer, because they are copied to pages or a store later; the model does not receive them.
     """
 
     def __init__(self, buffer: torch.Tensor, sliding_window: int | None) -> None:
-        """:param buffer: shape (2, kv_heads, capacity, head_dim): keys, then values."""
+        """Make an empty layer over ``buffer``, shape (2, kv_heads, capacity, head_dim): keys, then values."""
         super().__init__()
         self._length = 0
         self.set_buffer(buffer)
@@ -58,33 +58,33 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
         self.set_length(0)
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Continue in another buffer that holds the same tokens."""
+        """Replace the buffer by one that holds the same tokens; call ``set_length`` afterwards to renew the views."""
         self._buffer = buffer.unsqueeze(1)
 
     def set_length(self, length: int) -> None:
-        """Set the number of tokens in the layer."""
+        """Set the number of tokens in the layer, and make views of those that the next token attends to."""
         self._length = length
         self.keys, self.values = self._buffer[:, :, :, self._first_visible(length) : length]
 
     def _first_visible(self, length: int) -> int:
-        """Return the first token that the token after ``length`` tokens attends to."""
+        """Return the position of the first token that the token at position ``length`` attends to."""
         return 0 if self.sliding_window is None else max(0, length - self.sliding_window + 1)
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens in the layer, including those that are no longer visible."""
+        """Return the number of tokens in the layer, including those that have left the sliding window."""
         return self._length
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         """Return the number of tokens that ``update`` will return, and the position of the first of them.
 
-        :param query_length: the number of new tokens; their positions in transformers 4.
+        :param query_length: the number of new tokens; transformers 4 passes a tensor with one position for each.
         """
         num_new = query_length if isinstance(query_length, int) else len(query_length)
         first = self._first_visible(self._length)
         return self._length - first + num_new, first
 
     def crop(self, max_length: int) -> None:
-        """Keep the first ``max_length`` tokens; a negative number drops as many from the end."""
+        """Keep the first ``max_length`` tokens; if it is negative, drop that many tokens from the end."""
         self.set_length(min(self._length, max_length) if max_length >= 0 else max(0, self._length + max_length))
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
@@ -93,7 +93,7 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append tokens.
+        """Append the KV of new tokens.
 
         :param key_states: shape (1, kv_heads, tokens, head_dim), the same as ``value_states``.
         :returns: keys and values of all tokens that at least one of the new tokens attends to.
@@ -109,13 +109,13 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
 
 
 class RequestCache(Cache):  # type: ignore[misc]
-    """The cache that is passed to a model for one request.
+    """The contiguous KV cache that is passed to a model for one request.
 
-    :ivar buffers: for each group, shape (layers, 2, kv_heads, capacity, head_dim).
+    :ivar buffers: for each KV cache group, a tensor of shape (layers, 2, kv_heads, capacity, head_dim).
     """
 
     def __init__(self, geometry: KVGeometry, capacity: int) -> None:
-        """:param capacity: maximum number of tokens."""
+        """Make an empty cache with buffers for ``capacity`` tokens."""
         self._geometry = geometry
         self.buffers = self._allocate(capacity)
         layers = {
@@ -126,7 +126,7 @@ class RequestCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[layers[layer_idx] for layer_idx in sorted(layers)])
 
     def grow(self, capacity: int) -> None:
-        """Move the tokens to buffers of another capacity, which must hold them."""
+        """Move the KV to new buffers for ``capacity`` tokens, which must not be fewer than the present tokens."""
         old, self.buffers = self.buffers, self._allocate(capacity)
         for group, before, after in zip(self._geometry, old, self.buffers, strict=True):
             kept = max(self.layers[layer_idx].get_seq_length() for layer_idx in group.layers)
@@ -147,7 +147,7 @@ class RequestCache(Cache):  # type: ignore[misc]
         ]
 
     def set_length(self, length: int) -> None:
-        """Set the number of tokens in the layers."""
+        """Set the number of tokens in every layer."""
         for layer in self.layers:
             layer.set_length(length)
 
@@ -155,7 +155,7 @@ class RequestCache(Cache):  # type: ignore[misc]
 class BlockPool:
     """Reference counts of device blocks, with reuse by hash and LRU eviction of unreferenced blocks.
 
-    Not thread-safe.
+    A published block can be found and reused by its hash. Not thread-safe.
 
     :param num_blocks: blocks of the device cache.
     """
@@ -171,24 +171,24 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Number of blocks that ``allocate`` could return."""
+        """Number of blocks that ``allocate`` could return: free blocks, and published blocks without references."""
         return len(self._free) + len(self._idle)
 
     @property
     def num_resident(self) -> int:
-        """Number of published blocks, in use or not."""
+        """Number of published blocks, with or without references."""
         return len(self._by_hash)
 
     def resident(self) -> dict[bytes, int]:
-        """Return a copy of the published blocks by hash."""
+        """Return the published blocks: a new dict from block hash to block index."""
         return dict(self._by_hash)
 
     def holds(self, block_hash: bytes) -> bool:
-        """Return whether a block of this hash is resident."""
+        """Return whether a block is published under this hash."""
         return block_hash in self._by_hash
 
     def acquire(self, block_hash: bytes) -> int | None:
-        """Add a reference to the resident block of this hash and return the block; None if there is none."""
+        """Add a reference to the block published under this hash and return its index; None if there is none."""
         block_id = self._by_hash.get(block_hash)
         if block_id is not None:
             self._idle.pop(block_id, None)
@@ -196,7 +196,9 @@ class BlockPool:
         return block_id
 
     def allocate(self, count: int) -> list[int] | None:
-        """Reference and return ``count`` blocks to write, evicting idle ones; None, with no effect, if too few."""
+        """Return ``count`` blocks to write, each with one reference; evict published blocks without references as
+        needed. If too few blocks are available, return None and change nothing.
+        """
         if count > self.num_available:
             return None
         while len(self._free) < count:
@@ -209,13 +211,13 @@ class BlockPool:
         return allocated
 
     def publish(self, block_id: int, block_hash: bytes) -> None:
-        """Make a written block reusable; no effect if its hash is resident already."""
+        """Make a written block reusable under its hash; no effect if another block is published under that hash."""
         if block_hash not in self._by_hash:
             self._by_hash[block_hash] = block_id
             self._hashes[block_id] = block_hash
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Drop one reference to each block of a context, given in order. Its last blocks are evicted first."""
+        """Drop one reference to each block. Pass the blocks in the request's order: the last ones are evicted first."""
         for block_id in reversed(block_ids):
             self._references[block_id] -= 1
             if self._references[block_id]:
@@ -226,7 +228,7 @@ class BlockPool:
                 self._free.append(block_id)
 
     def forget(self) -> None:
-        """Free all idle blocks, so that no block of an earlier request is reused on the device."""
+        """Free all published blocks without references, so that no later request can reuse them."""
         for block_id in self._idle:
             del self._by_hash[self._hashes.pop(block_id)]
             self._free.append(block_id)
@@ -234,11 +236,11 @@ class BlockPool:
 
 
 class GroupPages:
-    """The pages of one group, ``block_size`` tokens each, all layers of a page contiguous.
+    """Device memory of one KV cache group. A page is one block: ``block_size`` tokens of all layers, contiguous.
 
     :ivar pages: shape (num_blocks, layers, 2, kv_heads, block_size, head_dim).
     :ivar pool: reference counts of the pages.
-    :ivar blocks: division of a context into blocks, and the blocks that it needs.
+    :ivar blocks: computes which blocks a request with a given number of tokens needs.
     """
 
     def __init__(self, geometry: KVGroupGeometry, num_blocks: int, block_size: int) -> None:
@@ -250,10 +252,11 @@ class GroupPages:
         self.pages = torch.zeros(shape, dtype=geometry.dtype, device=geometry.device)
 
     def gather(self, buffer: torch.Tensor, positions: Sequence[int], block_ids: Sequence[int]) -> None:
-        """Fill a request's buffer from pages.
+        """Copy pages to a request's contiguous buffer.
 
         :param buffer: shape (layers, 2, kv_heads, capacity, head_dim).
-        :param positions: for each page, its block index in the request.
+        :param positions: for each page, the index of the block in the request.
+        :param block_ids: the pages, as indices into ``pages``.
         """
         for start, length in _runs(positions, block_ids):
             pages = self.pages[block_ids[start] : block_ids[start] + length]
@@ -266,7 +269,7 @@ class GroupPages:
             pages.copy_(self._paged(buffer, positions[start], length).permute(3, 0, 1, 2, 4, 5))
 
     def _paged(self, buffer: torch.Tensor, first_block: int, count: int) -> torch.Tensor:
-        """Return a view of blocks of a buffer, shape (layers, 2, kv_heads, blocks, block_size, head_dim)."""
+        """Return a view of consecutive blocks in a buffer, shape (layers, 2, kv_heads, count, block_size, head_dim)."""
         start, stop = first_block * self.block_size, (first_block + count) * self.block_size
         run = buffer[:, :, :, start:stop]
         return run.view(*run.shape[:3], -1, self.block_size, run.shape[4])
@@ -280,7 +283,7 @@ class PagedKVCache:
     """
 
     def __init__(self, geometry: KVGeometry, num_blocks: int, block_size: int) -> None:
-        """:param num_blocks: pages of each group."""
+        """Allocate ``num_blocks`` pages for each group."""
         self.geometry = geometry
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -288,15 +291,15 @@ class PagedKVCache:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of each group together."""
+        """Sum over all groups of the bytes of one block."""
         return sum(group.page_bytes for group in self.groups)
 
     def specs(self) -> list[KVCacheGroupSpec]:
-        """Return the specs of the groups for the connector."""
+        """Return the block size and sliding window of each group, in the form that the connector takes."""
         return [group.blocks.spec for group in self.groups]
 
     def canonical(self) -> CanonicalKVCaches:
-        """Return the pages in the form for workers: one tensor of bytes per group."""
+        """Return the pages in the form that offloading workers take: for each group, int8 (num_blocks, page bytes)."""
         tensors = [
             CanonicalKVCacheTensor(group.pages.view(torch.int8).view(self.num_blocks, -1), group.page_bytes)
             for group in self.groups
@@ -306,7 +309,7 @@ class PagedKVCache:
 
 
 def _runs(*columns: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (position, length) of each run in which all columns increase by one per row; a run needs one copy."""
+    """Split parallel index lists into runs in which every index increases by 1; yield (start, length) of each run."""
     rows = list(zip(*columns, strict=True))
     start = 0
     for position in range(1, len(rows) + 1):

@@ -39,11 +39,11 @@ def load_model(
 ) -> tuple[Any, Path | None]:
     """Load a model for inference.
 
-    :param source: a directory with a checkpoint, or a name that transformers knows.
-    :returns: the model and the directory of its weights. The directory is None if adapters were loaded on top of them:
-        such weights can be identified by their state dict only.
-    :raises ConfigurationError: if no model can be loaded from there.
-    :raises UnsupportedModelError: if it is not a whole causal language model.
+    :param source: a directory with a checkpoint, or the name of a model that transformers finds.
+    :returns: the model and the directory of its weights. The directory is None if adapters were loaded on top of
+        them; the model can then only be identified by its state dict.
+    :raises ConfigurationError: if no model can be loaded from ``source``.
+    :raises UnsupportedModelError: if it is an encoder-decoder, or the checkpoint lacks weights.
     """
     extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:
@@ -66,7 +66,7 @@ def load_model(
 
 
 def _saved_as(config: Any) -> str:
-    """Return the class of a checkpoint's model."""
+    """Return the name of the model class in a checkpoint's configuration, or else its model type."""
     return str((config.architectures or [config.model_type])[0])
 
 
@@ -75,7 +75,7 @@ def _encoder_decoder(name: str) -> str:
 
 
 def probe_model(model: Any) -> KVGeometry:
-    """Return a model's KV cache groups, in the order of their first layers.
+    """Check that the engine supports a model; return its KV cache groups, in the order of their first layers.
 
     :param model: a Hugging Face decoder-only model on its device.
     :raises UnsupportedModelError: if the engine does not support the model; names the unsupported part.
@@ -110,7 +110,7 @@ def _check_config(model: Any, config: Any) -> None:
 
 
 def _sliding_windows(model: Any, config: Any) -> list[int | None]:
-    """Return the window of each layer as transformers would cache it; None for full attention."""
+    """Return the sliding window of each layer in tokens, from transformers' own cache; None for full attention."""
     name = type(model).__name__
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()) or getattr(
         config, "attention_chunk_size", None
@@ -133,7 +133,7 @@ def _sliding_windows(model: Any, config: Any) -> list[int | None]:
 
 
 def _rope_types(config: Any) -> set[str]:
-    """Return all RoPE types of a configuration of transformers 4 or 5, including those per layer type."""
+    """Return the RoPE types in a configuration, in the form of transformers 4 or 5, also those for one layer type."""
     found: set[str] = set()
     todo = [getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)]
     while todo:
@@ -145,7 +145,7 @@ def _rope_types(config: Any) -> set[str]:
 
 
 class _RecordingLayer(DynamicLayer):  # type: ignore[misc]
-    """Records the keys and values that a layer receives."""
+    """Cache layer that records the keys and values that it receives."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -46,7 +46,7 @@ class PersistentCache(RequestCache):
     def __init__(
         self, geometry: KVGeometry, url: str, identity: Mapping[str, Any], capacity: int, salt: str | None
     ) -> None:
-        """Use ``load``."""
+        """Make an empty cache. Applications call the function ``load`` instead."""
         super().__init__(geometry, capacity)
         self.restored_tokens: Sequence[int] = ()
         self._url, self._identity, self._salt = url, Identity.of(identity), salt
@@ -55,12 +55,12 @@ class PersistentCache(RequestCache):
         self._groups = [GroupGeometry(spec, factor=1) for spec in specs]
         self._block_bytes = [group.token_bytes * self._block_size for group in geometry]
         self._first_present = [0] * len(geometry)
-        """For each group, the first block in the cache: blocks before it were outside of the window at the load."""
+        """For each group, the index of the first block in the cache; earlier ones were outside of the window."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append tokens to a layer; called by the model.
+        """Append the KV of new tokens to a layer, and enlarge the buffers if they are full; called by the model.
 
         :raises ConfigurationError: there is more than one sequence, as in a batch or beam search.
         """
@@ -74,7 +74,7 @@ class PersistentCache(RequestCache):
         return keys, values
 
     def load(self, tokens: Sequence[int]) -> None:
-        """Fill an empty cache with the longest stored prefix that leaves a token to compute.
+        """Fill the empty cache with the KV of the longest stored prefix of ``tokens`` without the last one.
 
         :raises StoreError: the store failed; the cache is empty.
         """
@@ -96,7 +96,7 @@ class PersistentCache(RequestCache):
         self.set_length(length)
 
     def save(self, tokens: Sequence[int], labels: Mapping[str, str], codec: str) -> str:
-        """Store the whole blocks of a context; see the function ``save``."""
+        """Store the full blocks of the sequence; parameters, result and errors as for the function ``save``."""
         if tuple(tokens[: len(self.restored_tokens)]) != self.restored_tokens[: len(tokens)]:
             raise ConfigurationError("token_ids", f"{len(tokens)} tokens", "the tokens that the cache was loaded for")
         num_tokens = min(len(tokens), self.get_seq_length())
@@ -128,12 +128,14 @@ class PersistentCache(RequestCache):
         return request
 
     def _chains(self, tokens: Sequence[int]) -> list[list[OffloadKey]]:
-        """Return the keys of the context's full blocks, for each group."""
+        """Return, for each KV cache group, the keys of the full blocks of ``tokens``."""
         hashes = BlockHashChain(self._block_size, self._salt).extend(tokens)
         return [[make_offload_key(block_hash, group) for block_hash in hashes] for group in range(len(self._groups))]
 
     def _read(self, store: Store, chains: Sequence[Sequence[bytes]], needed: Sequence[range]) -> list[bytes]:
-        """Copy blocks of the store to the buffers. Stop at the first that cannot be read; return their keys."""
+        """Copy blocks from the store to the buffers: for each group, those with an index in ``needed``. Stop at the
+        first batch with unreadable blocks and return their keys; return [] if all blocks were read.
+        """
         wanted = [(group, position) for group, positions in enumerate(needed) for position in positions]
         for start in range(0, len(wanted), len(store.rows)):
             batch = wanted[start : start + len(store.rows)]
@@ -149,7 +151,7 @@ class PersistentCache(RequestCache):
         return self.buffers[group][:, :, :, position * self._block_size : (position + 1) * self._block_size]
 
     def _row(self, store: Store, row: int, group: int) -> torch.Tensor:
-        """Return a view of one row in the same shape."""
+        """Return a view of one row of the store's transfer memory, in the shape of a block of ``group``."""
         stored = torch.from_numpy(store.rows.array[row, : self._block_bytes[group]])
         return stored.view(self.buffers[group].dtype).view(self._block(group, 0).shape)
 
@@ -216,7 +218,7 @@ def save(
     labels: Mapping[str, str] | None = None,
     codec: str = "raw",
 ) -> str:
-    """Store a cache's whole blocks in the store that it was loaded from. They are durable on return.
+    """Store the full blocks of a cache in the store that was passed to ``load``. They are durable on return.
 
     :param cache: a cache of ``load``, after ``model.generate`` or a forward pass.
     :param token_ids: the tokens in the cache, in order, such as a row of ``generate``'s output; the last one, whose KV
@@ -224,7 +226,7 @@ def save(
     :param labels: stored with the context and shown by ``persistkv ls``.
     :param codec: codec of new packs, as in ``Engine.open``.
     :returns: the id of the request in ``persistkv ls``. A context shorter than a block stores nothing.
-    :raises ConfigurationError: the tokens do not begin with those that were restored, or an option is invalid.
+    :raises ConfigurationError: ``token_ids`` do not begin with ``restored_tokens``, or an option is invalid.
     :raises StoreError: the store failed, or did not take all of it; a part may be stored.
     """
     return cache.save(one_row(token_ids), labels or {}, codec)

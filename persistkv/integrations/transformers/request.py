@@ -1,4 +1,4 @@
-"""One request, from its prompt to its last token: block hashes, block tables, restored prefix, choice of tokens."""
+"""One request, from its prompt to its last token: block hashes, block tables, prefix restoration, sampling."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ TokenIds = Sequence[int] | torch.Tensor | Mapping[str, Any]
 
 
 def one_row(token_ids: TokenIds) -> list[int]:
-    """Return the tokens of one prompt.
+    """Convert one prompt to a list of token ids.
 
-    :raises ConfigurationError: there are several prompts, or tokens that are no integers.
+    :raises ConfigurationError: there are several prompts, or token ids that are not integers.
     """
     rows: Any = token_ids["input_ids"] if isinstance(token_ids, Mapping) else token_ids
     if isinstance(rows, torch.Tensor):
@@ -41,9 +41,9 @@ def one_row(token_ids: TokenIds) -> list[int]:
 
 
 class BlockHashChain:
-    """The hashes of one context's full blocks; it grows with the context. A hash identifies all tokens up to its end.
+    """Block hashes of one growing token sequence. A hash identifies all tokens from the first to the block's last.
 
-    :param salt: separates contexts that must not share blocks, such as those of two tenants; None and "" differ.
+    :param salt: sequences with different salts share no hashes, e.g. those of two tenants; None and "" differ.
     """
 
     def __init__(self, block_size: int, salt: str | None = None) -> None:
@@ -54,7 +54,7 @@ class BlockHashChain:
         self._parent = hashlib.sha256(_ROOT + salted).digest()
 
     def extend(self, token_ids: Sequence[int]) -> list[bytes]:
-        """Append tokens; return the hashes of the blocks that they made full."""
+        """Append tokens; return the hashes of the blocks that became full."""
         data = self._tail + np.asarray(token_ids, dtype="<u4").tobytes()
         full = len(data) - len(data) % self._block_bytes
         new = []
@@ -91,7 +91,7 @@ class Sampler:
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def choose(self, logits: torch.Tensor) -> int:
-        """Return the next token.
+        """Return the id of the next token.
 
         :param logits: shape (vocabulary,).
         """
@@ -106,10 +106,10 @@ class Sampler:
 
 
 class Request:
-    """Run of one request. Blocks in its tables stay referenced until ``release``, also after an error.
+    """Runs one request. Device blocks in its tables stay referenced until ``release``, also after an error.
 
-    :ivar tables: for each group, the device blocks of the context's full blocks, in order. None: the block was outside
-        of the sliding window when the request began, so the request never had it.
+    :ivar tables: for each KV cache group, the device block of each full block of prompt and answer, in order. None:
+        the block was outside of the sliding window when the request began, and was therefore not restored.
     """
 
     def __init__(
@@ -131,7 +131,9 @@ class Request:
     def run(
         self, prompt: Sequence[int], max_new_tokens: int, sampler: Sampler, stop: Collection[int], load: bool
     ) -> GenerateResult:
-        """Run the request. The caller has announced it to the connector, and must finish it even if this raises."""
+        """Run the request to its last token. The caller must call ``on_new_request`` of the connector's scheduler
+        before, and ``request_finished`` afterwards, even if this raises.
+        """
         begin = time.perf_counter()
         self._stats.prompt_tokens = len(prompt)
         self._announce(prompt, len(prompt))
@@ -154,18 +156,18 @@ class Request:
         return GenerateResult(self._req_id, tokens, first_logits.to("cpu", copy=True), kept, self._stats)
 
     def release(self) -> None:
-        """Release all blocks."""
+        """Drop the request's references to its device blocks."""
         self._truncate(0)
 
     def _announce(self, token_ids: Sequence[int], num_tokens: int) -> None:
-        """Report the keys of the blocks that tokens made full to the connector."""
+        """Append tokens to the block hashes, and report the keys of the blocks that became full to the connector."""
         hashes = self._chain.extend(token_ids)
         for group in range(len(self.tables)):
             keys = [make_offload_key(block_hash, group) for block_hash in hashes]
             self._tiers.scheduler.update_keys(self._req_id, group, keys, num_tokens)
 
     def _restore(self, num_tokens: int) -> int:
-        """Reference and load the longest prefix on the device and in the tiers; one token is left to compute."""
+        """Restore the longest prefix, without the last token, from device and tiers; return its length in tokens."""
         on_device = self._stats.device_tokens = self._acquire_resident(num_tokens - 1)
         matched = self._tiers.match(self._req_id, on_device)
         begin = time.perf_counter()
@@ -184,7 +186,9 @@ class Request:
         return on_device + loaded.num_tokens
 
     def _acquire_resident(self, limit: int) -> int:
-        """Reference the device's blocks of the longest prefix, up to ``limit`` tokens, that all groups can serve."""
+        """Reference the device's blocks of the longest prefix that every group can restore from the device. Return the
+        length of the prefix, at most ``limit`` tokens.
+        """
         hashes = self._chain.hashes
         groups = [GroupBlocks(group.blocks, hashes, group.pool.holds) for group in self._device.groups]
         num_tokens = longest_match(groups, self._device.block_size, 0, limit)
@@ -195,7 +199,7 @@ class Request:
         return num_tokens
 
     def _gather(self, cache: RequestCache) -> None:
-        """Fill a request's cache with the blocks that its next token attends to."""
+        """Copy the restored blocks that the next token attends to from the pages to the request's cache."""
         num_tokens = self._num_blocks * self._device.block_size
         for (group, table), buffer in zip(self._groups(), cache.buffers, strict=True):
             needed = group.blocks.device_blocks(num_tokens)
@@ -203,16 +207,16 @@ class Request:
         cache.set_length(num_tokens)
 
     def _forward(self, token_ids: Sequence[int], cache: RequestCache) -> torch.Tensor:
-        """Return the logits after the last token, shape (vocabulary,). The tokens are appended to the cache."""
+        """Run the model on new tokens, append their KV to the cache, return the last logits, shape (vocabulary,)."""
         inputs = torch.tensor([list(token_ids)], dtype=torch.long, device=self._model.device)
         output = self._model(input_ids=inputs, past_key_values=cache, use_cache=True, **self._forward_options)
         logits: torch.Tensor = output.logits[0, -1]
         return logits
 
     def _keep(self, cache: RequestCache, num_tokens: int) -> None:
-        """Copy blocks that became full to pages, publish and report them, and step.
+        """Copy the blocks that became full to pages, publish them, report them to the connector, and end the step.
 
-        A block that is resident already is referenced, not written, so that all requests use the same bytes.
+        A block that is on the device already is referenced, not written, so that all requests use the same bytes.
         """
         first, stop = self._num_blocks, num_tokens // self._device.block_size
         if stop > first:
@@ -230,7 +234,9 @@ class Request:
         self._tiers.step()
 
     def _allocate(self, pool: BlockPool, count: int) -> list[int]:
-        """Return device blocks to write. May wait for blocks of earlier requests that are being stored."""
+        """Return ``count`` device blocks to write. If too few are available, wait for transfers of earlier requests;
+        if too few are available after that, raise ``PersistKVError``.
+        """
         allocated = pool.allocate(count)
         if allocated is None:
             self._tiers.step(wait=True)
@@ -241,21 +247,21 @@ class Request:
         return allocated
 
     def _publish(self, first: int) -> None:
-        """Make the written blocks from position ``first`` on reusable."""
+        """Make the request's blocks from index ``first`` on reusable by later requests."""
         for group, table in self._groups():
             for block_id, block_hash in zip(table[first:], self._chain.hashes[first : len(table)], strict=True):
                 if block_id is not None:
                     group.pool.publish(block_id, block_hash)
 
     def _truncate(self, num_blocks: int) -> None:
-        """Release all blocks of the context after the first ``num_blocks``."""
+        """Release the request's device blocks, except the first ``num_blocks`` of each group."""
         for group, table in self._groups():
             group.pool.release(_present(table[num_blocks:]))
             del table[num_blocks:]
 
     @property
     def _num_blocks(self) -> int:
-        """Number of blocks of the context, the same in each group."""
+        """Length of the request's block tables, the same for each group."""
         return len(self.tables[0])
 
     def _groups(self) -> Iterable[tuple[GroupPages, list[int | None]]]:

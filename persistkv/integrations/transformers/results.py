@@ -15,23 +15,23 @@ if TYPE_CHECKING:  # the demo's command reads ``RequestStats`` without torch
 
 @dataclass
 class RequestStats:
-    """Sources of one request's prompt tokens, and its times."""
+    """Statistics of one request: prompt tokens by source, and times."""
 
     prompt_tokens: int = 0
     device_tokens: int = 0
-    """Restored from pages that earlier requests left on the device."""
+    """Prompt tokens restored from pages that earlier requests left on the device."""
     cpu_tokens: int = 0
-    """Restored from the primary tier, which had them ready."""
+    """Prompt tokens restored from the primary tier without a promotion."""
     persistent_tokens: int = 0
-    """Restored from a secondary tier."""
+    """Prompt tokens restored from a secondary tier, by promotion to the primary tier."""
     computed_tokens: int = 0
     """Prompt tokens that the model computed; at least one."""
     bytes_loaded: int = 0
     """Bytes copied from the primary tier to the device."""
     lookup_s: float = 0.0
-    """Seconds until the restorable prefix was known, including promotions."""
+    """Seconds until the restorable prefix was known, including the wait for promotions."""
     load_s: float = 0.0
-    """Seconds of the load onto the device."""
+    """Seconds of the load from the primary tier to the device."""
     ttft_s: float = 0.0
     """Seconds from the call to the first token: lookup, promotion, load and prefill."""
     total_s: float = 0.0
@@ -45,16 +45,16 @@ class RequestStats:
 
 @dataclass(frozen=True)
 class GenerateResult:
-    """Result of one request."""
+    """Result of one call of ``Engine.generate``."""
 
     req_id: str
     """Id of the request, also in ``persistkv ls``."""
     tokens: Sequence[int]
-    """The generated tokens."""
+    """Ids of the generated tokens; a stop token that ended the generation is included."""
     logits: torch.Tensor = field(repr=False)
     """Logits from which the first generated token was chosen: shape (vocabulary,), on the CPU."""
     block_hashes: Sequence[bytes] = field(repr=False)
-    """Hashes of the context's full blocks whose KV was computed, in order."""
+    """Hashes of the full blocks of prompt and answer whose KV was restored or computed, in order."""
     stats: RequestStats
 
 
@@ -64,13 +64,13 @@ class EngineStats:
 
     requests: int
     device_blocks: int
-    """Blocks of the device cache, of all KV cache groups."""
+    """Number of blocks of the device cache, summed over all KV cache groups."""
     resident_blocks: int
     """Device blocks that hold reusable KV."""
     cpu_blocks: int
-    """Rows of the primary tier."""
+    """Number of rows of the primary tier; a row holds one block."""
     block_bytes: int
-    """Bytes of one block of each KV cache group together."""
+    """Sum over all KV cache groups of the bytes of one block."""
     connector: ConnectorStats
     persistent: tuple[StoreStats, ...]
-    """Totals of both sides of each store, in the order of the stores' URLs."""
+    """For each store, in the order of the URLs: totals of its client in the engine, and of its host."""

@@ -25,20 +25,20 @@ _POLL_S = 0.0005  # far below the time of a forward pass, far above the time of 
 
 
 class LoadedPrefix(NamedTuple):
-    """The prefix that the tiers loaded for a request."""
+    """Size of the prefix that was loaded from the tiers to the device for a request."""
 
     num_tokens: int
     num_promoted_tokens: int
-    """Of these, the tokens that were promoted from a secondary tier."""
+    """Those of ``num_tokens`` whose KV was promoted from a secondary tier to the primary tier for this request."""
     num_bytes: int
 
 
 class Tiers:
-    """Region, primary tier, persistent tiers, and the connector's two sides over them. Called from one thread.
+    """Primary tier and persistent tiers, with the connector's scheduler and worker over them. Called from one thread.
 
     :ivar scheduler: the connector's scheduler.
-    :ivar persistent: the persistent tiers, nearest first.
-    :ivar num_blocks: rows of the primary tier.
+    :ivar persistent: the persistent tiers, in the order of the stores' URLs.
+    :ivar num_blocks: number of rows of the primary tier; a row holds one block.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Tiers:
         :param urls: the stores, nearest first.
         :param cpu_bytes: size of the primary tier, rounded down to whole rows.
         :param lookup_deadline_s: maximum seconds that a request waits for blocks that are not ready yet.
-        :param prewarm_share: part of the primary tier that ``prewarm`` fills.
+        :param prewarm_share: part of the primary tier that ``prewarm`` fills, 0 to 1.
         :param options: further options of ``PersistentTier``.
         :raises ConfigurationError: if the primary tier is too small for one block, or an option is invalid.
         """
@@ -98,7 +98,7 @@ class Tiers:
         self._live: dict[str, Callable[[], None]] = {}
 
     def prewarm(self) -> None:
-        """Promote recently used contexts, for a minute at most."""
+        """Promote the stores' most recently used contexts to the primary tier; return after one minute at most."""
         deadline = time.monotonic() + _PREWARM_S
         while self._tiering and self._tiering.has_pending_work() and time.monotonic() < deadline:
             self.step()
@@ -112,10 +112,10 @@ class Tiers:
         self._live[req_id] = on_released
 
     def step(self, *, wait: bool = False) -> dict[str, LoadProgress]:
-        """Start planned transfers, process finished ones, and end the step.
+        """Start planned transfers, process finished ones, and end the connector's step.
 
-        :param wait: block until all transfers have ended.
-        :returns: the loads that ended, by request.
+        :param wait: wait until all transfers have ended; False: only for the loads that this step starts.
+        :returns: the loads that ended, by request id.
         """
         metadata = self.scheduler.build_connector_meta()
         self._worker.start(metadata)
@@ -130,7 +130,9 @@ class Tiers:
         return output.loads
 
     def match(self, req_id: str, num_computed_tokens: int) -> int:
-        """Return how many tokens after the computed ones can be loaded. Waits for blocks up to the deadline."""
+        """Return how many tokens after the first ``num_computed_tokens`` can be loaded from the tiers. Wait for
+        promotions up to the lookup deadline; after it, count only blocks that are ready.
+        """
         deadline = time.monotonic() + self._lookup_deadline_s
         while (matched := self.scheduler.get_num_new_matched_tokens(req_id, num_computed_tokens)) is None:
             if time.monotonic() >= deadline:
@@ -141,9 +143,9 @@ class Tiers:
         return matched
 
     def load(self, req_id: str, tables: Sequence[BlockTable], num_tokens: int) -> LoadedPrefix:
-        """Load matched tokens into device blocks, and wait for the load.
+        """Load ``num_tokens``, a result of ``match``, into device blocks, and wait for the load.
 
-        :param tables: for each group, the request's device blocks from its first token on.
+        :param tables: for each KV cache group, the request's device blocks from its first token on.
         :returns: the loaded prefix; zeros if the load failed: then the content of the blocks is undefined.
         """
         if not self.scheduler.update_state_after_alloc(req_id, tables, num_tokens):
@@ -159,10 +161,10 @@ class Tiers:
         return LoadedPrefix(progress.num_tokens, promoted, progress.num_bytes)
 
     def drain(self, deadline: float, req_id: str | None = None) -> bool:
-        """Step until the transfers of a finished request, or of all requests, have ended.
+        """Repeat ``step`` until the transfers of one finished request, or (None) of all requests, have ended.
 
         :param deadline: a ``time.monotonic`` time.
-        :returns: False if the deadline passed before.
+        :returns: False if the deadline passed first.
         """
         while self._live if req_id is None else req_id in self._live:
             if time.monotonic() >= deadline:
@@ -171,7 +173,7 @@ class Tiers:
         return True
 
     def close(self) -> None:
-        """Wait for transfers, then release the worker before the rows that it copies to."""
+        """Wait for transfers, then release the worker, then the primary tier, whose rows the worker copies."""
         try:
             self._worker.shutdown()
         finally:
@@ -180,7 +182,7 @@ class Tiers:
 
 @contextmanager
 def _named_as_here() -> Iterator[None]:
-    """Errors of the spec's option name the engine's."""
+    """Raise errors about the spec's option ``cpu_bytes_to_use`` under the engine's name of it, ``cpu_bytes``."""
     try:
         yield
     except ConfigurationError as error:

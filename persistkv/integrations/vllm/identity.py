@@ -1,7 +1,7 @@
 """The identity of KV bytes in vLLM, from its configuration.
 
-A model's path or name is recorded and need not match; the bytes of its weights must. vLLM's release is part of it,
-because the meaning of a block's bytes is internal to vLLM and changes without notice.
+A model's path or name is recorded and need not match; the bytes of its weights must. vLLM's release is part of the
+identity, because the meaning of a block's bytes is internal to vLLM and changes without notice.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _READABLE_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "runai_stre
 """Load formats for which ``fingerprint_checkpoint`` reads the files that vLLM loads."""
 _SEED_VARIABLE = "PYTHONHASHSEED"
 _FIXED_HASHES = ("sha256", "sha256_cbor")
-"""Algorithms whose seed vLLM fixes if the environment does not set one."""
+"""Block hash algorithms for which vLLM uses a fixed seed if the environment does not set one."""
 
 
 _CPU_FLAGS = ("amx_bf16", "amx_tile", "avx512_bf16", "avx512f", "avx2", "sve", "bf16")
@@ -40,7 +40,7 @@ def find_vllm_config() -> Any:
     vLLM passes a secondary tier a summary without weights and RoPE. The full configuration is in the callers further up
     the stack: the connector, the scheduler, the engine.
 
-    :raises ConfigurationError: no caller on the stack has one.
+    :raises ConfigurationError: neither vLLM's current configuration nor a caller on the stack has one.
     """
     from vllm.config import VllmConfig, get_current_vllm_config_or_none
 
@@ -61,7 +61,7 @@ def _config_in(frame: FrameType, kind: type) -> Any:
 
 
 def engine_facts() -> dict[str, Any]:
-    """Return the release without its last number, and the device; for a CPU also its type and flags."""
+    """Return vLLM's release (first two numbers) and device type; for a CPU also its machine type and relevant flags."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -83,7 +83,7 @@ def _cpu_flags() -> list[str]:
 
 
 class SharedLayout(NamedTuple):
-    """A layout of rows that engines with other parallel sizes have, too."""
+    """A layout of primary-tier rows that is the same for all parallel sizes (e.g. tensor parallelism)."""
 
     kind: str
     """``canonical``: vLLM certified it for each layer. ``direct``: the workers' bytes in the order of their ranks."""
@@ -92,9 +92,9 @@ class SharedLayout(NamedTuple):
 
 
 def shared_layout(spec: Any) -> SharedLayout | None:
-    """Return the layout of rows if vLLM declares it independent of the parallel sizes; None: they are the identity's.
+    """Return the layout of rows if it is independent of the parallel sizes; None: they are part of the identity.
 
-    vLLM's declaration for the direct layout is about the bytes of one block and one layer. Two workers' rows of a model
+    vLLM's declaration for the direct layout covers the bytes of one block and one layer. Two workers' rows of a model
     with several layers are still not those of one worker: vLLM 0.32 declares ``LBHNC`` independent. Rows are therefore
     shared only if they contain one block, heads come before layers, and there is no gap between the workers' parts.
 
@@ -136,7 +136,7 @@ def engine_identity(
     :param config: vLLM's ``VllmConfig``.
     :param offloading: its ``OffloadingConfig``.
     :param facts: release and platform, see ``engine_facts``.
-    :param shared: the layout of rows if it is independent of the parallel sizes.
+    :param shared: the layout of rows, see ``shared_layout``; None makes the parallel sizes part of the identity.
     :param weights: a name that identifies the weights; None fingerprints their files.
     :param adapters: a name that identifies the LoRA adapters.
     :raises ConfigurationError: the weights cannot be fingerprinted, or adapters are enabled and not named.
@@ -241,7 +241,9 @@ def _adapters(lora: Any, name: str | None) -> dict[str, Any] | None:
 
 
 def _speculation(speculative: Any, load: Any) -> dict[str, Any] | None:
-    """Return the identity of speculative decoding: a draft model's layers may keep their KV in the same blocks."""
+    """Return what identifies speculative decoding, or None without it. It is needed because the layers of a draft model
+    may keep their KV in the same blocks.
+    """
     if speculative is None:
         return None
     draft = getattr(speculative, "draft_model_config", None)

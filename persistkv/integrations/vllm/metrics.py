@@ -43,7 +43,7 @@ _BREAKER = {"half-open": 1.0, "open": 2.0}
 
 @dataclass
 class Observed:
-    """Totals counted by the tier itself."""
+    """Totals since the tier's construction, counted by the tier itself in the engine."""
 
     lookup_hits: int = 0
     lookup_misses: int = 0
@@ -55,7 +55,9 @@ class Observed:
 
 
 def metric_definitions() -> dict[str, Any]:
-    """Return the metric definitions for ``build_metric_definitions``."""
+    """Return vLLM's metadata objects (help text, labels) of all counters and gauges of the tier, by full metric name.
+    The tier returns them in ``build_metric_definitions``.
+    """
     from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
     counters = {PREFIX + name: OffloadingCounterMetadata(text, LABELS) for name, text in COUNTERS.items()}
@@ -63,7 +65,7 @@ def metric_definitions() -> dict[str, Any]:
 
 
 class MetricsReader:
-    """Converts totals to increments since the last reading, which vLLM adds up.
+    """Builds vLLM's metrics: increments of the counters since the last reading, which vLLM adds up, and gauges.
 
     :param store: the kind of store, e.g. ``lmdb``.
     """
@@ -75,9 +77,9 @@ class MetricsReader:
         self._next_s = 0.0
 
     def is_due(self, observed: Observed, now: float) -> bool:
-        """Return whether a reading is worth its time: the tier's totals changed, or a second has passed.
+        """Return whether to read the metrics now: the tier's own totals changed, or the last reading is 1 s old.
 
-        Called in every step, in most of which nothing has changed.
+        Cheap, because it is called in every step, and most steps change nothing.
 
         :param now: seconds of a monotonic clock.
         """
@@ -88,7 +90,7 @@ class MetricsReader:
         return True
 
     def read(self, observed: Observed, stats: StoreStats, held_chunks: int) -> Any:
-        """Return an ``OffloadingConnectorStats`` with the increments and the gauges."""
+        """Return vLLM's ``OffloadingConnectorStats`` with the counters' increments and the gauges' present values."""
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 
         reading = OffloadingConnectorStats()
@@ -99,7 +101,7 @@ class MetricsReader:
         return reading
 
     def growth(self, now: Mapping[str, float]) -> dict[str, float]:
-        """Return the increments of totals that grew. A total that shrank restarted at 0 with the store's process."""
+        """Return the growth of each total since the last call, without zeros. A total that shrank restarted at 0."""
         last, self._last = self._last, {**self._last, **now}
         grown = {name: value - (last.get(name, 0) if value >= last.get(name, 0) else 0) for name, value in now.items()}
         return {name: value for name, value in grown.items() if value}
@@ -120,7 +122,7 @@ def totals(observed: Observed, stats: StoreStats) -> dict[str, float]:
 
 
 def levels(stats: StoreStats, held_chunks: int) -> dict[str, float]:
-    """Return the gauges; those of the store's process are missing until it has reported them."""
+    """Return the gauges' present values. Those of the store's process are missing until it has reported them."""
     found: dict[str, float] = {
         "queued_bytes": stats.queued_bytes,
         "held_chunks": held_chunks,

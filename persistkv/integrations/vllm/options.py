@@ -17,22 +17,23 @@ _URL_OPTIONS = ("capacity", "ttl", "deadline")
 
 
 class VllmTierOptions(PersistentTierOptions, frozen=True, kw_only=True):
-    """Options of the tier: those of ``PersistentTier``, and these."""
+    """Options of the tier ``persistkv`` in vLLM: those of ``PersistentTierOptions``, and the ones below."""
 
     host: Literal["process", "thread"] = "process"
     capacity: int | str | None = None
-    """The same as in the URL: bound on the bytes of the store."""
+    """Maximum bytes of the store; may be set in the URL instead. None: as in the URL."""
     ttl: str | None = None
-    """The same as in the URL: time after its last use until content expires."""
+    """Time from the last use of stored content to its expiry; may be set in the URL instead. None: as in the URL."""
     deadline: str | None = None
-    """The same as in the URL, for a remote store: time limit of one operation, including its retries."""
+    """Time limit of one operation of a remote store, including retries; may be set in the URL instead. None: as in the
+    URL."""
     policy: Literal["request", "chunk"] = "request"
     """``request``: every chunk of a request is offered, including prefix hits, and its whole context is listed.
     ``chunk``: newly computed chunks only."""
     min_tokens: int = 0
     """Requests that have fewer tokens when their first chunks arrive are not persisted."""
     labels: dict[str, str] = msgspec.field(default_factory=dict)
-    """Stored with each context and shown by tools."""
+    """Names and values that are stored with each context and shown by tools."""
     weights: str | None = None
     """A name for the weights, which must change whenever they change. Needed for weights that are not files on this
     machine. If it is set, the weights are not fingerprinted."""
@@ -53,9 +54,9 @@ class VllmTierOptions(PersistentTierOptions, frozen=True, kw_only=True):
 
     @property
     def tier_options(self) -> dict[str, Any]:
-        """The options of ``PersistentTier``. The URL gets the options that are set outside of it.
+        """The options to pass to ``PersistentTier``; ``capacity``, ``ttl`` and ``deadline`` are added to its URL.
 
-        :raises ConfigurationError: an option is set both in the URL and outside of it.
+        :raises ConfigurationError: one of these three is set both in the URL and as an option.
         """
         known = StoreUrl.parse(self.url).options
         url = self.url
@@ -70,7 +71,7 @@ class VllmTierOptions(PersistentTierOptions, frozen=True, kw_only=True):
 
 
 def vllm_options(options: Mapping[str, Any]) -> VllmTierOptions:
-    """Check the options of a tier's entry.
+    """Convert and check the options of a ``persistkv`` entry of ``secondary_tiers``.
 
     :raises ConfigurationError: an option is invalid; the error names it.
     """

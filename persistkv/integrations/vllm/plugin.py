@@ -1,4 +1,4 @@
-"""The entry point in group ``vllm.general_plugins``, which vLLM calls in each of its processes, more than once."""
+"""Plugin of the entry point group ``vllm.general_plugins``: vLLM calls it in each of its processes, repeatedly."""
 
 from __future__ import annotations
 

@@ -26,10 +26,10 @@ _ON_ITS_WAY = (LookupResult.RETRY, LookupResult.HIT_PENDING)
 
 
 class PrewarmOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of the tier."""
+    """Options of the tier ``persistkv-prewarm``."""
 
     share: float = 0.5
-    """Part of the CPU tier to fill."""
+    """Part of the primary tier to fill, above 0 and at most 1."""
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
@@ -37,9 +37,9 @@ class PrewarmOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """``{"type": "persistkv-prewarm", "share": 0.5}`` among ``secondary_tiers``, after the ``persistkv`` ones.
+    """Secondary tier that stores nothing: it promotes recently used contexts, listed by the first ``persistkv`` tier.
 
-    The first ``persistkv`` tier lists the recently used contexts.
+    Enabled by ``{"type": "persistkv-prewarm", "share": 0.5}`` in ``secondary_tiers``, after the ``persistkv`` tiers.
 
     :raises ConfigurationError: an option is invalid, or there is no ``persistkv`` tier before it.
     """

@@ -48,7 +48,8 @@ def open_region(rows: memoryview) -> tuple[int, ...]:
     """Open the files from which the rows are mapped, in order. The caller closes the descriptors.
 
     :param rows: the whole region, contiguous, writable.
-    :returns: none if the rows are not shared mappings of whole files, one after the other; the last may be longer.
+    :returns: the descriptors; empty if the rows do not consist of mappings of whole files, one after the other. The
+        last file may be longer than its mapping.
     """
     fds: list[int] = []
     parts = _sources(address_of(rows), rows.nbytes)
@@ -68,7 +69,9 @@ def close_region(fds: Iterable[int]) -> None:
 
 
 def _open(source: _Mapping, size: int, *, is_last: bool) -> int | None:
-    """Open the file of a mapping; None if it cannot be opened or is not mapped to its end."""
+    """Open the file of a mapping. None if it cannot be opened, or its size is not ``size`` bytes; the last file may
+    be longer.
+    """
     for candidate in (source.path, *(path for path, file in _descriptors("self") if file == source.file)):
         try:
             fd = os.open(candidate, os.O_RDWR | os.O_CLOEXEC)
@@ -103,7 +106,7 @@ def ready(rows: memoryview) -> None:
 def remove_leftovers(directory: str = SHARED_MEMORY_DIRECTORY, *, sees_all_processes: bool | None = None) -> list[str]:
     """Remove the files of regions that no process uses.
 
-    :param sees_all_processes: whether no process is invisible here; None determines it.
+    :param sees_all_processes: whether ``/proc`` shows every process that may use the files; None: detect it.
     :returns: the removed paths.
     """
     sees_all = _is_in_first_namespace() if sees_all_processes is None else sees_all_processes
@@ -138,9 +141,9 @@ def _is_in_first_namespace() -> bool:
 
 
 def _sources(address: int, num_bytes: int) -> list[tuple[_Mapping, int]]:
-    """Return the files that the bytes are mapped from, in order: the first mapping of each, and its bytes.
+    """Return the files that back a range of memory, in order: the first mapping of each, and its bytes in the range.
 
-    Empty if part of the bytes is other memory, or a file is not mapped from its start.
+    Empty if part of the range is not mapped from a file, or a file is not mapped from its start.
     """
     found: list[tuple[_Mapping, int]] = []
     covered, end = address, address + num_bytes
@@ -173,7 +176,7 @@ def _used_files() -> set[FileId]:
 def _mappings(process: str) -> Iterator[_Mapping]:
     """Yield the mappings of a process in order of their addresses.
 
-    :raises OSError: the process has ended, or its mappings must not be read.
+    :raises OSError: the process has ended, or this user may not read its mappings.
     """
     with open(f"/proc/{process}/maps") as lines:
         for line in lines:
@@ -185,9 +188,9 @@ def _mappings(process: str) -> Iterator[_Mapping]:
 
 
 def _descriptors(process: str) -> Iterator[tuple[str, FileId]]:
-    """Yield the path of each descriptor of a process, and its file.
+    """Yield the path under ``/proc`` of each open descriptor of a process, and the id of its file.
 
-    :raises OSError: the process has ended, or its descriptors must not be read.
+    :raises OSError: the process has ended, or this user may not read its descriptors.
     """
     for name in os.listdir(f"/proc/{process}/fd"):
         with suppress(OSError):  # closed in the meantime

@@ -11,11 +11,11 @@ from typing import Any
 from persistkv.base import OffloadKey
 
 Position = Callable[[OffloadKey], "int | None"]
-"""The number of tokens up to the end of a key's chunk; None if the engine does not know it."""
+"""Function from a key to the number of tokens up to the end of its chunk; None if the engine does not know it."""
 
 
 def key_position(context: Any) -> Position | None:
-    """Return the function of a ``ReqContext`` for its keys' positions; None in a release without positions."""
+    """Return vLLM's function for the positions of a request's keys; None if this release of vLLM has none."""
     return getattr(context, "get_offload_key_position", None)
 
 
@@ -27,6 +27,6 @@ def fixes_hash_seed() -> bool:
 
 
 def hint_actions(context: Any) -> Sequence[Any]:
-    """Return the ``KvHintAction`` objects of a ``ReqContext``; none in a release without hints."""
+    """Return the ``KvHintAction`` objects of a ``ReqContext``; empty without hints, as in releases that lack them."""
     envelope = getattr(context, "kv_hints", None)
     return () if envelope is None else envelope.actions

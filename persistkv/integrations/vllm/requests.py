@@ -1,4 +1,4 @@
-"""A request: its options, and the tier's state of it until it ends."""
+"""A request of vLLM: its options, and the tier's record of it until it ends."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ HINT_VERSION = "1"
 def request_options(
     req_id: str, parameters: Mapping[str, Any] | None, actions: Sequence[Any] = ()
 ) -> tuple[RequestOptions, list[Choice]]:
-    """Return a request's options and the contexts that it has promoted for later requests.
+    """Return a request's options, and its choices of stored contexts to promote for later requests.
 
     Hints take precedence over ``kv_transfer_params``. An invalid hint is ignored with a warning. If the parameters are
-    invalid, log a warning and use neither stores nor loads: the request does not want the default, and must not fail
-    because of its options.
+    invalid, log a warning and disable stores and loads for the request: it asked for something other than the default,
+    and must not fail because of its options.
 
-    :param actions: the ``KvHintAction`` objects of the request; those of other components are skipped.
+    :param parameters: the request's ``kv_transfer_params``, or None.
+    :param actions: the ``KvHintAction`` objects of the request; those for other components are skipped.
     """
     try:
         options = RequestOptions.parse(parameters)
@@ -60,11 +61,11 @@ def request_options(
 
 
 class LiveRequest:
-    """One request. Keys may arrive in any order; their positions determine the order in the context.
+    """Options and stored keys of one unfinished request. Keys may arrive in any order; they are sorted by position.
 
-    :param position: function of the engine; None if it has none.
-    :param group_tokens: tokens of one chunk, per group.
-    :param labels: of all requests; the request's own take precedence.
+    :param position: vLLM's function from a key to its position in the request; None if this vLLM has none.
+    :param group_tokens: for each KV cache group, the tokens of one chunk.
+    :param labels: labels that the tier gives all requests; the request's own labels take precedence.
     """
 
     def __init__(
@@ -83,10 +84,12 @@ class LiveRequest:
         self.context = ReqContext(req_id, description=self._description)
         self._is_long: bool | None = None
         self.has_stored = False
-        """Whether any chunk of it was submitted to the store."""
+        """Whether any chunk of the request was submitted to the store."""
 
     def wants(self, keys: Sequence[OffloadKey], min_tokens: int) -> bool:
-        """Return whether these keys must be stored. The first keys of a request decide on all of them."""
+        """Return whether the chunks of ``keys`` must be stored: stores are enabled, and a chunk ends at ``min_tokens``
+        or later, or at an unknown position. The length is checked for the request's first keys only.
+        """
         if not self.options.store:
             return False
         if self._is_long is None:
@@ -95,7 +98,9 @@ class LiveRequest:
         return self._is_long
 
     def learn(self, keys: Sequence[OffloadKey]) -> ReqContext:
-        """Add keys to the request's context and return it."""
+        """Record that the chunks of ``keys`` are being stored; return the context with all keys recorded so far. From
+        the first key without a known position on, the context has no ``description`` and lists no keys.
+        """
         self.has_stored = True
         if self._description is not None and not self._description.learn(keys):
             self._description = None  # positions are only useful if all are known
@@ -103,14 +108,14 @@ class LiveRequest:
         return self.context
 
     def end(self) -> ReqContext:
-        """Return the whole context, in order."""
+        """Return the request's context with the keys of each group sorted by position."""
         if self._description is not None:
             self._description.sort()
         return self.context
 
 
 class _Description(RequestDescription):
-    """A description whose order and depths come from the engine's positions."""
+    """Keys of a request, which arrive in any order; vLLM's positions determine their order and depths."""
 
     def __init__(self, position: Position, group_tokens: Sequence[int], labels: Mapping[str, str]) -> None:
         super().__init__(len(group_tokens), labels)
@@ -119,7 +124,7 @@ class _Description(RequestDescription):
         self._ends: dict[OffloadKey, int] = {}
 
     def learn(self, keys: Sequence[OffloadKey]) -> bool:
-        """Add the keys that are new; return False if the engine does not know the position of one of them."""
+        """Add the keys that are new. Stop and return False at the first key whose position the engine does not know."""
         for key in keys:
             if key in self._ends:
                 continue
@@ -136,6 +141,6 @@ class _Description(RequestDescription):
         return None if end is None else max(0, end // self._group_tokens[get_offload_group_idx(key)] - 1)
 
     def sort(self) -> None:
-        """Sort each group's keys in the order of the context."""
+        """Sort each group's keys by their positions in the request."""
         for chain in self.group_keys:
             chain.sort(key=self._ends.__getitem__)

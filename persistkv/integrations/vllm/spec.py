@@ -19,13 +19,13 @@ from persistkv.isolation import Isolation
 from persistkv.memory.libc import memory_at
 
 Mappings = Mapping[tuple[int, int], Any]
-"""vLLM's ``CanonicalPageMapping`` by the index of a KV tensor and the bytes of a page."""
+"""vLLM's ``CanonicalPageMapping`` objects, by (index of the KV tensor, bytes of a page)."""
 
 
 class PersistKVSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """``"spec_name": "PersistKVSpec"`` instead of ``TieringOffloadingSpec``, with the same options.
+    """Offloading spec for vLLM on CPUs: ``"spec_name": "PersistKVSpec"`` instead of ``TieringOffloadingSpec``.
 
-    If KV tensors are in device memory, it behaves like the stock spec.
+    The options are the same. If a KV tensor is in device memory, it behaves like ``TieringOffloadingSpec``.
     """
 
     def get_worker(self, kv_caches: Any) -> Any:
@@ -52,11 +52,12 @@ class PersistKVSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not
 
 
 class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """Copies synchronously in the submitting step, because the engine computes on the same processors.
+    """Worker for KV tensors in CPU memory. ``submit_store`` and ``submit_load`` copy before they return, because the
+    engine computes on the same processors.
 
     :param kv_caches: vLLM's ``CanonicalKVCaches``, in CPU memory.
     :param rows: for each tensor, its part of the rows: int8, shape (chunks, blocks_per_chunk * page bytes).
-    :param release: called at the end, when no reference to the rows remains.
+    :param release: called by ``shutdown``, when the worker has no reference to the rows any more.
     :param mappings: positions of the pages' bytes in rows of the canonical layout; None for the direct layout.
     """
 
@@ -86,7 +87,7 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is no
         return self._submit(self._stores, job_id, src_spec, dst_spec)
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
-        """Copy at once, also loads that are not expedited."""
+        """Copy before returning, whether the load is expedited or not."""
         return self._submit(self._loads, job_id, dst_spec, src_spec)
 
     def _submit(self, engine: CPUCopyEngine, job_id: int, blocks: Any, chunks: Any) -> bool:
@@ -118,9 +119,9 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is no
 
 
 class _CanonicalCopyEngine(CPUCopyEngine):
-    """Copies between pages and rows of the canonical layout, which are the same for all parallel sizes.
+    """Copies between pages and rows in vLLM's canonical layout, which is the same for all parallel sizes.
 
-    A worker writes only its parts of a row. Of workers that hold the same bytes of a block, one writes them.
+    A worker writes only its parts of a row. If several workers hold the same bytes of a block, one of them writes them.
     """
 
     def __init__(self, memory: KVMemory, direction: Direction, mappings: Mappings) -> None:
@@ -159,7 +160,7 @@ def _mappings(kv_caches: Any) -> Mappings:
 
 
 def _canonical_sizes(mappings: Mappings, num_tensors: int) -> list[int]:
-    """Return the bytes of each tensor's canonical page."""
+    """Return, for each KV tensor, the bytes of one page in the canonical layout."""
     return [
         max(mapping.canonical_page_size_bytes for (tensor, _), mapping in mappings.items() if tensor == index)
         for index in range(num_tensors)

@@ -1,4 +1,4 @@
-"""vLLM's secondary tier over ``PersistentTier``: it only translates names.
+"""Secondary tier for vLLM: an adapter that translates between vLLM's interface and ``PersistentTier``.
 
 | vLLM | persistkv |
 |---|---|
@@ -58,11 +58,12 @@ logger = logging.getLogger(__name__)
 _DRAIN_S = 60.0
 
 CONFIG_INFO = ("store", "namespace", "codec", "durability", "policy", "host")
-"""Labels of ``config_info``."""
+"""Names of the labels that ``config_info`` returns."""
 
 
 class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """``{"type": "persistkv", "url": "lmdb:///var/cache/kv"}`` among ``secondary_tiers``; see ``VllmTierOptions``.
+    """Secondary tier that keeps vLLM's KV in a store; enabled by an entry of ``secondary_tiers`` such as
+    ``{"type": "persistkv", "url": "lmdb:///var/cache/kv"}``. The options are those of ``VllmTierOptions``.
 
     :raises ConfigurationError: an option is invalid; the error names it.
     :raises IdentityMismatchError: ``strict_identity`` is set and the store contains only other identities.
@@ -97,7 +98,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         self._requests: dict[str, LiveRequest] = {}
         self._not_loading: set[str] = set()
         self._loads: dict[int, tuple[str, Sequence[OffloadKey]]] = {}
-        self._failed: dict[str, set[OffloadKey]] = {}  # keys by request, so that it does not retry forever
+        self._failed: dict[str, set[OffloadKey]] = {}  # by request: keys that failed to load; now misses for it
         self._passed_over: list[int] = []
         self._observed = Observed()
         self._metrics = MetricsReader(scheme)
@@ -236,13 +237,13 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         return CONFIG_INFO
 
     def config_info(self) -> dict[str, str]:
-        """Return the labels of the metric ``vllm:kv_offload_config_info``."""
+        """Return the labels of the metric ``vllm:kv_offload_config_info``: values by name."""
         options = self.options
         values = (options.scheme, self._namespace, options.codec, options.durability, options.policy, self._tier.host)
         return dict(zip(CONFIG_INFO, values, strict=True))
 
     def get_stats(self) -> Any:
-        """Return metrics; None if the tier's totals have not changed since the last reading, which is under 1 s old."""
+        """Return vLLM's metrics object; None if the tier's own totals are unchanged and were read under 1 s ago."""
         if not self._metrics.is_due(self._observed, time.monotonic()):
             return None
         return self._metrics.read(self._observed, self._tier.glance(), self._tier.num_held_blocks)
@@ -250,7 +251,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
     def shutdown(self) -> None:
         """Wait until the store's process has committed the submitted blocks and ended; idempotent.
 
-        After a minute the process is killed. Unfinished requests are ended: their contexts so far are listed.
+        After a minute the process is killed. Unfinished requests are ended: the store lists their contexts so far.
         """
         isolation = Isolation("tier persistkv")
         for request in self._requests.values():
@@ -275,13 +276,15 @@ def _job(job: TransferJob, keys: Sequence[OffloadKey], context: ours.ReqContext)
 
 
 def persistent_tiers(offloading_spec: Any) -> list[PersistentTier]:
-    """Return the list of this engine's persistent tiers, in order; it is an attribute of the engine's spec."""
+    """Return this engine's persistent tiers in the order of construction: a shared list, kept in the spec."""
     tiers: list[PersistentTier] = vars(offloading_spec).setdefault("_persistkv_tiers", [])
     return tiers
 
 
 def _chunk_tokens(offloading: Any) -> tuple[int, ...]:
-    """Return the tokens of one chunk for each group index that a key may have: all groups of vLLM, offloaded or not."""
+    """Return, for each group index that a key may have, the tokens of one chunk. An index without an offloaded group
+    gets the value of the first offloaded group.
+    """
     chunk = offloading.cache.blocks_per_chunk
     tokens: dict[int, int] = {group.group_id: group.tokens_per_block * chunk for group in offloading.groups}
     first = next(iter(tokens.values()))

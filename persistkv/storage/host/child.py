@@ -30,8 +30,11 @@ _RAISED_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_DATA,
 
 
 def main(region_bytes: int, engine_pidfd: int, socket_fd: int, *region_fds: int) -> None:
-    """Serve until the engine ends the connection or dies, then end.
+    """Run the host process: serve the engine until it ends the connection or dies, then close the store and return.
 
+    :param engine_pidfd: inherited pidfd of the engine, to detect its death.
+    :param socket_fd: inherited socket to the engine.
+    :param region_fds: inherited descriptors of the primary tier's memory, ``region_bytes`` bytes in all.
     :raises OSError: the rows cannot be mapped.
     """
     for fd in (engine_pidfd, socket_fd):
@@ -72,8 +75,9 @@ class _HostProcess(Lifecycle):
 
 
 def _reset() -> None:
-    """Reset the signal dispositions, limits and CPU affinity of the engine, and set a scheduling class that does not
-    preempt the engine when one of its messages wakes this process.
+    """Reset the signal dispositions, limits and CPU affinity inherited from the engine, and set a scheduling class.
+
+    With this class (SCHED_BATCH), a message of the engine that wakes this process does not preempt the engine.
 
     Without that class, the kernel often ran this process instead of the sender. On two busy cores, sending a job then
     took the scheduler 6 ms at the 99th percentile, with it 0.2 ms; jobs took the same time (benchmarks.busy_scheduler).
@@ -95,9 +99,9 @@ def _reset() -> None:
 
 
 def map_rows(region_fds: Sequence[int], region_bytes: int) -> memoryview:
-    """Map the rows.
+    """Map the primary tier's rows; return them as a writable view of bytes.
 
-    :param region_fds: inherited descriptors, closed here: they share the engine's flock and would keep it locked.
+    :param region_fds: inherited descriptors; closed here, because they share the engine's flock and would keep it.
     :raises OSError: the rows cannot be mapped.
     """
     own = []
@@ -113,9 +117,9 @@ def map_rows(region_fds: Sequence[int], region_bytes: int) -> memoryview:
 
 
 def _ready(address: int, num_bytes: int, released: threading.Event) -> None:
-    """Collapse the region to huge pages if the engine did not, then enter all its pages into the page table.
+    """Move the rows into huge pages if the engine did not, then map all their pages into this process's page table.
 
-    Otherwise the first job that uses a row does this: 32 MiB of rows took 10 ms, and the first promotion after a start
+    Otherwise the first job that uses a row maps them: 32 MiB of rows took 10 ms, and the first promotion after a start
     matters most. A gigabyte of small pages takes 0.1 s, and 2 MiB of page table, which it needs in any case.
     """
     collapse(address, num_bytes, threads=1)

@@ -46,21 +46,21 @@ _NAP_S = 0.0005  # between polls of the calls that wait
 
 
 class JobOutcome(NamedTuple):
-    """How a job ended; its rows are no longer used."""
+    """Result of a store or load job. The host no longer uses the rows of the job."""
 
     job_id: int
     failed: list[bytes]
-    """Keys whose blocks were dropped (store), or whose rows were not filled (load)."""
+    """Store job: keys whose blocks were dropped. Load job: keys whose rows were not filled."""
     refused: bool
-    """No key was served: the job was not sent, or was lost when the host died."""
+    """True: the job was not sent, or the host died before its answer. All keys have failed."""
     num_bytes: int
-    """Raw bytes of the keys that did not fail."""
+    """Raw bytes of the blocks that were stored or loaded."""
     seconds: float
-    """Time from submission to this outcome."""
+    """Seconds from the submission to the end of the job."""
 
 
 class ClientCounters(msgspec.Struct):
-    """Counters of the engine's client since it was opened."""
+    """Counters of one ``StoreClient`` since its creation."""
 
     store_jobs: int = 0
     load_jobs: int = 0
@@ -68,14 +68,14 @@ class ClientCounters(msgspec.Struct):
     """Jobs refused because the queue was full or the store was not open."""
     refused_bytes: int = 0
     refused_ends: int = 0
-    """Ends of requests that were not sent for the same reasons: their manifests are not written."""
+    """Request ends that were not sent for the same reasons; no manifest is written for these requests."""
     lost_jobs: int = 0
-    """Jobs that were in flight when the host died."""
+    """Jobs that were in flight when the host died; they failed."""
     restarts: int = 0
 
 
 class StoreStats(msgspec.Struct, frozen=True):
-    """State and totals of client and host."""
+    """State of the host, and the totals of the client and the host."""
 
     state: str
     client: ClientCounters
@@ -93,9 +93,9 @@ class _Job(NamedTuple):
 
 
 class InFlight:
-    """Jobs and ends of requests that the host has not answered yet.
+    """Queue of the jobs and request ends that were sent to the host and not answered yet.
 
-    1. Each job ends exactly once: refused here, answered, or lost with the host.
+    1. Each job ends exactly once: it is refused here, answered by the host, or lost when the host dies.
     2. Both queues are bounded in bytes. An entry that exceeds the bound is refused unless its queue is empty.
     """
 
@@ -115,12 +115,12 @@ class InFlight:
 
     @property
     def owed(self) -> bool:
-        """Whether the host has not answered all jobs and ends of requests."""
+        """Whether the host still has to answer a job or a request end."""
         return bool(self._jobs or self._ending)
 
     @property
     def pending(self) -> bool:
-        """Whether work is in flight, or outcomes have not been taken."""
+        """Whether jobs or request ends are in flight, or ``take_outcomes`` has outcomes to return."""
         return bool(self._jobs or self._ending or self._outcomes)
 
     @property
@@ -129,22 +129,26 @@ class InFlight:
         return self._queued_bytes
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether a store job of ``num_bytes`` raw bytes may be sent."""
+        """Return whether a store job of ``num_bytes`` raw bytes fits in the queue and may be sent."""
         return self._queued_bytes == 0 or self._queued_bytes + num_bytes <= self._max_queue_bytes
 
     def begin(self, job_id: int, keys: Sequence[bytes], num_bytes: int, *, is_store: bool) -> None:
-        """Record a job that is sent."""
+        """Record that a job is sent to the host."""
         self._jobs[job_id] = _Job(keys, num_bytes, time.monotonic(), is_store)
         self._queued_bytes += num_bytes
 
     def refuse(self, job_id: int, keys: Sequence[bytes], num_bytes: int) -> None:
-        """Refuse a job that is not sent."""
+        """Record a job that is not sent to the host; all of its keys have failed."""
         self._counters.refused_jobs += 1
         self._counters.refused_bytes += num_bytes
         self._outcomes.append(JobOutcome(job_id, list(keys), True, 0, 0.0))
 
     def end(self, job_id: int, failed: list[bytes], loaded_bytes: int) -> None:
-        """Record the answer to a job; answers to unknown jobs are ignored."""
+        """Record the host's answer to a job; ignore the answer if no such job is in flight.
+
+        :param failed: keys that were not stored or loaded.
+        :param loaded_bytes: raw bytes that a load job wrote to rows; ignored for a store job.
+        """
         job = self._jobs.pop(job_id, None)
         if job is None:
             return
@@ -155,7 +159,7 @@ class InFlight:
         self._outcomes.append(JobOutcome(job_id, failed, False, num_bytes, time.monotonic() - job.begin))
 
     def begin_end(self, request: str, num_bytes: int) -> bool:
-        """Record the end of a request with ``num_bytes`` of keys, or refuse it; return whether it may be sent."""
+        """Record a request end with ``num_bytes`` bytes of keys. Return False and refuse it if the queue is full."""
         if self._ending_bytes and self._ending_bytes + num_bytes > _MOST_ENDING_BYTES:
             self.refuse_end(request)
             return False
@@ -164,17 +168,20 @@ class InFlight:
         return True
 
     def refuse_end(self, request: str) -> None:
-        """Refuse the end of a request that is not sent."""
+        """Record a request end that is not sent to the host: the context of the request is not persisted."""
         self._counters.refused_ends += 1
         self._persisted[request] = False
 
     def request_persisted(self, request: str, whole: bool) -> None:
-        """Record that the host processed the end of a request."""
+        """Record that the host processed a request end.
+
+        :param whole: whether all blocks of the request are durable.
+        """
         self._ending_bytes -= self._ending.pop(request, 0)
         self._persisted[request] = whole
 
     def lose_all(self) -> None:
-        """Fail all entries because the host is dead. Rows of its jobs are free; unreported work counts as not done."""
+        """Fail all jobs and request ends in flight. Call it once the host is dead and no longer uses rows."""
         self._counters.lost_jobs += len(self._jobs)
         now = time.monotonic()
         for job_id, job in self._jobs.items():
@@ -185,18 +192,18 @@ class InFlight:
         self._queued_bytes = self._ending_bytes = 0
 
     def take_outcomes(self) -> list[JobOutcome]:
-        """Return the jobs that ended since the last call."""
+        """Return the results of the jobs that ended since the last call."""
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
     def take_persisted(self) -> dict[str, bool]:
-        """Return requests whose end was processed since the last call, and whether their whole context is durable."""
+        """Return ids of requests whose end was processed since the last call; True: all their blocks are durable."""
         persisted, self._persisted = self._persisted, {}
         return persisted
 
 
 class StoreClient:
-    """See the top of this file."""
+    """The engine's client of the store in the host. The module docstring lists its rules."""
 
     def __init__(
         self,
@@ -209,11 +216,12 @@ class StoreClient:
     ) -> None:
         """Create a client; ``open`` starts the host.
 
-        :param max_queue_bytes: bound on the raw bytes of store jobs in flight. A job above it is refused unless it is
-            the only one.
-        :param watchdog_s: the host is killed and restarted if an answer is due and its loop is silent for this long, or
-            if one call of its medium takes ten times as long.
-        :param least_start_s: least limit while the host is opening: a process needs seconds before it can answer.
+        :param hello: first message to the host after each start; it opens the store.
+        :param max_queue_bytes: bound on the raw bytes of store jobs in flight. A job that would exceed it is refused,
+            unless no other one is in flight.
+        :param watchdog_s: seconds after which the host is killed and restarted if an answer is due and it sends no
+            message. A single call to the storage medium may take ten times as long.
+        :param least_start_s: minimum of this limit, in seconds, while the host opens the store.
         """
         self.counters = ClientCounters()
         self.notices: list[str] = []
@@ -221,11 +229,11 @@ class StoreClient:
         self.supervisor = Supervisor(host, hello, watchdog_s=watchdog_s, least_start_s=least_start_s)
         self._pid = os.getpid()
         self.table = LookupTable(hello.options.fingerprint_bits)
-        """Fingerprints of the keys that are durable and can be loaded; empty while the host is down. Callers may only
-        probe it.
+        """Fingerprints of the keys that are durable and can be loaded; empty while the host is down. Callers must not
+        modify it.
         """
         self.contains = self.table.contains
-        """Whether a key may be loaded; see ``LookupTable``."""
+        """Method that returns whether a key can probably be loaded; see ``LookupTable.contains``."""
         self._touched: set[bytes] = set()
         self._events = News()
         self._in_flight = InFlight(self.counters, max_queue_bytes)
@@ -240,11 +248,13 @@ class StoreClient:
     # Opening
 
     def open(self, timeout_s: float = 60.0) -> None:
-        """Start the host and wait until its namespace is open. If a host process is still opening at the timeout (check
-        of a large store after an unclean exit, slow disk), it continues; no keys are held until it has finished.
+        """Start the host and wait until the store is open, at most ``timeout_s`` seconds.
+
+        If a host process is still opening the store then (check of a large store after an unclean exit, slow disk),
+        the call returns and the host continues; lookups miss until it has finished.
 
         :raises ConfigurationError: invalid URL, option or codec.
-        :raises IdentityMismatchError: as required by ``strict_identity``.
+        :raises IdentityMismatchError: ``strict_identity`` is set and the store contains only other identities.
         :raises StoreError: the store cannot be opened.
         :raises HostError: the host did not start, died repeatedly, or is a thread that did not answer in time.
             After an error, nothing is left running.
@@ -277,8 +287,10 @@ class StoreClient:
             raise
 
     def _may_be_mended(self, attempt: int) -> bool:
-        """Whether another host process may succeed: the last one died, has a PID that is in use, or found damage (the
-        next one checks the store before it opens it).
+        """Return whether another host process may succeed in opening the store, after one has failed.
+
+        It may if the last process died or its PID is in use. If it found damage, one more start is tried, which checks
+        the store before it opens it.
         """
         if not self.supervisor.host.restartable:
             return False
@@ -293,7 +305,7 @@ class StoreClient:
 
     @property
     def state(self) -> State:
-        """State of the host at the last ``poll``."""
+        """State of the host as known from the last ``poll`` or blocking call."""
         return self.supervisor.state
 
     def _check_process(self) -> None:
@@ -314,9 +326,11 @@ class StoreClient:
         depths: Sequence[int] | None,
         num_bytes: int,
     ) -> None:
-        """Submit rows to be persisted. They are read until ``poll`` returns the job.
+        """Submit a store job: persist the blocks in these rows, which the host may read until ``poll`` returns the job.
 
-        :param depths: for each key, the number of blocks of its group before it in the context; None if unknown.
+        The job is refused if the store is not open or the queue is full. Then ``poll`` returns it as refused.
+
+        :param depths: for each key, how many blocks of its group precede it in the request; None if unknown.
         :param num_bytes: raw bytes of the blocks, for the bound on the queue.
         :raises HostError: after a fork.
         :raises ValueError: a key is empty; nothing was submitted.
@@ -333,7 +347,7 @@ class StoreClient:
         self.supervisor.connection.send(message)
 
     def submit_load(self, job_id: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        """Submit a load of blocks into rows. The rows may be written until ``poll`` returns the job.
+        """Submit a load job: read blocks into these rows. The host may write the rows until ``poll`` returns the job.
 
         :raises HostError: after a fork.
         """
@@ -348,9 +362,9 @@ class StoreClient:
         self.supervisor.connection.send(message)
 
     def touch(self, keys: Collection[bytes]) -> None:
-        """Record uses of blocks, so that they are evicted later. The next calls of ``poll`` send them.
+        """Mark blocks as recently used, so that others are evicted first. The next calls of ``poll`` send the keys.
 
-        If too many uses are pending, further ones are dropped.
+        Keys that are not stored are ignored. If too many keys are waiting already, all keys of the call are dropped.
 
         :raises HostError: after a fork.
         """
@@ -360,7 +374,7 @@ class StoreClient:
             self._touched.update(compress(keys, self.table.held(keys)))
 
     def end_request(self, end: RequestEnd) -> None:
-        """End a request: its staged blocks and its manifest are written.
+        """Report the end of a request to the host, which writes its remaining blocks and its manifest.
 
         :raises HostError: after a fork.
         """
@@ -380,7 +394,7 @@ class StoreClient:
     # The step
 
     def poll(self) -> list[JobOutcome]:
-        """Process received messages, supervise the host, and return the jobs that ended. Call it once per step.
+        """Process received messages, supervise the host, and return the results of ended jobs. Call it once per step.
 
         :raises HostError: after a fork.
         """
@@ -398,7 +412,8 @@ class StoreClient:
         return self._in_flight.take_outcomes()
 
     def _may_rest(self) -> bool:
-        """Whether this step can skip the poll: nothing is in flight or to be sent, and the last poll was very recent.
+        """Return whether this step can skip the poll: no work is in flight or to be sent, and the last poll was recent.
+
         A decoding engine takes dozens of steps with nothing in flight.
         """
         now = time.monotonic()
@@ -408,7 +423,7 @@ class StoreClient:
         return False
 
     def _tell_touched(self) -> None:
-        """Send recorded uses, unless the outbox is congested: it would grow without bound."""
+        """Send some keys recorded by ``touch``, unless the connection is congested: its outbox must stay bounded."""
         if self.state is State.OPEN and not self.supervisor.connection.congested:
             touched = [self._touched.pop() for _ in range(min(len(self._touched), _TOUCHED_A_STEP))]
             if touched:
@@ -416,7 +431,7 @@ class StoreClient:
 
     @property
     def num_jobs(self) -> int:
-        """Jobs that the host has not answered yet."""
+        """Number of jobs that the host has not answered yet."""
         return len(self._in_flight)
 
     @property
@@ -425,21 +440,23 @@ class StoreClient:
         return self._in_flight.pending
 
     def take_events(self) -> News:
-        """Return the keys that were stored and removed since the last call; none without ``StoreOptions.events``. Keys
-        found at opening are not included.
+        """Return the keys that were stored or removed since the last call. Empty unless ``StoreOptions.events`` is set.
+
+        Keys that the store held when it was opened are not included.
         """
         events, self._events = self._events, News()
         return events
 
     def take_persisted(self) -> dict[str, bool]:
-        """Return requests whose end was processed since the last call, and whether their whole context is durable."""
+        """Return ids of requests whose end was processed since the last call; True: all their blocks are durable."""
         return self._in_flight.take_persisted()
 
     def ask_recent(self, max_blocks: int, *, only_asked: bool = False, choice: Choice | None = None) -> bool:
-        """Request the most recently used contexts. ``take_recent`` returns them when they have arrived.
+        """Ask the host for the keys of the most recently used requests. ``take_recent`` returns them once they arrive.
 
-        :param only_asked: only contexts that were requested for prewarming.
-        :param choice: only contexts of this choice.
+        :param max_blocks: most keys to return, over all requests.
+        :param only_asked: return only requests that ``persistkv warm`` asked to promote.
+        :param choice: return only stored requests that this filter includes; None: no filter.
         :returns: False if the store is not open; nothing was requested.
         """
         if self.state is State.OPEN:
@@ -447,7 +464,7 @@ class StoreClient:
         return self.state is State.OPEN
 
     def take_recent(self) -> list[list[bytes]] | None:
-        """Return the answer to ``ask_recent`` once; None if it has not arrived. See ``prewarm``."""
+        """Return the answer to ``ask_recent`` once: a list of keys per stored request. None: no answer has arrived."""
         recent, self._recent = self._recent, None
         return recent
 
@@ -524,10 +541,10 @@ class StoreClient:
     # Blocking calls, for shutdown, tests and tools
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all submitted work is durable or dropped; return False after the timeout, or if the store is not
-        open.
+        """Wait until all submitted blocks and request ends are durable or dropped.
 
-        The next ``poll`` returns jobs that end meanwhile.
+        Return False after ``timeout_s`` seconds, or if the store is not open. The next ``poll`` returns jobs that end
+        meanwhile.
         """
         token = self._token()
         self.supervisor.connection.send(protocol.Flush(token))
@@ -542,7 +559,7 @@ class StoreClient:
         return StoreStats(self.state.value, self.counters, None)
 
     def glance(self) -> StoreStats:
-        """Return totals of client and host without waiting. The host's totals are some seconds old, or None."""
+        """Return totals of client and host without waiting. The host's totals may be some seconds old, or None."""
         now = time.monotonic()
         if self.state is State.OPEN and now >= self._next_glance:
             self._next_glance = now + _GLANCE_S
@@ -570,8 +587,9 @@ class StoreClient:
     def close(self, timeout_s: float = 60.0) -> bool:
         """Have the host commit its work and exit. Idempotent. The rows are free on return.
 
-        :param timeout_s: limit for both. After it, a host process that still uses rows is killed, which takes up to 6 s
-            more and costs uncommitted work; one that only commits continues for a bounded time.
+        :param timeout_s: seconds to wait for commit and exit. After that, a host process that still uses rows is
+            killed; this takes up to 6 s more and loses uncommitted work. One that only commits continues for a
+            bounded time.
         :returns: whether the host exited in time.
         """
         if self.state is State.CLOSED or os.getpid() != self._pid:

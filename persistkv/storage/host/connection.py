@@ -34,16 +34,16 @@ _CONGESTED_MESSAGES = 256
 
 
 def discard(messages: Iterable[Any]) -> None:
-    """Close the descriptors of messages that are not delivered."""
+    """Close the file descriptors that messages carry, because the messages are not delivered."""
     for table in filter(None, map(table_of, messages)):
         table.discard()
 
 
 class Connection(ABC):
-    """One end of a connection."""
+    """One end of a message connection between the engine and the host."""
 
     ended = False
-    """Whether the other side has closed and everything that it sent was received, or this end was closed."""
+    """True: this end was closed, or the other side has closed and all its messages were received."""
 
     @abstractmethod
     def send(self, message: ToStore | ToEngine) -> None:
@@ -51,7 +51,7 @@ class Connection(ABC):
 
     @abstractmethod
     def receive(self) -> list[Any]:
-        """Return messages that have arrived, not always all of them. Never waits.
+        """Return messages that have arrived; some may be left for the next call. Never waits.
 
         :raises HostError: the input is malformed; the connection has ended.
         """
@@ -59,7 +59,7 @@ class Connection(ABC):
     @property
     @abstractmethod
     def congested(self) -> bool:
-        """Whether many sent bytes or messages were not received by the other side yet."""
+        """Whether the outbox is large, because the other side does not receive messages fast enough."""
 
     @abstractmethod
     def close(self) -> None:
@@ -67,28 +67,28 @@ class Connection(ABC):
 
 
 class ServedConnection(Connection):
-    """The host's end, on which its loop waits."""
+    """The host's end of a connection. Its owner is the thread that runs the host's loop and waits on it."""
 
     @abstractmethod
     def wake(self) -> None:
-        """End the owner's current ``wait``, or its next one. May be called from any thread."""
+        """Make the owner's current or next ``wait`` return. May be called from any thread."""
 
     @abstractmethod
     def post(self, message: ToEngine) -> None:
-        """Queue a message that the owner sends when it wakes up. May be called from any thread."""
+        """Send a message from any thread: wake the owner, which sends it."""
 
     @abstractmethod
     def wait(self, seconds: float | None, engine_pidfd: int | None) -> bool:
-        """Wait for a message, a ``wake`` or the time limit.
+        """Wait until a message arrives, ``wake`` is called, the engine dies, or the time limit has passed.
 
         :param seconds: time limit; None: no limit.
-        :param engine_pidfd: becomes readable when the engine is dead.
+        :param engine_pidfd: pidfd of the engine, to detect its death; None: do not detect it.
         :returns: whether the engine is dead.
         """
 
     @abstractmethod
     def receive_rest(self) -> list[Any]:
-        """Return all messages that have arrived, for use when the other side sends no further ones."""
+        """Return all messages that have arrived. For use when the other side is dead and sends no further ones."""
 
 
 _WAKE = object()
@@ -96,7 +96,7 @@ _WAKE = object()
 
 
 class QueueConnection(ServedConnection):
-    """One end of two queues within a process.
+    """One end of a connection within a process, made of two queues.
 
     Polling makes no system call. If it did, and a scheduler polled each millisecond, the thread at the other end might
     never run: the poll would release and reacquire the GIL before that thread is awake, and restart that thread's wait
@@ -104,7 +104,7 @@ class QueueConnection(ServedConnection):
     """
 
     def __init__(self, inbox: SimpleQueue[Any], outbox: SimpleQueue[Any]) -> None:
-        """Create one end; use ``pair``."""
+        """Create one end. Use ``pair``, which creates both."""
         self._inbox = inbox
         self._outbox = outbox
         self._waited_for: list[Any] = []
@@ -131,7 +131,7 @@ class QueueConnection(ServedConnection):
         self.send(message)
 
     def receive(self) -> list[Any]:
-        """Return at most some dozens of messages, so that a step stays short."""
+        """Return at most 64 messages, so that a step stays short."""
         messages, self._waited_for = self._waited_for, []
         while not self.ended and len(messages) < _MESSAGES_A_STEP:
             try:
@@ -168,7 +168,7 @@ class QueueConnection(ServedConnection):
 
 
 class SocketConnection(ServedConnection):
-    """Length-prefixed msgpack over one end of a stream socket pair."""
+    """One end of a connection between processes: length-prefixed msgpack messages on a stream socket."""
 
     def __init__(self, sock: socket.socket, receives: Any) -> None:
         """:param receives: the union of message types that may arrive."""
@@ -185,7 +185,7 @@ class SocketConnection(ServedConnection):
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Return the socket's descriptor, so that a poller can register this object."""
         return self._socket.fileno()
 
     def send(self, message: ToStore | ToEngine) -> None:
@@ -234,7 +234,7 @@ class SocketConnection(ServedConnection):
         self._outbox_bytes = 0
 
     def receive(self) -> list[Any]:
-        """Read at most 256 KiB per call, so that a step stays short."""
+        """Return messages of at most 256 KiB read per call, so that a step stays short. Also sends queued bytes."""
         if self._outbox:
             self.push()
         return self._decoded() if self._pull() else []
@@ -258,8 +258,9 @@ class SocketConnection(ServedConnection):
         return any(fd == engine_pidfd for fd, _ in ready)
 
     def _pull(self) -> bool:
-        """Read bytes from the socket; return False if there are none, as in most steps of an engine. Uses a permanent
-        buffer, because ``recv`` would allocate one for each call.
+        """Read bytes from the socket into the inbox; return False if there are none or the connection has ended.
+
+        Reuses one buffer, because ``recv`` would allocate one in each step of an engine.
         """
         if self.ended:
             return False

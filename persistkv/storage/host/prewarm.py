@@ -45,43 +45,49 @@ T = TypeVar("T")
 
 
 class WarmRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A row ``ask<n>``. Fields are added, never renamed: engines of several releases share a store."""
+    """Status row ``ask<n>``: asks engines to promote one stored request to their primary tiers.
+
+    Fields are added, never renamed: engines of several releases share a store."""
 
     namespace: str
     """The namespace's id, hexadecimal."""
     request: str
-    """The full manifest id of the context; ``InspectableBackend.manifest_keys`` returns its keys."""
+    """Full manifest id of the stored request; ``InspectableBackend.manifest_keys`` returns its keys."""
     asked: float
     """Seconds since the epoch, on the clock of the process that asked."""
     ttl_s: float
     """Seconds that the request is valid."""
 
     def counts(self, now: float) -> bool:
-        """Return whether the request is still valid."""
+        """Return whether the warm request is still valid.
+
+        :param now: the reader's ``time.time()``.
+        """
         return now < self.asked + self.ttl_s
 
 
 class WarmAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A row ``warmed<n>by<engine>``: the answer of one engine to a ``WarmRequest``."""
+    """Status row ``warmed<n>by<engine>``: the answer of one engine to a ``WarmRequest``."""
 
     namespace: str
     request: str
     asked: float
-    """``asked`` of the request that is answered."""
+    """The field ``asked`` of the warm request that is answered."""
     engine: str
-    """As in ``EngineStatus.engine``."""
+    """Name of the answering engine, as in ``EngineStatus.engine``."""
     time: float
     """Time of the answer: seconds since the epoch, on the engine's clock."""
     blocks: int
-    """Blocks of the context that were passed to the engine for promotion."""
+    """Number of blocks of the stored request that were passed to the engine for promotion."""
     missing: int
-    """Blocks of the context that were not passed: no pack holds them, or they exceed the engine's prewarming limit."""
+    """Number of its other blocks: no pack holds them, or they exceed the engine's prewarming limit."""
 
 
 def request_warm(backend: Backend, namespace: bytes, request: str, ttl_s: float = DEFAULT_TTL_S) -> WarmRequest:
-    """Ask all engines on this store to promote one context; also delete expired requests and their answers.
+    """Ask all engines that use this store to promote one stored request; delete expired warm requests and answers.
 
-    :param request: the full id of a request that the namespace holds.
+    :param request: full manifest id of the stored request.
+    :param ttl_s: seconds that the warm request is valid.
     :raises StoreUnavailableError: the medium cannot publish rows to other processes.
     :raises StoreError: the medium failed; the request was not published.
     """
@@ -95,15 +101,16 @@ def request_warm(backend: Backend, namespace: bytes, request: str, ttl_s: float 
 
 
 def withdraw_warm(backend: Backend, namespace: bytes, request: str) -> None:
-    """Withdraw a warm request and delete its answers; idempotent. Promoted blocks stay in the primary tiers.
+    """Delete a warm request and its answers; idempotent. Blocks that were promoted stay in the primary tiers.
 
-    :raises StoreError: the medium failed; the request or some answers may remain.
+    :param request: full manifest id of the stored request, as passed to ``request_warm``.
+    :raises StoreError: the medium failed; the warm request or some answers may remain.
     """
     _withdraw(backend, _ASK + _name(namespace.hex(), request))
 
 
 def pending_warm(backend: Backend, namespace: bytes, engine: str) -> list[WarmRequest]:
-    """Return the valid requests that this engine has not answered, oldest first. Costs one listing of the status rows.
+    """Return the valid warm requests that this engine has not answered, oldest first. Lists all status rows once.
 
     :param engine: as in ``EngineStatus.engine``.
     :raises StoreError: the medium failed.
@@ -141,7 +148,7 @@ def acknowledge_warm(backend: Backend, asked: WarmRequest, engine: str, *, block
 
 
 def warm_answers(backend: Backend, asked: WarmRequest) -> list[WarmAnswer]:
-    """Return the engines' answers to a request, earliest first.
+    """Return the engines' answers to a warm request, earliest first.
 
     :raises StoreError: the medium failed.
     """
@@ -157,7 +164,7 @@ def _publish(backend: Backend, name: str, row: bytes | None) -> None:
 
 
 def _withdraw(backend: Backend, name: str) -> None:
-    """Delete the row of a request, then the answers to it."""
+    """Delete the status row of a warm request, then the rows of its answers."""
     _publish(backend, name, None)
     prefix = f"{_ANSWER}{name.removeprefix(_ASK)}{_BY}"
     for answer in [other for other in statuses(backend) if other.startswith(prefix)]:
@@ -170,7 +177,7 @@ _DECODE_ANSWER = msgspec.json.Decoder(WarmAnswer).decode
 
 
 def _decoded(rows: dict[str, bytes], prefix: str, decode: Callable[[bytes], T]) -> Iterator[tuple[str, T]]:
-    """Iterate over the rows whose name has the prefix; skip rows that cannot be decoded."""
+    """Yield the name and the decoded content of each row whose name starts with the prefix; skip undecodable rows."""
     for name, row in rows.items():
         if name.startswith(prefix):
             try:
@@ -193,16 +200,16 @@ def recent_contexts(
     only_asked: bool = False,
     choice: Choice | None = None,
 ) -> list[list[bytes]]:
-    """Return the keys of contexts to prewarm, one list per context, ``max_blocks`` keys at most in all.
+    """Return the keys of stored requests to prewarm, one list per stored request, at most ``max_blocks`` keys in all.
 
-    Requested contexts precede recently used ones; these are sorted by last use, most recent first. The keys of a
-    context are in its order, group after group. Keys that are not held are left out, and so are keys of an earlier
-    context in the result.
+    Stored requests of pending warm requests come first, then the recently used ones, most recent first. The keys of
+    each are in token order, one KV cache group after the other. Left out are keys that are not held, and keys that an
+    earlier list contains.
 
     :param holds: returns whether a key is stored.
-    :param engine: name of the engine that answers the requests; empty: no answers are published.
-    :param only_asked: leave out recently used contexts.
-    :param choice: return the contexts of this choice only.
+    :param engine: name of the engine, which publishes answers to the warm requests; empty: no answers.
+    :param only_asked: leave out requests that were only recently used.
+    :param choice: return only stored requests that this filter includes; None: no filter.
     :raises StoreError: the medium failed.
     """
     asked = [] if choice else pending_warm(backend, namespace, engine)
@@ -232,7 +239,10 @@ def _answer(backend: InspectableBackend, asked: WarmRequest, named: set[bytes], 
 
 
 def _by_last_use(backend: InspectableBackend, namespace: bytes, most: int, choice: Choice) -> list[str]:
-    """Return the ids of the chosen requests that were used last. Reads them in pages: a store has millions."""
+    """Return manifest ids of the ``most`` most recently used requests that ``choice`` includes, latest first.
+
+    Reads the manifests in batches, because a store can have millions.
+    """
 
     def moments() -> Iterator[tuple[float, str]]:
         heads = filter(choice.includes, backend.manifests(namespace))

@@ -39,11 +39,11 @@ class _Message(msgspec.Struct, array_like=True, tag=True):
 
 
 class Hello(_Message):
-    """Open a namespace. The first message."""
+    """Open the store and the namespace of the identity. The first message to a host."""
 
     url: str
     identity: bytes
-    """Canonical JSON."""
+    """The engine's identity as canonical JSON; see ``persistkv.storage.identity``."""
     layout: RowLayout
     options: StoreOptions
     engine_pid: int = msgspec.field(default_factory=os.getpid)
@@ -59,11 +59,11 @@ class StoreJob(_Message):
     block_ids: bytes
     """For each key, its row as little-endian u32."""
     depths: bytes = b""
-    """For each key, the blocks of its group before it, as little-endian u32; empty if unknown."""
+    """For each key, how many blocks of its group precede it in the request, as little-endian u32; empty if unknown."""
 
 
 class LoadJob(_Message):
-    """Load blocks into rows."""
+    """Load blocks into these rows."""
 
     job_id: int
     keys: PackedKeys
@@ -71,64 +71,64 @@ class LoadJob(_Message):
 
 
 class Touch(_Message):
-    """Uses of blocks."""
+    """Mark blocks as recently used, so that other blocks are evicted first."""
 
     keys: PackedKeys
 
 
 class Mapped(_Message):
-    """The answer to ``Table``: the previous table is no longer used."""
+    """Answer to ``Table`` or ``Opened``: the engine uses the new lookup table and no longer the previous one."""
 
 
 class Flush(_Message):
-    """Commit all accepted work, then answer."""
+    """Commit all work received before, then answer with ``Flushed``."""
 
     token: int
 
 
 class AskStats(_Message):
-    """Answer with totals."""
+    """Answer with the store's totals (``HostStats``)."""
 
     token: int
 
 
 class AskRecent(_Message):
-    """Answer with the contexts requested for prewarming and the most recently used ones."""
+    """Answer with keys of stored requests to prewarm (``Recent``): those of warm requests, and recently used ones."""
 
     max_blocks: int
     only_asked: bool = False
-    """Leave out the most recently used ones."""
+    """Leave out requests that were only recently used."""
     choice: Choice | None = None
-    """Answer with the contexts of this choice only."""
+    """Answer only with stored requests that this filter includes; None: no filter."""
 
 
 class Ping(_Message):
-    """Answer at once."""
+    """Answer with ``Pong`` at once, to show that the host's loop is alive."""
 
 
 class End(_Message):
-    """Release the rows, answer, commit accepted work, and exit. The last message."""
+    """Release the rows, answer with ``Ended``, commit accepted work, and exit. The last message to a host."""
 
 
 # Store to engine
 
 
 class Table(_Message):
-    """The lookup table to use from now on, in place of the last one."""
+    """A new lookup table, which replaces the previous one."""
 
     slots: int
     fd: int = -1
-    """Descriptor of its memfd, sent with the message; the receiver closes it."""
+    """Descriptor of the memfd that holds the table, sent with the message; the receiver closes it."""
 
     def discard(self) -> None:
-        """Close the descriptor of a message that is not delivered."""
+        """Close the descriptor, because the message is not delivered."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 class Opened(_Message):
-    """The namespace is open."""
+    """The store and the namespace are open. The answer to ``Hello``."""
 
     table: Table
     namespace: bytes
@@ -136,24 +136,24 @@ class Opened(_Message):
 
 
 def table_of(message: Any) -> Table | None:
-    """Return the lookup table that a message brings, if it does."""
+    """Return the lookup table that a message contains; None if it contains none."""
     if isinstance(message, Opened):
         return message.table
     return message if isinstance(message, Table) else None
 
 
 class OpenFailed(_Message):
-    """The namespace could not be opened; the host ends."""
+    """The store could not be opened. The other answer to ``Hello``."""
 
     kind: str
     """Name of the error's class."""
     message: str
     details: list[Any]
-    """Arguments of the error's class, if it takes more than a message."""
+    """Arguments of the error's constructor; empty if it takes only the message."""
 
     @classmethod
     def of(cls, error: Exception) -> OpenFailed:
-        """Return the message that carries an error."""
+        """Encode an exception as a message."""
         details: list[Any] = []
         if isinstance(error, ConfigurationError):
             details = [error.field, str(error.value), error.expected]
@@ -162,7 +162,7 @@ class OpenFailed(_Message):
         return cls(type(error).__name__, str(error), details)
 
     def error(self) -> PersistKVError:
-        """Return the error that ``of`` was given."""
+        """Decode the exception that ``of`` encoded; an unknown class becomes StoreError."""
         if self.kind == ConfigurationError.__name__:
             return ConfigurationError(*self.details)
         if self.kind == IdentityMismatchError.__name__:
@@ -172,7 +172,7 @@ class OpenFailed(_Message):
 
 
 class JobDone(_Message):
-    """The rows of a job are no longer used."""
+    """Result of a store or load job, whose rows the host no longer uses."""
 
     job_id: int
     failed: PackedKeys
@@ -180,31 +180,32 @@ class JobDone(_Message):
     num_bytes: int
     """Raw bytes loaded into rows; 0 for a store job."""
     seconds: float
-    """Time from its start in the host to its end; time in the queue is not included."""
+    """Seconds from the start of the job in the host to its end, without its time in the queue."""
 
 
 class Events(_Message):
-    """Keys that were stored and removed, for engines that subscribe with ``StoreOptions.events``."""
+    """Keys that were stored or removed. Sent only to engines that set ``StoreOptions.events``."""
 
     stored: PackedKeys
     removed: PackedKeys
     lost: bool
-    """As in ``News``."""
+    """True: earlier events are missing; see ``News``."""
 
 
 class Collided(_Message):
-    """Keys that are not held although the lookup table has their fingerprint, or that were stored since."""
+    """Keys that the engine must treat as misses although the lookup table contains their fingerprints."""
 
     keys: PackedKeys
     collided: bool
+    """True: treat the keys as misses. False: they were stored since, so trust the table again."""
 
 
 class Persisted(_Message):
-    """The end of a request was processed."""
+    """Answer to a ``RequestEnd``."""
 
     request: str
     whole: bool
-    """Whether its whole context is durable."""
+    """Whether all blocks of the request are durable."""
 
 
 class Flushed(_Message):
@@ -223,7 +224,7 @@ class HostStats(_Message):
     disk_bytes: int
     capacity: int | None
     cpu_seconds: float
-    """User and system time of the process that the store runs in."""
+    """User and system CPU time of the process in which the store runs."""
     requests: dict[str, int] = {}
     """As ``Backend.requests``."""
     breaker: str | None = None
@@ -234,7 +235,7 @@ class Recent(_Message):
     """The answer to ``AskRecent``."""
 
     contexts: tuple[PackedKeys, ...]
-    """See ``persistkv.storage.host.prewarm``; empty if the medium failed."""
+    """One entry of keys per stored request, as ``prewarm.recent_contexts`` returns them; empty if the medium failed."""
 
 
 class Pong(_Message):
@@ -245,11 +246,11 @@ class Pong(_Message):
 
 
 class Ended(_Message):
-    """The answer to ``End``: no row is read or written from now on. Jobs without an answer were dropped."""
+    """The answer to ``End``: the host no longer reads or writes rows. Jobs without an answer were dropped."""
 
 
 class Notice(_Message):
-    """A line for the engine's log."""
+    """A log record of the host, for the engine's log."""
 
     level: int
     text: str

@@ -50,31 +50,31 @@ _CONGESTED_S = 0.1  # seconds between checks whether the engine receives message
 
 @dataclass
 class _Job:
-    """A store job whose rows are in use."""
+    """A store job in progress: its rows may still be read."""
 
     message: protocol.StoreJob
     keys: list[bytes]
     begin: float
     borrowed: set[bytes] = field(default_factory=set)
-    """Keys that another job had in flight. If that job's transaction fails, they are stored from this job's rows."""
+    """Keys that another job was already storing. If that job fails to store them, this job's rows are used instead."""
     failed: list[bytes] = field(default_factory=list)
 
 
 class Lifecycle:
-    """Hooks of a server's owner; they do nothing in the engine's own process."""
+    """Callbacks of ``StoreServer`` for its owner. The base class does nothing; the host process overrides it."""
 
     def opened(self) -> None:
-        """The store is open."""
+        """Called when the store is open."""
 
     def ending(self, *, remote: bool) -> None:
-        """The engine has ended or asked for the end. ``remote``: the medium is not of this machine."""
+        """Called when the server begins to close. ``remote``: the storage medium is on another machine."""
 
     def released(self) -> None:
-        """The rows are not used any more."""
+        """Called when the server no longer uses the primary tier's rows."""
 
 
 class StoreServer:
-    """One store and its queued work."""
+    """Runs one store for an engine: queues its messages, executes jobs and sends the answers."""
 
     def __init__(
         self,
@@ -88,7 +88,8 @@ class StoreServer:
 
         :param rows_buffer: the primary tier's rows, writable; used from the first job to ``Lifecycle.released``.
         :param make_executor: returns an executor with the given number of threads. The server closes it.
-        :param congested: whether many sent messages were not received by the engine yet.
+        :param send: sends a message to the engine; never waits.
+        :param congested: returns whether the engine is slow to receive: many sent messages are still queued.
         """
         self._buffer: memoryview | None = rows_buffer
         self._send = send
@@ -98,7 +99,7 @@ class StoreServer:
         self._executor: Executor = InPlaceExecutor()
         self._opening = False
         self.ending = False
-        """Whether the engine asked for the end: the owner must call ``close``."""
+        """True: the engine asked the server to end. The owner must call ``close``."""
         self._store: Store | None = None
         self._table_version = -1
         self._taking = 0
@@ -114,7 +115,7 @@ class StoreServer:
     # Messages
 
     def handle(self, message: Any) -> None:
-        """Process one message; long work is queued for ``step``."""
+        """Process one message from the engine. Jobs, flushes and request ends are queued for ``step``."""
         match message:
             case protocol.Hello() if self._store is not None or self._opening:
                 self._send(protocol.OpenFailed.of(HostError("a store is opened once, before it is closed")))
@@ -160,7 +161,7 @@ class StoreServer:
             self._opening = False
 
     def _make_store(self, hello: protocol.Hello) -> Store:
-        """Open the backend and the store. Runs on the executor; the owner waits for it before it releases the rows."""
+        """Open the backend and the store. Runs on the executor; ``close`` waits for it before the rows are released."""
         if self._buffer is None:
             raise HostError("the host has released its rows")
         rows = Rows(self._buffer, hello.layout)
@@ -214,12 +215,12 @@ class StoreServer:
 
     @property
     def busy(self) -> bool:
-        """Whether received jobs, ends of requests or flushes are queued or running."""
+        """Whether jobs, request ends or flushes of the engine are queued or running."""
         jobs = self._loads or self._loading or self._queue or self._taking or self._writing
         return bool(jobs or self._flushing or self._flushed)
 
     def seconds_to_work(self) -> float | None:
-        """Return the seconds to wait at most before ``step``; None: until a message arrives or a call ends."""
+        """Return how long the owner may wait before it calls ``step``; None: until a message arrives or a call ends."""
         if self._store is None:
             return None
         if self._may_take(self._store):
@@ -228,7 +229,7 @@ class StoreServer:
         return seconds if self._is_told(self._store) else min(_CONGESTED_S, seconds or _CONGESTED_S)
 
     def step(self) -> None:
-        """Advance all work that can proceed without waiting."""
+        """Continue all queued and running work that can proceed without waiting."""
         self._executor.run_ready()
         store = self._store
         if store is None:
@@ -249,13 +250,17 @@ class StoreServer:
             self._status.tick(waiting_jobs=len(self._queue), writing_jobs=len(self._writing), loading_jobs=loading)
 
     def _may_take(self, store: Store) -> bool:
-        """Whether the next queued message may be processed: the last one was accepted, no flush is running, and the
-        store has memory.
+        """Return whether the next queued message may be processed.
+
+        The store must have accepted the previous one, have memory left, and run no flush.
         """
         return bool(self._queue) and not self._taking and self._flushing is None and store.has_room
 
     def _tell(self, store: Store) -> None:
-        """Send changes that the engine needs, unless the connection is congested: the engine may idle for hours."""
+        """Send the engine the new lookup table, events and persisted requests, unless the connection is congested.
+
+        An idle engine may receive nothing for hours, and the outbox must not grow meanwhile.
+        """
         if self._congested():
             return
         if store.index.version != self._table_version:
@@ -277,7 +282,7 @@ class StoreServer:
         return protocol.Table(slots, fd)
 
     def _is_told(self, store: Store) -> bool:
-        """Whether the engine was sent all changes."""
+        """Return whether all changes of the store were sent to the engine."""
         news = store.news
         told = not (news.stored or news.removed or news.lost or news.persisted or news.collided)
         return told and store.index.version == self._table_version
@@ -315,7 +320,7 @@ class StoreServer:
     def _put(
         self, store: Store, job: _Job, keys: list[bytes], block_ids: Sequence[int], depths: Sequence[int] | None
     ) -> None:
-        """Pass blocks to the store; answer the job once they are accepted if its rows are free then."""
+        """Pass blocks of a job to the store. Once they are accepted, answer the job if its rows are free."""
 
         def done(free: bool, borrowed: set[bytes]) -> None:
             self._taking -= 1
@@ -343,7 +348,10 @@ class StoreServer:
             self._send(protocol.Persisted(message.request, False))
 
     def _flush(self, store: Store) -> None:
-        """Commit until no work is left. A failed transaction can lead to a further one, from rows of another job."""
+        """Commit until no accepted work is left, then record that the flush is done.
+
+        Repeated, because blocks of a failed transaction can be stored again from the rows of another job.
+        """
         self._settle_jobs(store)
         if store.unwritten:
             store.begin_commit(everything=True, then=partial(self._flush, store))
@@ -352,7 +360,7 @@ class StoreServer:
             self._flushing = None
 
     def _settle_jobs(self, store: Store) -> None:
-        """Answer the jobs whose rows are no longer read."""
+        """Answer the store jobs whose rows are no longer read."""
         if store.ended_packs == self._ended_packs:
             return
         self._ended_packs = store.ended_packs
@@ -364,7 +372,7 @@ class StoreServer:
                 self._settle(store, job)
 
     def _settle(self, store: Store, job: _Job) -> None:
-        """Answer a job, or store its borrowed keys from its own rows if the other job's transaction has failed."""
+        """Answer a store job. If another job failed to store its borrowed keys, first store these from its own rows."""
         if store.took_all(job.keys):
             self._done(job)
             return
@@ -394,9 +402,9 @@ class StoreServer:
         self._queue.clear()
 
     def close(self, *, finish: bool = True) -> None:
-        """End: see the top of this file. On return the store is closed and the rows are released. Idempotent.
+        """Drop the jobs that have not begun, commit accepted work, release the rows and close the store. Idempotent.
 
-        :param finish: commit accepted work. Must be False after an internal error: a commit may never end.
+        :param finish: False: do not commit. Must be False after an internal error: a commit might never end.
         """
         self.ending = True
         remote = self._store is not None and self._store.catalogue.backend.capabilities.remote
@@ -420,7 +428,7 @@ class StoreServer:
                 store.index.close()
 
     def _drop(self, store: Store) -> None:
-        """Drop the work that no read or transaction has begun, and start to commit accepted work."""
+        """Drop the jobs that no read or transaction has begun, and start to commit accepted work."""
         self._loads.clear()
         queue, self._queue = self._queue, deque()
         store.drop_direct()
@@ -444,14 +452,14 @@ class StoreServer:
 
 
 def numbers(data: bytes) -> Sequence[int]:
-    """Decode joined little-endian u32 numbers."""
+    """Decode a concatenation of little-endian u32 numbers."""
     values = array("I")
     values.frombytes(data)
     return values
 
 
 class NoticeHandler(logging.Handler):
-    """Sends log records of any thread to the engine, for its log."""
+    """Log handler that sends the records of all threads to the engine, which logs them."""
 
     def __init__(self, connection: ServedConnection) -> None:
         super().__init__(logging.INFO)
@@ -467,10 +475,11 @@ def serve(
     engine_pidfd: int | None = None,
     lifecycle: Lifecycle | None = None,
 ) -> None:
-    """Run a store until the engine asks for the end, closes the connection or dies; then end, and return.
+    """Run a store until the engine sends ``End``, closes the connection or dies; then close the store and return.
 
-    :param engine_pidfd: becomes readable when the engine is dead. A child that the engine forked holds a copy of its
-        socket, which keeps the connection open.
+    :param rows_buffer: the primary tier's rows, writable.
+    :param engine_pidfd: pidfd of the engine. Needed because a child that the engine forked can keep the connection open
+        after the engine's death. None: the store runs in the engine's process.
     """
     server = StoreServer(
         rows_buffer,

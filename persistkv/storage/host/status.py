@@ -43,13 +43,13 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     started: float
     """Seconds since the epoch."""
     time: float
-    """Time of this row: seconds since the epoch, on that machine's clock."""
+    """Time when this row was written: seconds since the epoch, on that machine's clock."""
     interval_s: float
     """Seconds until the next row is due."""
     counters: StoreCounters
-    """Totals since ``started``."""
+    """The store's counters since ``started``."""
     indexed_blocks: int
-    """Blocks of the namespace that a lookup finds."""
+    """Number of blocks of the namespace that a lookup finds."""
     staged_bytes: int
     """Raw bytes of staged copies that are waiting or being written."""
     waiting_jobs: int
@@ -64,11 +64,14 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Id of the process that runs the model; None: unknown."""
 
     def encode(self) -> bytes:
-        """Return the row."""
+        """Return the row as JSON."""
         return msgspec.json.encode(self)
 
     def is_live(self, now: float) -> bool:
-        """Return whether the row is recent enough to assume that the engine is running."""
+        """Return whether the row is recent enough to assume that the engine is running.
+
+        :param now: the reader's ``time.time()``.
+        """
         return now - self.time <= _MISSED * self.interval_s
 
 
@@ -76,7 +79,7 @@ _DECODE = msgspec.json.Decoder(EngineStatus).decode  # made at import: two threa
 
 
 def read_statuses(backend: Backend) -> list[EngineStatus]:
-    """Return the readable rows, sorted by start time. Rows of engines that were killed are included.
+    """Return the status of each engine, sorted by start time. Rows that killed engines left are included.
 
     :raises StoreError: the medium failed.
     """
@@ -90,7 +93,7 @@ def read_statuses(backend: Backend) -> list[EngineStatus]:
 
 
 class StatusPublisher:
-    """Publishes status rows at the backend's interval. A failure is logged, and the next row is published as usual."""
+    """Publishes the status row of one engine periodically. A failure is logged; the next row is written as usual."""
 
     def __init__(self, store: Store, executor: Executor, engine_pid: int) -> None:
         self._store = store
@@ -106,7 +109,7 @@ class StatusPublisher:
         self._failed = False
 
     def tick(self, *, waiting_jobs: int, writing_jobs: int, loading_jobs: int) -> None:
-        """Start publishing a row if one is due and no write is in progress."""
+        """Start to publish the status row if it is due and no other write to the store is in progress."""
         now = time.monotonic()
         if self._backend is None or self._interval_s is None or now < self._due or self._executor.writing:
             return
@@ -141,7 +144,7 @@ class StatusPublisher:
             self._failed = False
 
     def withdraw(self) -> None:
-        """Delete the row, blocking. No write may be in progress. A failure is logged."""
+        """Delete this engine's status row and wait for it. No other write may be in progress. Failures are logged."""
         if self._backend is None or self._interval_s is None:
             return
         try:

@@ -1,4 +1,4 @@
-"""Supervision of the host by the engine (start, watchdog, kill, restart), and the three hosts that run a store.
+"""Supervision of the host by the engine (start, watchdog, kill, restart), and the three kinds of host.
 
 1. The engine sends nothing before it holds a pidfd of the host process, so a process that it cannot kill and watch
    never uses a row.
@@ -45,7 +45,8 @@ sys.path[:] = {path!r}
 from persistkv.storage.host.child import main
 main{arguments!r}
 """
-"""The first process exits at once: the host process is an orphan, which no walk through the engine's children finds."""
+"""Program of the spawned process. It forks the host process and exits, so that the host is no child of the engine and
+is not killed with the engine's process tree."""
 _START_S = 60  # seconds until an orphan that does not reach its main loop is ended by the kernel
 KILL_S = 5.0  # seconds to wait for the exit of a killed host
 _NAP_S = 0.0005  # between polls while the engine waits for the host to release its rows
@@ -56,31 +57,31 @@ _SOCKET_BYTES = 4 << 20  # 4 MiB: space for hundreds of jobs while the host is i
 
 
 class Host(ABC):
-    """Runs a store for an engine: start, kill, and detection of its exit."""
+    """Execution environment of a store, seen from the engine: start it, kill it, and detect its exit."""
 
     name: ClassVar[str]
     restartable: ClassVar[bool]
     """Whether ``start`` may be called again after the host is dead."""
     idle_look_s: ClassVar[float]
-    """Seconds between two polls while no answer is due, for changes such as keys that other processes stored."""
+    """Seconds between two polls while no answer is due. They find changes such as keys that other processes stored."""
 
     @abstractmethod
     def start(self) -> Connection:
-        """Start the host.
+        """Start the host and return the engine's end of the connection to it.
 
-        :raises HostError: it cannot be started; nothing is left running.
+        :raises HostError: the host cannot be started; nothing is left running.
         """
 
     def ready(self) -> bool:
-        """Whether messages may be sent. Never waits."""
+        """Return whether messages may be sent to the host. Never waits."""
         return True
 
     def kill(self) -> None:  # noqa: B027
-        """Kill the host if possible. It has ended once ``wait`` returns True."""
+        """Kill the host if possible, without waiting for its exit. It has ended once ``wait`` returns True."""
 
     @abstractmethod
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the host has certainly ended, so that it accesses no row; return whether it has."""
+        """Wait up to ``timeout_s`` seconds until the host has ended and accesses no row; return whether it has."""
 
     def starved_s(self) -> float:
         """Return how long the host's main thread has waited for a CPU since its start, in seconds; 0 if unknown."""
@@ -88,13 +89,14 @@ class Host(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Release the rows, so that they can be unmapped. Called once, at the end."""
+        """Release the primary tier's rows, so that they can be unmapped. Called once, when the client is closed."""
 
 
 class ProcessHost(Host):
-    """A separate process: its I/O never holds the engine's GIL, and neither process ends with the other.
+    """Runs the store in a separate process: its I/O never holds the engine's GIL, and each survives the other.
 
-    Both hold a pidfd of the other before the first message: the engine's is inherited, the host's is sent with its PID.
+    Before the first message, each process holds a pidfd of the other one: the host inherits the engine's, and sends its
+    own with its PID.
 
     :raises OSError: the kernel has no pidfds (Linux 5.3).
     """
@@ -106,7 +108,7 @@ class ProcessHost(Host):
     def __init__(self, region_fds: Sequence[int], region_bytes: int) -> None:
         """:param region_fds: descriptors of the primary tier's memory, see ``map_aligned``; the caller closes them."""
         self.pid: int | None = None
-        """Process id of the last host that was ready; None before."""
+        """Process id of the last host process that became ready; None if there was none."""
         self._region_fds = tuple(region_fds)
         self._region_bytes = region_bytes
         self._engine_pidfd = os.pidfd_open(os.getpid())
@@ -137,7 +139,10 @@ class ProcessHost(Host):
         return SocketConnection(ours, ToEngine)
 
     def ready(self) -> bool:
-        """Receive the host's pidfd. At the end of file this returns True, too: the connection reports it."""
+        """Receive the host's pidfd; return False if it has not arrived.
+
+        If the host has closed its socket, return True, too: then the connection reports the end.
+        """
         if self._socket is not None:
             try:
                 pid, pidfds, _, _ = socket.recv_fds(self._socket, 4, 1, socket.MSG_CMSG_CLOEXEC)
@@ -183,7 +188,7 @@ class ProcessHost(Host):
         os.close(pidfd)
 
     def _forget(self) -> None:
-        """Close what belongs to the last host."""
+        """Close the pidfd of the last host process, and end the process that spawned it."""
         self._reap_spawner()
         self._socket, pidfd, self._pidfd = None, self._pidfd, None
         if pidfd is not None:
@@ -197,7 +202,7 @@ class ProcessHost(Host):
 
 
 class _EngineHost(Host):
-    """A host in the engine's process, which cannot be killed or restarted."""
+    """Base of the hosts in the engine's own process, which cannot be killed or restarted."""
 
     restartable = False
     idle_look_s = 0.0
@@ -215,7 +220,7 @@ class _EngineHost(Host):
 
 
 class ThreadHost(_EngineHost):
-    """A thread of the engine, used if the region's descriptor is unavailable. It shares the engine's GIL."""
+    """Runs the store in a thread of the engine, which shares its GIL. Used if a host process is not possible."""
 
     name = "thread"
     _thread: threading.Thread | None = None
@@ -238,7 +243,7 @@ class ThreadHost(_EngineHost):
 
 
 class InlineHost(_EngineHost):
-    """Runs on the caller's thread: each poll for answers first does the work. For tools and tests.
+    """Runs the store on the caller's thread, within each poll for answers. For tools and tests.
 
     Calls with a timeout check it between two units of work; one unit can be a whole commit.
     """
@@ -285,8 +290,9 @@ class _InlineConnection(Connection):
 
     @contextmanager
     def _ends_on_error(self) -> Iterator[None]:
-        """End the connection if an interrupt or an error leaves the block: the server's state is undefined then, and
-        its current job would never end.
+        """Context manager that ends the connection if the block raises, and re-raises the exception.
+
+        The server's state is undefined then, and its current job would never end.
         """
         try:
             yield
@@ -307,35 +313,37 @@ def _socket_pair() -> tuple[socket.socket, socket.socket]:
 
 
 class Look(enum.Enum):
-    """Verdict of the watchdog on a host that owes an answer."""
+    """Result of a watchdog check of a host that has to send an answer."""
 
     FINE = "fine"
     ASK = "ask"
-    """Silent for half of the limit: send a ``Ping``."""
+    """The host sent no message for half of the time limit: the caller must send a ``Ping``."""
     SILENT = "silent"
-    """Silent for the other half too."""
+    """The host sent no message for the other half either: the caller must kill it."""
 
 
 class Watchdog:
-    """Watchdog of a host that owes an answer. Time that the host waits for a CPU after it was asked does not count: on
-    an overloaded machine a host is slow, and killing it would lose what it accepted.
+    """Timer that detects a host which has to send an answer but is silent.
+
+    After the ``Ping``, time that the host waits for a CPU does not count: on an overloaded machine a host is slow, and
+    killing it would lose accepted work.
     """
 
     def __init__(self, patience_s: float, starved_s: Callable[[], float]) -> None:
         """:param starved_s: returns how long the host has waited for a CPU since its start, in seconds."""
         self.patience_s = patience_s
-        """Longest time that the host may be silent, in seconds."""
+        """Time limit: seconds that the host may be silent."""
         self._starved_s = starved_s
         self._heard = 0.0
         self._asked: float | None = None
 
     def hear(self) -> None:
-        """Restart the clock: the host sent a message, or no answer was due until now."""
+        """Restart the timer. Call it when the host has sent a message, or when an answer becomes due."""
         self._heard = time.monotonic()
         self._asked = None
 
     def look(self) -> Look:
-        """Return the verdict on the host's silence so far. ``ASK`` is returned once per silence."""
+        """Check how long the host has been silent. ``ASK`` is returned once until the next ``hear``."""
         now = time.monotonic()
         if self._asked is None:
             if now - self._heard <= self.patience_s / 2:
@@ -348,8 +356,9 @@ class Watchdog:
         return Look.SILENT
 
     def call_hangs(self, longest_s: float) -> bool:
-        """Whether the oldest call of the medium, which runs for ``longest_s``, takes too long. The limit is longer,
-        because the host's loop is alive.
+        """Return whether the oldest backend call, running for ``longest_s`` seconds, exceeds ten times the time limit.
+
+        This limit is longer because the host's loop still answers.
         """
         hangs = longest_s > _CALL_PATIENCE * self.patience_s
         if hangs:
@@ -358,18 +367,18 @@ class Watchdog:
 
 
 class Backoff:
-    """Delay before the next start. It doubles with each failure, up to a limit, until ``reset``."""
+    """Delay before the host is restarted. It doubles with each failure, from 0.1 s up to 30 s, until ``reset``."""
 
     def __init__(self) -> None:
         self._start_at = 0.0
         self._seconds = _FIRST_BACKOFF_S
 
     def reset(self) -> None:
-        """Return to the shortest delay after a success."""
+        """Set the delay back to the shortest one, after a success."""
         self._seconds = _FIRST_BACKOFF_S
 
     def fail(self) -> float:
-        """Record a death or a failed start; return the delay before the next start, in seconds."""
+        """Record that the host died or did not start; return the delay before the next start, in seconds."""
         seconds = self._seconds
         self._start_at = time.monotonic() + seconds
         self._seconds = min(_LONGEST_BACKOFF_S, 2 * seconds)
@@ -385,39 +394,39 @@ class State(enum.Enum):
     """State of the host."""
 
     OPENING = "opening"
-    """Started and reading its catalogue: lookups miss, jobs are refused."""
+    """The host was started and opens the store: lookups miss, jobs are refused."""
     OPEN = "open"
     DYING = "dying"
-    """The connection has ended, the process may still run: jobs in flight are not answered yet."""
+    """The connection has ended, but the process may still run and use rows: jobs in flight have no result yet."""
     DOWN = "down"
-    """Dead; restarted when its backoff is over."""
+    """The host is dead; it is restarted when its backoff is over."""
     CLOSED = "closed"
 
 
 class Supervisor:
-    """See the top of this file."""
+    """Starts, watches, kills and restarts the host of one client. The module docstring lists its rules."""
 
     def __init__(self, host: Host, hello: protocol.Hello, *, watchdog_s: float, least_start_s: float) -> None:
-        """For the parameters see ``StoreClient``."""
+        """Create a supervisor without starting the host. For the parameters see ``StoreClient``."""
         self.host = host
         self.hello = hello
-        """First message after each start."""
+        """First message to the host after each start; it opens the store."""
         self.connection: Connection = QueueConnection.pair()[0]
-        """Closed while there is no host."""
+        """Connection to the host; closed while no host runs."""
         self.connection.close()
         self.state = State.DOWN
         self.watchdog_s = watchdog_s
         self.opening_watchdog_s = max(watchdog_s, least_start_s)
         self.watchdog = Watchdog(watchdog_s, host.starved_s)
         self.backoff = Backoff()
-        """Reset whenever a job is answered."""
+        """Delay of restarts; reset whenever the host answers a job."""
         self.uses_rows = False
-        """Whether a host may use rows: from its first message to ``Ended``, or to its exit."""
+        """Whether a host may use rows: from the first message to it until it sends ``Ended`` or exits."""
 
     # Life
 
     def start(self) -> None:
-        """Start the host; ``greet`` opens the store.
+        """Start the host. The caller must then call ``greet`` until it returns True; that opens the store.
 
         :raises HostError: the host cannot be started.
         """
@@ -427,25 +436,25 @@ class Supervisor:
         self.watchdog.hear()
 
     def greet(self) -> bool:
-        """Send the host its first message once it is ready; return whether it was sent."""
+        """Send the host its first message if it is ready and has not received it; return whether it has been sent."""
         if not self.uses_rows and self.host.ready():
             self.connection.send(self.hello)
             self.uses_rows = True
         return self.uses_rows
 
     def opened(self) -> None:
-        """Record that the store is open."""
+        """Record that the host has opened the store."""
         self.state = State.OPEN
         self.watchdog.patience_s = self.watchdog_s
 
     def mark_lost(self) -> None:
-        """Kill the host, which may still use rows until ``has_exited``, and close the connection."""
+        """Kill the host and close the connection. The host may use rows until ``has_exited`` returns True."""
         self.host.kill()
         self.connection.close()
         self.state = State.DYING
 
     def has_exited(self) -> bool:
-        """Return True the first time a lost host is seen dead."""
+        """Return True once, at the first call that finds a killed host dead; otherwise False."""
         if self.state is not State.DYING or not self.host.wait(0.0):
             return False
         self.state, self.uses_rows = State.DOWN, False
@@ -455,7 +464,7 @@ class Supervisor:
         return True
 
     def maybe_restart(self) -> bool:
-        """Start a dead host again once its backoff is over; return whether that was tried."""
+        """Restart a dead host if its backoff is over; return whether a start was attempted."""
         if self.state is not State.DOWN or not self.host.restartable or not self.backoff.over:
             return False
         try:
@@ -498,9 +507,11 @@ class Supervisor:
         self.state = State.CLOSED
 
     def is_lost(self, *, owes: bool) -> bool:
-        """Check the host; return whether it is lost. The caller must then call ``mark_lost``.
+        """Return whether the host has died or is silent for too long. The caller must then call ``mark_lost``.
 
-        :param owes: whether the host owes an answer.
+        Sends the ``Ping`` of the watchdog if one is due.
+
+        :param owes: whether the host has to answer a job or a request end.
         """
         if self.state not in (State.OPENING, State.OPEN):
             return False

@@ -56,39 +56,39 @@ _PAUSE_S = 0.2  # before a cold read
 _NAP_S = 0.0001
 _TIMEOUT_S = 120.0
 _GOOD = {"store": 0.75, "load, warm": 0.8, "load, cold": 0.9}
-"""Shares of the plain speed that are good: checksums, messages and a transaction take the rest."""
+"""Ratios to the plain medium's speed that count as good: checksums, messages and a transaction take the rest."""
 _POOR = 0.5
-"""Below this share of a good ratio, the machine needs attention."""
+"""Below this share of the good ratio, an operation is judged slow."""
 _CODEC_ROUNDS = 3
-"""Times that each codec is measured, after a round that is not counted."""
+"""Rounds in which each codec is measured, after a warm-up round."""
 _NO_ADVICE = "the codecs were not compared"
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """One operation, in medians over the rounds."""
+    """Speed of one operation: medians over the rounds."""
 
     name: str
     seconds: float
     bytes_per_s: float
     limit_seconds: float | None
-    """Time of the plain medium for the same bytes; None if unknown."""
+    """Time that the medium needs for the same bytes without persistkv; None if unknown."""
     ratio: float | None
     """Share of the plain medium's speed. Above 1 if persistkv is faster."""
     verdict: str
 
 
 class CodecFigure(msgspec.Struct, frozen=True):
-    """One codec, in medians over the rounds."""
+    """Ratio and speed of one codec: medians over the rounds."""
 
     codec: str
     ratio: float
     """Raw bytes per stored byte, padding included."""
     store_bytes_per_s: float
-    """Raw bytes."""
+    """Raw bytes stored per second."""
     load_bytes_per_s: float
-    """Likewise."""
+    """Raw bytes loaded per second."""
     time: float
-    """Of a store and a load, relative to ``raw``."""
+    """Time of a store and a load, divided by the time with ``raw``."""
 
 
 class Advice(msgspec.Struct, frozen=True):
@@ -99,18 +99,18 @@ class Advice(msgspec.Struct, frozen=True):
 
 
 class BenchReport(msgspec.Struct, frozen=True):
-    """One run."""
+    """Results of one benchmark run."""
 
     url: str
     scratch_url: str
-    """The store that was measured; it is removed."""
+    """URL of the temporary store that was measured and removed."""
     job_bytes: int
     rounds: int
     figures: list[Figure]
     codecs: list[CodecFigure]
-    """Tried on samples of what the store holds; empty if it holds too little."""
+    """Results on samples of the store's content; empty if the store holds too little."""
     advice: Advice | None
-    """None without such figures."""
+    """None if no codecs were measured."""
     notes: list[str]
 
 
@@ -161,7 +161,7 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 def _bench(url: str, job_bytes: int, rounds: int, took: Took) -> BenchReport:
-    """Measure; one round more is done first and not counted.
+    """Run the benchmark, after one warm-up round.
 
     :raises StoreError: the store failed or returned other bytes.
     """
@@ -202,7 +202,7 @@ def _bench(url: str, job_bytes: int, rounds: int, took: Took) -> BenchReport:
 
 
 def _sample(url: str, most_bytes: int, notes: list[str]) -> bytes:
-    """Bytes of what the store holds; none if it is absent or holds too little."""
+    """Return a sample of the store's raw content; empty, with a note, if the store is absent or holds too little."""
     sample, problem = b"", "the store holds less than 1 MiB"
     try:
         with closing(open_inspectable(url, read_only=True)) as backend:
@@ -223,7 +223,7 @@ def _cold(
     times: dict[str, list[float]],
     took: Took,
 ) -> None:
-    """Measure loads without the page cache. A disk that was just read from answers sooner: pause before each read.
+    """Measure loads without the page cache. Pause before each read: a disk answers sooner right after another read.
 
     :raises OSError: the page cache keeps the files.
     """
@@ -231,7 +231,7 @@ def _cold(
         if isinstance(plain, _PlainDisk):
             time.sleep(_PAUSE_S)
             times["plain load, cold"].append(_seconds(plain.read_cold, number, job.target))
-            job.clear()  # as a load does: rows that were just read into are read into faster
+            job.clear()  # as after a load: reads into memory that was just written are faster
         drop_page_cache([directory])
         with job.client(scratch) as client:
             time.sleep(_PAUSE_S)
@@ -242,9 +242,9 @@ def _cold(
 def _measure_codecs(
     scratch: str, directory: Path | None, job: _Job, sample: bytes, took: Took
 ) -> Iterator[CodecFigure]:
-    """Store and load a job of these bytes with each codec.
+    """Yield the figures of each codec, measured by storing and loading a job filled with the sample.
 
-    :param directory: of the store, if it is on this machine: it is read from the disk then, not from the page cache.
+    :param directory: directory of a local store: loads then read from the disk, not from the page cache. None: remote.
     :raises StoreError: the store failed.
     """
     job.fill(sample)
@@ -293,7 +293,7 @@ def _figure(name: str, times: list[float], plain: list[float] | None, job_bytes:
 
 
 def verdict(name: str, ratio: float | None) -> str:
-    """Return the meaning of a ratio."""
+    """Return the verdict on a ratio to the plain medium's speed; None: unknown."""
     if ratio is None:
         return "no limit to hold it against"
     if ratio >= _GOOD[name]:
@@ -304,7 +304,7 @@ def verdict(name: str, ratio: float | None) -> str:
 
 
 def recommend(figures: Sequence[CodecFigure]) -> Advice:
-    """The codec that is worth most, and why.
+    """Return the codec of the highest worth, and the reason; ``raw`` if no codec is worth clearly more.
 
     The worth of a codec is its ratio divided by the time of a store and a load, each relative to ``raw``: one that
     halves the bytes and takes twice as long is worth as much as ``raw``.
@@ -320,7 +320,7 @@ def recommend(figures: Sequence[CodecFigure]) -> Advice:
 
 @contextmanager
 def _scratch(url: str, notes: list[str]) -> Iterator[tuple[str, Path | None]]:
-    """Create a store next to the one of the URL, and remove it. With its directory if it has one on this machine."""
+    """Create a temporary store next to that of the URL; yield its URL and local directory, or None; then remove it."""
     parsed = StoreUrl.parse(url)
     location = f"{parsed.location.rstrip('/')}.bench-{secrets.token_hex(4)}"
     query = urlencode(parsed.options)
@@ -346,7 +346,7 @@ def _empty(backend: InspectableBackend) -> None:
 
 
 class _Job:
-    """One job's rows in shared memory: the first half is stored, the second half is loaded to, in shuffled order."""
+    """Block buffers of a job in shared memory, in shuffled order: stores read the first half, loads fill the second."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -365,7 +365,7 @@ class _Job:
         self._last_id = 0
 
     def fill(self, sample: bytes) -> None:
-        """Replace the blocks that are stored by these bytes, repeated or cut off."""
+        """Fill the blocks to store with the sample, repeated or cut off."""
         self._rows[self._order] = np.resize(np.frombuffer(sample, dtype=np.uint8), (self._count, _BLOCK_BYTES))
 
     def fresh_keys(self) -> list[bytes]:
@@ -374,13 +374,13 @@ class _Job:
 
     @contextmanager
     def client(self, url: str, codec: str = "raw") -> Iterator[StoreClient]:
-        """Open a client of a store whose host process uses these rows."""
+        """Open a store client, with a host process that has access to the job's memory, for the length of the block."""
         with closing(store_client(url, ProcessHost((self._fd,), 2 * self.num_bytes), _BLOCK_BYTES, codec)) as client:
             client.open()
             yield client
 
     def store(self, client: StoreClient, keys: list[bytes]) -> float:
-        """Return the seconds until all blocks are visible.
+        """Store all blocks; return the seconds until lookups find them.
 
         :raises StoreError: some were not stored, or are not visible in two minutes.
         """
@@ -397,7 +397,7 @@ class _Job:
         return time.perf_counter() - begin
 
     def load(self, client: StoreClient, keys: list[bytes]) -> float:
-        """Return the seconds until the rows are filled; the rows are then compared and cleared.
+        """Load all blocks; return the seconds it took. Then compare the bytes with the stored ones and clear them.
 
         :raises StoreError: some were not loaded, or differ from the stored ones.
         """
@@ -423,9 +423,9 @@ def store_client(url: str, host: Host, block_bytes: int, codec: str = "raw") -> 
 
 
 def finish(client: StoreClient, job_id: int, *, all_of_it: bool = False) -> JobOutcome:
-    """Poll until a job has ended.
+    """Poll until a job has ended; return its outcome.
 
-    :raises StoreError: it did not end in two minutes, or, with ``all_of_it``, some of its blocks failed.
+    :raises StoreError: the job did not end in two minutes, or, with ``all_of_it``, some of its blocks failed.
     """
     deadline = time.monotonic() + _TIMEOUT_S
     while time.monotonic() < deadline:
@@ -457,7 +457,10 @@ class _PlainDisk(PlainMedium):
     """A file that is written and read with plain system calls."""
 
     def __init__(self, path: Path) -> None:
-        """:raises OSError: the file system has no O_DIRECT."""
+        """Create the file.
+
+        :raises OSError: the file system has no O_DIRECT.
+        """
         self._direct = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
         self._buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._end = 0
@@ -489,9 +492,9 @@ class _PlainDisk(PlainMedium):
 def transfer(
     call: Callable[[int, Sequence[memoryview], int], int], fd: int, buffers: Sequence[memoryview], offset: int
 ) -> int:
-    """Do one gathered transfer in as few calls as the kernel allows; return its bytes.
+    """Read or write buffers with ``call`` (preadv or pwritev), in as few calls as possible; return the bytes.
 
-    :raises OSError: it was short.
+    :raises OSError: a call transferred fewer bytes.
     """
     begin = offset
     for start in range(0, len(buffers), _MAX_BUFFERS):

@@ -1,6 +1,6 @@
 """``persistkv doctor``: settings of this machine that prevent or slow persistkv, and their remedies.
 
-Nothing is changed, and nothing stays: O_DIRECT is tried on a file without a name.
+The checks change nothing and leave no files: O_DIRECT is tried on a file without a name.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from persistkv_tools.options import STORE_VARIABLE, Json
 
 CODECS = ("raw", "zstd:1", "planes:2", "planes:4")
 LEAST_GAIN = 1.1
-"""A codec is recommended if it gains this factor."""
+"""A codec is recommended if it improves the ratio or the worth at least by this factor."""
 _SAMPLE_PACKS = 64
 SHARED_MEMORY = Path("/dev/shm")
 REGIONS = "persistkv_offload_*.mmap"
-"""The names of primary tiers under /dev/shm; ``persistkv.cpu.region_file`` makes them."""
+"""Pattern of the file names of primary tiers under /dev/shm; see ``persistkv.cpu.region_file``."""
 _PACKAGES = ("persistkv", "lmdb", "msgspec", "numpy", "xxhash", "zstandard")
 _OPTIONAL_PACKAGES = ("boto3", "torch", "transformers", "safetensors")
 _MIN_SHARED = 1 << 30  # 1 GiB: less holds no primary tier worth having
@@ -51,15 +51,15 @@ T = TypeVar("T")
 
 
 class Level(str, enum.Enum):
-    """How bad it is."""
+    """Severity of a check's outcome."""
 
     OK = "ok"
     NOTE = "note"
     """Worth knowing."""
     WARNING = "warning"
-    """It works, and something will be slow or short."""
+    """persistkv works, but something will be slow, or will run out of space."""
     PROBLEM = "problem"
-    """It does not work."""
+    """persistkv does not work."""
 
 
 _STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
@@ -107,9 +107,10 @@ def _print(findings: list[Check]) -> None:
 
 
 def examine(url: str | None, environment: Mapping[str, str], shared_memory: Path = SHARED_MEMORY) -> Iterator[Check]:
-    """All checks; those of a store where one is named.
+    """Run all checks and yield their outcomes.
 
-    :param environment: the environment's variables.
+    :param url: also check this store; None: only the machine.
+    :param environment: environment variables.
     :param shared_memory: directory of the primary tiers.
     """
     yield from _packages()
@@ -154,13 +155,13 @@ def _shared_memory(directory: Path) -> Iterator[Check]:
 
 
 def _is_left(path: Path) -> bool:
-    """Whether a region has no lock. Regions of running engines and of other users are left out."""
+    """Return whether a killed engine left this region: no process locks it. False for regions of other users."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # for a moment: an engine that meets it tries again
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # briefly: an engine that finds it locked retries
     except BlockingIOError:
         return False
     finally:
@@ -231,9 +232,9 @@ def _codec(url: str, sample: bytes, ratio: float) -> Check:
 
 
 def sample_store(backend: Backend, most_bytes: int) -> bytes:
-    """Decoded frames, spread evenly over a store's packs. Frames that cannot be read are left out.
+    """Return raw bytes of frames that are spread evenly over a store's packs. Unreadable frames are left out.
 
-    :returns: nothing if there is less than one full frame: too little to judge by.
+    :returns: at most ``most_bytes``; empty if there is less than one full frame, which is too little to compare codecs.
     :raises StoreError: the medium failed.
     """
     tables = [table for space in backend.namespaces() for table in backend.changes(space.id, None).added]
@@ -260,7 +261,7 @@ def _decoded(backend: Backend, table: PackTable, frame: Frame) -> bytearray:
 
 
 def smallest(sample: bytes) -> tuple[str, float]:
-    """The codec with the highest ratio for these bytes, and that ratio."""
+    """Return the codec that makes these bytes smallest, and its ratio of raw to stored bytes."""
     frames = [sample[start : start + FRAME_BYTES] for start in range(0, len(sample), FRAME_BYTES)]
     ratios = {}
     for name in CODECS:
@@ -271,7 +272,7 @@ def smallest(sample: bytes) -> tuple[str, float]:
 
 
 def _pid_namespace() -> Check:
-    """LMDB identifies the processes that use a store by PID; in containers, PIDs repeat."""
+    """Check for a PID namespace of this container: LMDB identifies processes by PID, and PIDs repeat in containers."""
     try:
         is_initial = os.stat("/proc/self/ns/pid").st_ino == _INITIAL_PID_NAMESPACE
     except OSError:
@@ -300,7 +301,7 @@ def _space(location: Path, held: int, capacity: int | None) -> Check:
 
 
 def _direct(location: Path) -> Check:
-    """Write one page past the page cache to a file without a name, in the store's directory."""
+    """Check O_DIRECT: write one page past the page cache to a file without a name in the store's directory."""
     flags = os.O_RDWR | os.O_TMPFILE | os.O_DIRECT | os.O_CLOEXEC
     works = False
     try:

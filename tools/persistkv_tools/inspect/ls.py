@@ -1,6 +1,6 @@
-"""``persistkv ls``: one page of the requests of a store.
+"""``persistkv ls``: list the requests of a store, page by page.
 
-The JSON output is the structs; the table is made of them.
+The JSON output has the fields of the structs below; the table is made from them, too.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _Best = Callable[[int, Iterable[RequestView]], list[RequestView]]
 
 
 class NamespaceView(msgspec.Struct, frozen=True):
-    """One identity and its namespace."""
+    """A namespace with its identity."""
 
     id: str
     """The identity's digest, hexadecimal."""
@@ -58,30 +58,30 @@ class NamespaceView(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, namespace: Namespace) -> NamespaceView:
-        """The view of a namespace."""
+        """Return the view of a namespace."""
         identity = namespace.identity
         return cls(namespace.id.hex(), namespace.created, identity.properties, identity.model_name)
 
 
 class Page(msgspec.Struct, frozen=True):
-    """Some of a store's requests."""
+    """One page of a list of requests."""
 
     url: str
     total: int
-    """Requests in the selected namespaces."""
+    """Number of requests in the selected namespaces."""
     matched: int
-    """Of these, the requests that match the selection."""
+    """Number of these requests that match the selection."""
     rows: int
-    """Of these, the ones that a listing shows: requests of the same context and labels may count as one."""
+    """Rows of the list over all pages: ``matched``, or fewer if requests of the same context and labels are merged."""
     offset: int
-    """Rows before this page."""
+    """Number of rows before this page."""
     requests: list[RequestView]
     namespaces: list[NamespaceView]
     """Oldest first."""
 
 
 class Sort(str, enum.Enum):
-    """By what to sort."""
+    """Field that the list is sorted by."""
 
     CREATED = "created"
     USED = "used"
@@ -200,7 +200,7 @@ def _print(page: Page) -> None:
 
 
 def _hits(request: RequestView) -> str:
-    """At least one if it was used: the request that used it may be evicted, or may not have ended."""
+    """Return the number of hits of a row. At least 1 if used, even if the request that used it is not held."""
     if request.hits is None:
         return "-"
     return f"{max(request.hits + request.copies - 1, int(request.reused or False)):,}"
@@ -218,12 +218,12 @@ def list_requests(
     limit: int | None = None,
     merge_copies: bool = False,
 ) -> Page:
-    """One page. All heads are read, but only those of the page, and of the pages before it, are kept; and it is asked
-    for the use of no others, unless they are sorted or selected by it.
+    """Return one page of the matching requests. Reads all manifest heads, and keeps those up to the end of the page.
+    Reads the use of requests outside the page only if ``sort`` or ``selection`` depends on it.
 
-    :param limit: requests of a page; None: all.
-    :param merge_copies: count requests of the same context and labels as one, the first of them by ``sort``.
-    :raises NotFoundError: no such namespace.
+    :param limit: largest number of requests on the page; None: unlimited.
+    :param merge_copies: show requests of the same context and labels as one row: the first of them by ``sort``.
+    :raises NotFoundError: ``namespace`` matches no namespace, or several.
     """
     namespaces = chosen_namespaces(backend, namespace)
     counts = Counter[str]()
@@ -255,30 +255,30 @@ def list_requests(
 
 
 def _context(view: RequestView) -> _Context:
-    """Return the key by which requests share a row."""
+    """Return namespace, context and labels of a request: requests with equal ones share a row in merged lists."""
     return view.namespace, view.context or view.id, frozenset(view.labels.items())
 
 
 def _merged(
     views: Iterable[RequestView], copies: Counter[_Context], best: _Best, keep: int | None
 ) -> list[RequestView]:
-    """The best request of each context; of contexts that are no candidates for a page, only some.
+    """Return the best request of each table row. Rows that cannot be among the ``keep`` best may be left out.
 
-    :param copies: is counted up.
-    :param keep: contexts that are candidates; None: all.
+    :param copies: counts the requests of each row; updated.
+    :param keep: number of best rows that the result must contain; None: all.
     """
     found: dict[_Context, RequestView] = {}
     for view in views:
         context = _context(view)
         copies[context] += 1
         found[context] = best(1, [found[context], view])[0] if context in found else view
-        if keep is not None and len(found) > 2 * keep + _AT_ONCE:  # a later, better request adds its context again
+        if keep is not None and len(found) > 2 * keep + _AT_ONCE:  # a later, better request adds its row again
             found = {_context(one): one for one in best(keep, found.values())}
     return list(found.values())
 
 
 def _uses(backend: InspectableBackend, views: list[RequestView]) -> Iterator[tuple[RequestView, RequestUse | None]]:
-    """Requests with their use, as it is now, read with one call for each namespace; in their order."""
+    """Yield the requests, in order, with their current use. Reads the use with one call for each namespace."""
     uses: dict[str, Iterator[RequestUse | None]] = {}
     for namespace in {view.namespace for view in views}:
         names = [view.id for view in views if view.namespace == namespace]

@@ -2,8 +2,8 @@
 
 1. A request of a trace is the chain of its blocks' ids. Equal ids mean equal prefixes: a block always follows the same
    block. A hit is a block of the longest prefix of a request that is held when the request comes.
-2. Each request looks its chain up, loads the longest prefix that is held, compares the bytes, then stores its whole
-   context and ends, as an engine without a primary tier would.
+2. For each request, the replay looks its chain up, loads the longest prefix that is held, compares the bytes, and then
+   stores the whole context and ends the request, as an engine without a primary tier would.
 3. Blocks are synthetic and hundreds of times smaller than real ones. A store evicts packs. Real packs are cut at 32 MiB
    where depths are known, and hold 64 MiB at most: 1 to 10 blocks of 512 tokens, by the model. So that synthetic packs
    hold no more blocks than real ones, the blocks of each pack are stored as one job.
@@ -41,10 +41,10 @@ from persistkv_tools.options import Json
 from persistkv_tools.progress import byte_progress, counted
 
 Request = list[int]
-"""Ids of the blocks, in order."""
+"""Chain of a request: ids of its blocks, in order."""
 
 PACK_BLOCKS = 8
-"""Default of the most blocks in a pack: a power of two as in real packs, and more than most models have."""
+"""Default bound on the blocks in a pack: a power of two as in real packs, and more than those hold for most models."""
 _TOKENS_PER_BLOCK = 512
 _LOOK_EVERY = 100  # requests
 
@@ -53,26 +53,26 @@ class Replayed(msgspec.Struct):
     """Outcome of a replay on one store."""
 
     url: str
-    """The store, which stays."""
+    """URL of the store, which is not removed."""
     capacity: int | None
     nominal_blocks: int
-    """Blocks that fit the capacity if payload were all, at most all blocks of the trace."""
+    """Blocks whose payload alone would fit the capacity; at most the distinct blocks of the trace."""
     held_blocks: int = 0
-    """Blocks that the store held, the median over the second half: index, requests and padding need room too."""
+    """Median of the blocks that the store held in the second half of the replay: index and padding take room, too."""
     hits: int = 0
-    """Blocks that were held as prefix, loaded, and right."""
+    """Blocks of held prefixes that were loaded with the right bytes."""
     hit_rate: float = 0.0
-    """Share of all blocks that were asked for."""
+    """``hits`` divided by all blocks of the requests."""
     wrong_blocks: int = 0
-    """Blocks that were promised and not served, or not right. 0 is good."""
+    """Blocks that a lookup found, but whose load failed or returned other bytes. Expected: 0."""
     evicted_blocks: int = 0
     commits: int = 0
     stored_bytes: int = 0
     loaded_bytes: int = 0
     disk_bytes: int = 0
-    """The most that the store took on disk, its index included."""
+    """Largest size of the store on disk, its index included."""
     requests_sent: dict[str, int] = {}
-    """To a bucket, by method, retries included; empty for a disk."""
+    """Number of requests to a bucket by HTTP method, retries included; empty for a disk."""
     seconds: float = 0.0
 
 
@@ -159,7 +159,7 @@ def _with_share(url: str, share: float, num_bytes: int) -> str:
 
 
 class _Line(msgspec.Struct):
-    """The fields of a line that are read; others are ignored."""
+    """One line of a trace. Other fields of the line are ignored."""
 
     hash_ids: Request
 
@@ -209,11 +209,11 @@ def replay(
     *,
     pack_blocks: int = PACK_BLOCKS,
 ) -> Replayed:
-    """Send all requests, one after the other, to an empty store.
+    """Replay all requests, one after the other, on an empty store; return ``run``.
 
-    :param run: names the store; is completed.
-    :param pack_blocks: blocks in a pack at most; 0: all that a request adds are one pack, up to the store's own bound.
-    :param took: called with the bytes of each request's blocks.
+    :param run: names the store and receives the results.
+    :param pack_blocks: bound on the blocks in a pack; 0: a request adds one pack, up to the store's own bound.
+    :param took: called with the number of bytes of each request's blocks.
     :raises StoreError: the store failed.
     """
     begin = time.monotonic()
@@ -231,7 +231,7 @@ def replay(
 
 
 class _Replay:
-    """An engine without a model: rows of memory, the first half stored from, the second half loaded to."""
+    """An engine without a model. Its block buffers: stores read the first half, loads fill the second half."""
 
     def __init__(self, run: Replayed, block_bytes: int, longest: int, pack_blocks: int) -> None:
         self._run = run
@@ -247,7 +247,7 @@ class _Replay:
         self._client.open()
 
     def answer(self, number: int, chain: Request) -> None:
-        """One request: look up, load, store, end."""
+        """Replay one request: look its chain up, load the held prefix, store all blocks, end the request."""
         keys = [key_of(block) for block in chain]
         held = next((place for place, key in enumerate(keys) if not self._client.contains(key)), len(keys))
         good = self._load(keys[:held], chain) if held else 0
@@ -264,11 +264,11 @@ class _Replay:
         return sum(bool(same) and key not in failed for same, key in zip(right, keys, strict=True))
 
     def _contents(self, chain: Request) -> npt.NDArray[np.uint64]:
-        """Return blocks of bytes that differ for each id, (n, words)."""
+        """Return the content of each block, which depends on its id: shape (blocks, 64-bit words of a block)."""
         return self._pattern * (np.asarray(chain, dtype=np.uint64) * np.uint64(2) + np.uint64(1))[:, None]
 
     def _store(self, request: str, keys: list[bytes], chain: Request) -> None:
-        """Cut at fixed depths, as engines do. Small jobs of one name would wait and become one pack."""
+        """Store blocks and end the request. Each pack is a job of its own name: jobs of one name can share a pack."""
         self._words[: len(chain)] = self._contents(chain)
         for start in range(0, len(keys), self._pack_blocks):
             part = range(start, min(start + self._pack_blocks, len(keys)))
@@ -278,10 +278,10 @@ class _Replay:
             self._client.submit_store(self._job, name, keys[part.start : part.stop], part, part, size)
         groups, tokens = (keys,), len(keys) * _TOKENS_PER_BLOCK
         self._client.end_request(RequestEnd(request, request, groups, tokens, _TOKENS_PER_BLOCK))
-        finish(self._client, self._job)  # one step takes all of them, and writes them
+        finish(self._client, self._job)  # one step of the host takes all jobs and writes them
 
     def look(self) -> HostStats:
-        """Note how much the store holds; return its counters."""
+        """Record the blocks and disk bytes that the store holds now; return the host process's statistics."""
         host = self._client.stats().host
         if host is None:
             raise StoreError("the store did not answer")
@@ -302,5 +302,5 @@ class _Replay:
 
 
 def key_of(block: int) -> bytes:
-    """Return a key as an engine would make it."""
+    """Return the key of a block id: 32 bytes of hash and 4 bytes of group index, as engines make keys."""
     return hashlib.blake2b(block.to_bytes(8, "big"), digest_size=32).digest() + bytes(4)

@@ -1,7 +1,7 @@
 """``persistkv report``: one self-contained HTML page about a store.
 
-A store keeps no history of itself. The past is read from the requests that are still there: what each of them added to
-those before it, and the blocks that it found.
+A store keeps no history. The page computes the past from requests that are still held: for each one, the blocks that
+earlier requests had named, and the blocks that it added.
 """
 
 from __future__ import annotations
@@ -81,24 +81,24 @@ _ENGINES = render.columns(
 
 
 class Period(msgspec.Struct):
-    """A piece of the past; all are of one length."""
+    """One interval of the time charts. All intervals have the same length."""
 
     start: float
     """Seconds since the epoch."""
     requests: int = 0
-    """Made in it, and there still."""
+    """Requests that were created in the interval and are still held."""
     blocks: int = 0
-    """Of these."""
+    """Blocks of these requests."""
     found_blocks: int = 0
-    """Of these, those that an earlier request of the store had named."""
+    """Number of these blocks that an earlier request of the namespace had named."""
     added_bytes: int = 0
-    """Raw bytes of the others."""
+    """Raw bytes of the other blocks."""
     held_bytes: int = 0
-    """Raw bytes of all that was added up to the end of it."""
+    """Sum of ``added_bytes`` up to the end of the interval."""
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of the blocks that were there already."""
+        """Share of ``blocks`` that an earlier request had named, 0 to 1; None without blocks."""
         return self.found_blocks / self.blocks if self.blocks else None
 
 
@@ -110,12 +110,12 @@ class ReportData(msgspec.Struct, frozen=True):
     """Seconds since the epoch."""
     totals: StoreTotals
     periods: list[Period]
-    """Empty where there is no request."""
+    """Oldest first; empty if the store holds no requests."""
     largest: list[RequestView]
     tree: TreeNode | None
-    """Of the contexts that begin like the largest one."""
+    """Prefix tree of the largest request's namespace; None if the store holds no requests."""
     group: int
-    """Whose keys the tree is made of."""
+    """KV cache group whose keys the tree is made of."""
     engines: list[EngineView]
 
 
@@ -143,7 +143,7 @@ def report(
 
 
 def report_data(url: str, backend: InspectableBackend) -> ReportData:
-    """Read it. The keys of all requests are read once: some 150 bytes of memory for each block.
+    """Read the data of a report. Reads the keys of all requests: some 150 bytes of memory for each block.
 
     :raises StoreError: the medium failed.
     """
@@ -163,7 +163,7 @@ def report_data(url: str, backend: InspectableBackend) -> ReportData:
 
 
 def _periods(backend: InspectableBackend, found: list[FoundRequest]) -> list[Period]:
-    """:param found: in the order of their creation."""
+    """Return the intervals of the time charts; ``found`` is sorted by creation time."""
     if not found:
         return []
     first, last = found[0].manifest.created, found[-1].manifest.created
@@ -190,7 +190,7 @@ def _periods(backend: InspectableBackend, found: list[FoundRequest]) -> list[Per
 
 
 def report_page(data: ReportData) -> str:
-    """One self-contained page of HTML."""
+    """Return the report as one self-contained page of HTML."""
     return page(f"persistkv: {data.url}", _parts(data))
 
 
@@ -280,7 +280,7 @@ def _tree(tree: TreeNode, group: int, request: RequestView) -> str:
 
 
 def _walk(nodes: Iterable[TreeNode], level: int = 0) -> Iterator[tuple[int, TreeNode]]:
-    """All nodes with their levels, each before its children."""
+    """Yield (level, node) of all nodes, each before its children."""
     for node in nodes:
         yield level, node
         yield from _walk(node.children, level + 1)
@@ -305,7 +305,7 @@ def _share(rate: float | None) -> str:
 
 
 def escape(text: str) -> str:
-    """Text as HTML; it comes from stores and from other processes."""
+    """Return a text as HTML, with special and unprintable characters escaped: it may come from other processes."""
     return html.escape(printable(text))
 
 
@@ -328,17 +328,17 @@ def paragraph(text: str) -> str:
 
 
 def section(title: str, note: str, *parts: str) -> str:
-    """A heading, a note that explains it, and content."""
+    """Return the HTML of a section: a heading, a note that explains it, and content."""
     return "<section>" + heading(title) + paragraph(note) + "".join(parts) + "</section>"
 
 
 def columns(*parts: str) -> str:
-    """Side by side where there is room."""
+    """Return HTML that shows the parts side by side if the window is wide enough."""
     return f'<div class="columns">{"".join(parts)}</div>'
 
 
 def cards(values: Iterable[tuple[str, str]]) -> str:
-    """(name, figure) each."""
+    """Return the HTML of cards, each with a (name, figure) pair."""
     inner = "".join(
         f'<div class="card"><b>{escape(figure)}</b><span>{escape(name)}</span></div>' for name, figure in values
     )
@@ -346,12 +346,12 @@ def cards(values: Iterable[tuple[str, str]]) -> str:
 
 
 def table(columns: render.Columns, records: Iterable[object]) -> str:
-    """Text, the first column left."""
+    """Return an HTML table of records; the first column is left-aligned."""
     return _table(columns, ([f"<td>{escape(cell)}</td>" for cell in row] for row in render.cells(columns, records)))
 
 
 def bars(headers: Sequence[str], rows: Sequence[tuple[str, float, str]]) -> str:
-    """(name, value, how the value is written) each, with a bar."""
+    """Return an HTML bar chart with a row for each (name, value, text of the value)."""
     largest = max((value for _, value, _ in rows), default=0.0)
     return _table(
         (*headers, ""),
@@ -366,7 +366,7 @@ def bars(headers: Sequence[str], rows: Sequence[tuple[str, float, str]]) -> str:
 
 
 def tracks(headers: Sequence[str], rows: Iterable[tuple[int, str, str, float, float, bool]]) -> str:
-    """(level, name, text, begin, end, whether it is the chosen one) each; begin and end are shares of the track."""
+    """Return an HTML table of bars from (level, name, text, begin, end, highlighted); begin and end are 0 to 1."""
     return _table(
         (*headers, ""),
         (
@@ -389,10 +389,10 @@ def _table(headers: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
 def steps(
     periods: Sequence[Period], points: Sequence[tuple[str, float | None]], top: float, top_text: str, *, label: str
 ) -> str:
-    """A column for each period; None leaves a gap.
+    """Return an SVG chart with a column for each period.
 
-    :param points: (what the column shows, in words; its value).
-    :param top: the largest value that fits, above 0.
+    :param points: (tooltip, value) of each column; a value of None leaves a gap.
+    :param top: value of a column of full height, above 0.
     :param label: description for screen readers.
     """
     width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM

@@ -119,7 +119,7 @@ def _address(listen: str) -> tuple[str, int]:
 
 
 class StoreCollector:
-    """Collector of one store, called at each scrape from any thread. The store stays open, unless it failed."""
+    """Prometheus collector of one store; thread-safe. The store stays open between scrapes, unless it failed."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -128,7 +128,7 @@ class StoreCollector:
         self._backend: InspectableBackend | None = None
 
     def collect(self) -> list[Metric]:
-        """The metrics; only ``persistkv_up`` if the store cannot be read."""
+        """Return the metrics of a scrape; only ``persistkv_up``, with value 0, if the store cannot be read."""
         with self._lock:
             try:
                 if self._backend is None:

@@ -1,7 +1,8 @@
-"""``persistkv show``: one context, and the prefix tree of its namespace.
+"""``persistkv show``: the context of one request, and the prefix tree of its namespace.
 
-Contexts that begin alike share keys (a block's key covers all tokens before it), so sorted chains of keys are a tree:
-what neighbours have in common is a node. Nodes are only made where they are shown.
+A chain is the list of keys of one request in one KV cache group. A block's key covers all tokens before it, so requests
+that begin alike have chains that begin with the same keys. Sorted chains are a tree: what neighbours have in common is
+a node. Only nodes that are shown are made.
 """
 
 from __future__ import annotations
@@ -43,19 +44,19 @@ _NODE_DIGITS = 8
 
 
 class KeyView(msgspec.Struct, frozen=True):
-    """One block."""
+    """One block of a request."""
 
     depth: int
     key: str
-    """The first digits of its hash, hexadecimal."""
+    """First digits of the key, hexadecimal."""
     pack: str | None
-    """The pack that holds it; None: no pack does."""
+    """Id of the pack that holds the block, hexadecimal; None: no pack holds it."""
     offset: int | None
-    """First byte of its frame in the pack's payload."""
+    """Offset in bytes of the block's frame in the payload of the pack; None: no pack holds the block."""
 
 
 class GroupView(msgspec.Struct, frozen=True):
-    """The blocks of one KV cache group."""
+    """Blocks of a request in one KV cache group."""
 
     group: int
     blocks: int
@@ -63,9 +64,9 @@ class GroupView(msgspec.Struct, frozen=True):
     """Blocks that no pack holds."""
     raw_bytes: int
     stored_bytes: int
-    """Their share of their frames, padding left out."""
+    """Encoded size of these blocks: their share of the frames that hold them, without padding."""
     keys: list[KeyView]
-    """The first ones."""
+    """The first blocks; at most ``key_limit``."""
 
 
 class PackView(msgspec.Struct, frozen=True):
@@ -77,13 +78,13 @@ class PackView(msgspec.Struct, frozen=True):
     pack_blocks: int
     """All blocks in it."""
     raw_bytes: int
-    """Of the whole pack."""
+    """Raw bytes of the whole pack."""
     stored_bytes: int
     codec: str
     shared_with: int
-    """Other requests that name blocks of this request in it."""
+    """Number of other requests that name some of these ``blocks``."""
     sharers: list[str]
-    """Some of them."""
+    """Ids of up to 5 of these requests."""
 
 
 class ContextView(msgspec.Struct, frozen=True):
@@ -95,9 +96,9 @@ class ContextView(msgspec.Struct, frozen=True):
     request: RequestView
     groups: list[GroupView]
     packs: list[PackView]
-    """The ones nearest to the begin of the context first."""
+    """In the order in which the context first uses them."""
     shared_blocks: int
-    """Blocks that some other request names too, in the same packs where the driver tells who names a pack."""
+    """Blocks of this request that another request with packs in common names, too."""
 
 
 class _Place(NamedTuple):
@@ -111,22 +112,22 @@ class TreeNode(msgspec.Struct):
     """A run of blocks that the same requests share."""
 
     start: int
-    """Depth of the first block."""
+    """Depth of the first block: the number of blocks before it in the context."""
     blocks: int
     key: str
-    """Of the first block, the first digits, hexadecimal."""
+    """First digits of the first block's key, hexadecimal."""
     requests: int
-    """Requests that go through it."""
+    """Number of requests whose context contains these blocks."""
     ends: int
-    """Of these, the ones that end with its last block."""
+    """Number of these requests whose context ends with the last of these blocks."""
     names: list[str]
-    """Ids of some that end here."""
+    """Ids of up to 2 requests that end here."""
     chosen: bool
-    """Whether the request that was asked for goes through it."""
+    """Whether the request that the command shows contains these blocks."""
     children: list[TreeNode]
-    """First what the chosen request goes through, then those with most requests."""
+    """The child with the chosen request first, then those with most requests."""
     hidden: int = 0
-    """Children that are not listed."""
+    """Number of children that are left out."""
 
 
 _GROUPS = render.columns(
@@ -221,10 +222,10 @@ def _node_text(node: TreeNode) -> Text:
 
 
 def show_context(url: str, backend: InspectableBackend, found: FoundRequest, *, key_limit: int) -> ContextView:
-    """The view of one request.
+    """Return the view of one request: its blocks by group, its packs, and the blocks it shares with other requests.
 
-    :param key_limit: keys to name of each group.
-    :raises NotFoundError: the request went meanwhile, or its keys do not read.
+    :param key_limit: largest number of keys to list for each group.
+    :raises NotFoundError: the request was deleted meanwhile, or its keys are unreadable.
     """
     namespace, manifest = found.namespace.id, found.manifest
     keys = backend.manifest_keys(namespace, [manifest.id])[0]
@@ -248,7 +249,7 @@ def show_context(url: str, backend: InspectableBackend, found: FoundRequest, *, 
 def _places(
     backend: InspectableBackend, namespace: bytes, named: Iterable[PackTable], chains: Sequence[list[bytes]]
 ) -> dict[bytes, _Place]:
-    """Locations of the blocks of a request. All tables are searched for blocks that are in none of its packs."""
+    """Return the locations of blocks by key. Searches ``named``, then all tables if blocks are missing there."""
     wanted = set(chain.from_iterable(chains))
     places: dict[bytes, _Place] = {}
 
@@ -263,7 +264,7 @@ def _places(
 
     note(named)
     if len(places) < len(wanted):
-        with no_collections():  # of many objects that are made to stay
+        with no_collections():  # creates many objects that stay alive
             tables = backend.changes(namespace, None).added
         note(tables)
     return places
@@ -272,13 +273,13 @@ def _places(
 def _sharers(
     backend: InspectableBackend, namespace: bytes, others: Iterable[str], chains: Sequence[list[bytes]]
 ) -> dict[bytes, list[str]]:
-    """For each key of the request that others name too, their ids."""
+    """Return, for each key of ``chains`` that requests of ``others`` name too, the ids of these requests."""
     wanted = [frozenset(chain) for chain in chains]
     found: dict[bytes, list[str]] = {}
     for other, groups in keys_of(backend, namespace, others):
         for among, group in zip(wanted, groups or (), strict=False):
             keys = group.unpack()
-            if not among.isdisjoint(keys):  # most share nothing, and are passed over in half the time
+            if not among.isdisjoint(keys):  # most requests share nothing: this test halves the time
                 for key in dict.fromkeys(key for key in keys if key in among):
                     found.setdefault(key, []).append(other)
     return found
@@ -329,10 +330,10 @@ def _pack_views(
 
 
 def prefix_tree(backend: InspectableBackend, found: FoundRequest, *, group: int, node_limit: int) -> TreeNode:
-    """A node of no blocks above the roots. Children: first what the request goes through, then the most used.
+    """Return the prefix tree of a request's namespace. The top node has no blocks; its children are the roots.
 
-    :param group: whose keys to go by.
-    :param node_limit: nodes to make below it; of one node, 8 children at most.
+    :param group: KV cache group whose keys the tree is made of.
+    :param node_limit: largest number of nodes below the top node. Each node has at most 8 children.
     """
     namespace, chains = found.namespace.id, list[_Chain]()
     names = (manifest.id for manifest in backend.manifests(namespace))
@@ -346,7 +347,7 @@ def prefix_tree(backend: InspectableBackend, found: FoundRequest, *, group: int,
 
 
 def _grow(top: TreeNode, chains: Sequence[_Chain], chosen: str, node_limit: int) -> None:
-    """Grow the path of the chosen request first, then breadth first: a bound cuts details and not whole branches."""
+    """Add up to ``node_limit`` nodes below ``top``: first the path of the chosen request, then level by level."""
     waiting: list[tuple[TreeNode, list[_Chain]]] = [(top, list(chains))]
     left = node_limit
     while waiting:
@@ -364,7 +365,7 @@ def _grow(top: TreeNode, chains: Sequence[_Chain], chosen: str, node_limit: int)
 
 
 def _node(branch: Sequence[_Chain], depth: int, chosen: str) -> TreeNode:
-    """:param branch: sorted chains with one key at ``depth``."""
+    """Return the node of sorted chains that have the same key at ``depth``."""
     end = _common(branch[0][0], branch[-1][0])
     names = [name for keys, name in branch if len(keys) == end]
     names.sort(key=lambda name: name != chosen)
@@ -373,7 +374,7 @@ def _node(branch: Sequence[_Chain], depth: int, chosen: str) -> TreeNode:
 
 
 def _common(first: list[bytes], last: list[bytes]) -> int:
-    """How many keys two chains begin with alike; in between, so do all that are sorted between them."""
+    """Return the number of keys that two chains have in common at their begin; chains sorted between share them."""
     for depth, (one, other) in enumerate(zip(first, last, strict=False)):
         if one != other:
             return depth

@@ -23,13 +23,13 @@ _SIZES = ((1 << 20, "1MiB"), (16 << 20, "16MiB"), (256 << 20, "256MiB"), (1 << 3
 
 
 class GroupTotals(msgspec.Struct):
-    """One KV cache group in all packs of a namespace."""
+    """Totals of one KV cache group over all packs of a namespace."""
 
     group: int
     blocks: int = 0
     raw_bytes: int = 0
     stored_bytes: int = 0
-    """Padding left out."""
+    """Bytes of encoded frames, without padding."""
     codec_ratio: float | None = None
     """Raw bytes per stored byte."""
     codecs: list[str] = []
@@ -37,7 +37,7 @@ class GroupTotals(msgspec.Struct):
 
 
 class ModelTotals(msgspec.Struct, kw_only=True):
-    """All namespaces of one model."""
+    """Totals over all namespaces of one model."""
 
     model: str
     """Name or path, as in ``NamespaceTotals.model``."""
@@ -50,7 +50,7 @@ class ModelTotals(msgspec.Struct, kw_only=True):
 
 
 class NamespaceTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """One namespace."""
+    """Totals of one namespace."""
 
     id: str
     model: str
@@ -59,15 +59,15 @@ class NamespaceTotals(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     packs: int
     blocks: int
-    """In all packs; a block in two packs counts twice."""
+    """Blocks in all packs; a block in two packs counts twice."""
     raw_bytes: int
     stored_bytes: int
-    """Payloads, padding included."""
+    """Bytes of pack payloads, padding included."""
     codec_ratio: float | None
     referenced_blocks: int
-    """Blocks of all requests; what requests share is counted for each."""
+    """Blocks that requests name; a shared block counts once for each request."""
     dedup_ratio: float | None
-    """Blocks referenced per block held."""
+    """``referenced_blocks`` divided by ``blocks``; None without blocks."""
     groups: list[GroupTotals]
 
 
@@ -75,28 +75,28 @@ class Bin(msgspec.Struct):
     """One bar of a histogram of requests."""
 
     below: str | None
-    """The bound, exclusive; None: everything above the others."""
+    """Upper bound, exclusive, such as ``1d`` or ``16MiB``. None: the last bar, without a bound."""
     requests: int = 0
     raw_bytes: int = 0
 
 
 class FreeTotals(msgspec.Struct, frozen=True):
-    """The part of ``disk_bytes`` that is free and reused."""
+    """Part of ``disk_bytes`` that is free for new content."""
 
     catalogue_bytes: int
-    """Of the index; with inline payloads, of the whole store."""
+    """Free bytes in the index; if payloads are stored in the index, free bytes of the whole store."""
     payload_bytes: int
-    """Of the files of payloads."""
+    """Free bytes in the payload files."""
     pieces: int
-    """Extents of free payload space."""
+    """Number of contiguous extents of free payload space."""
     largest_bytes: int
-    """Of these extents."""
+    """Size of the largest of these extents."""
     fragmentation: float | None
-    """Share of the free payload space outside of the largest extent; None if nothing is free."""
+    """Share of the free payload space outside the largest extent, 0 to 1; None if no payload space is free."""
 
 
 class StoreTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """A store."""
+    """Totals of a store, over all namespaces and for each one."""
 
     url: str
     requests: int
@@ -110,16 +110,16 @@ class StoreTotals(msgspec.Struct, frozen=True, kw_only=True):
     dedup_ratio: float | None
     disk_bytes: int
     disk_ratio: float | None
-    """Bytes on disk per stored byte: what index, requests and free space between packs add."""
+    """Bytes on disk per stored byte. The excess over 1 is index, requests and free space; None for an empty store."""
     capacity: int | None
     fill: float | None
-    """Share of the capacity that is taken."""
+    """Share of the capacity that ``disk_bytes`` takes; None without a capacity."""
     free: FreeTotals | None
-    """None where the medium has no space of its own, as a bucket has not."""
+    """Free space within the store; None for a medium without such space, such as a bucket."""
     namespaces: list[NamespaceTotals]
     """Oldest first."""
     models: list[ModelTotals]
-    """The one with the most stored bytes first."""
+    """The model with the most stored bytes first."""
     ages: list[Bin]
     sizes: list[Bin]
     quarantined: tuple[str, ...]
@@ -219,7 +219,7 @@ def _number(ratio: float | None) -> str:
 
 
 def store_totals(url: str, backend: InspectableBackend) -> StoreTotals:
-    """The totals of a store. Reads its tables and heads, no payload and no keys of requests."""
+    """Return totals of a store. Reads pack tables and manifest heads; no payloads, and no keys of requests."""
     ages, sizes = ([Bin(name) for _, name in (*bounds, (0, None))] for bounds in (_AGES, _SIZES))
     spaces = [_namespace_totals(backend, namespace, ages, sizes) for namespace in chosen_namespaces(backend, None)]
     stats = backend.stats()

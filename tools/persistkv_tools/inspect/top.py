@@ -20,21 +20,21 @@ from persistkv_tools.options import Json, Url, opened
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """Per second, between two rows of an engine."""
+    """Rates per second, from the difference of two status rows of an engine."""
 
     stored_raw_bytes: float
     """Written to the store, before the codec."""
     stored_bytes: float
     """Written to the store, encoded."""
     loaded_bytes: float
-    """Read from the store into rows."""
+    """Raw bytes read from the store into the primary tier."""
     dropped_bytes: float
     evicted_blocks: float
     commits: float
 
 
 class EngineView(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine."""
+    """Status of one engine."""
 
     engine: str
     host: str
@@ -46,16 +46,16 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """Name or path of the model; may be empty."""
     live: bool
-    """False: it stopped without a word, or its clock differs from ours."""
+    """False: the engine's status is too old. It was probably killed, or its clock differs from that of this machine."""
     started: float
     """Seconds since the epoch."""
     updated: float
-    """When it said this."""
+    """When the engine published this status: seconds since the epoch."""
     hit_rate: float | None
     """Blocks loaded from the store, as a share of those loaded from it or computed and stored, since its start. Blocks
     that stayed in memory do not count."""
     rates: Rates | None
-    """None before the second look, and where its row is the same one still."""
+    """None until two different status rows of the engine were read."""
     indexed_blocks: int
     waiting_jobs: int
     writing_jobs: int
@@ -83,12 +83,12 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def engine_name(view: EngineView) -> str:
-    """How an engine is called in tables."""
+    """Return the name of an engine in tables: host and PID."""
     return f"{view.host}:{view.engine_pid or view.pid}" + ("" if view.live else " (gone)")
 
 
 def _rate(name: str) -> Callable[[EngineView], str]:
-    """A column of ``Rates``."""
+    """Return a function that formats a field of ``Rates`` for a table."""
 
     def text(view: EngineView) -> str:
         if view.rates is None:
@@ -150,7 +150,7 @@ def top(
 
 
 def _looks(watch: Watch, pause_s: float, count: int | None) -> Iterator[Snapshot]:
-    """The first look is not shown: rates need two."""
+    """Yield ``count`` snapshots, ``pause_s`` apart; None: without end. Skips the first, because rates need two."""
     watch.look()
     shown = 0
     while count is None or shown < count:
@@ -188,7 +188,7 @@ class Watch:
         self._rates: dict[str, Rates] = {}
 
     def look(self) -> Snapshot:
-        """The store as it is now.
+        """Return the present state of the store and its engines, with rates since earlier calls.
 
         :raises StoreError: the medium failed.
         """
@@ -219,7 +219,7 @@ class Watch:
 
 
 def hit_rate(counters: StoreCounters) -> float | None:
-    """See ``EngineView.hit_rate``; None where nothing was needed yet."""
+    """Return the rate that ``EngineView.hit_rate`` describes; None if no blocks were loaded or computed yet."""
     needed = counters.loaded_blocks + counters.stored_blocks + counters.dropped_blocks
     return round(counters.loaded_blocks / needed, 4) if needed else None
 

@@ -21,29 +21,29 @@ _DTYPES = ("dtype", "torch_dtype")
 
 
 class DifferenceView(msgspec.Struct, frozen=True):
-    """One field."""
+    """One identity field whose values differ."""
 
     field: str
     """Dotted path, e.g. ``config.rope_theta``."""
     ours: Any
-    """Value of the compared side; null if it lacks the field."""
+    """Value on the compared side, a model or another namespace; null if it lacks the field."""
     theirs: Any
-    """Value of the store; null if it lacks the field."""
+    """Value in the store's namespace; null if it lacks the field."""
 
 
 class ComparisonView(msgspec.Struct, frozen=True):
-    """One namespace of the store against one other thing."""
+    """Comparison of one namespace of the store with a model or another namespace."""
 
     ours: str
-    """The compared side: a namespace's id, or a model's directory."""
+    """The compared side: id of a namespace, or directory of a model."""
     theirs: str
-    """The namespace's id."""
+    """Id of the store's namespace."""
     matches: bool
-    """Whether nothing that was compared differs."""
+    """Whether all compared fields are equal."""
     compared: int
-    """Fields."""
+    """Number of compared fields."""
     not_compared: list[str]
-    """Fields of the identity that only a loaded model tells; empty between namespaces."""
+    """Identity fields that are known only after loading the model. Empty if two namespaces are compared."""
     differences: list[DifferenceView]
 
 
@@ -96,7 +96,7 @@ def why(
 
 
 def _against(url: str, against: str, namespace: str | None) -> list[list[ComparisonView]]:
-    """Each thing that is compared, with each namespace of the store."""
+    """Compare what ``--against`` names with each namespace of the store; one list for each model or namespace named."""
     path = Path(against)
     is_model = path.is_dir() and not (path / "data.mdb").exists()  # a store may be named by its path, too
     other_store = not is_model and ("://" in against or against.startswith(("/", "~")))
@@ -140,11 +140,12 @@ def compare_namespaces(ours: Namespace, theirs: Namespace) -> ComparisonView:
 
 
 def compare_model(directory: Path, theirs: Namespace) -> ComparisonView:
-    """A checkpoint against a namespace, without loading the model: weights, dtype, and what its config.json says.
+    """Compare the model in a directory with a namespace, without loading the model.
 
-    Values that config.json leaves to defaults or that only an engine knows are not compared.
+    Fields: the fingerprint of the weights, the dtype, and fields of config.json that the namespace has, too. Fields
+    that config.json leaves to defaults and fields that only an engine knows are not compared.
 
-    :raises ConfigurationError: there are no weights or no readable config.json.
+    :raises ConfigurationError: the directory has no weights or no readable config.json.
     """
     stored = theirs.identity.properties
     ours: dict[str, Any] = {"weights": fingerprint_checkpoint(directory)}
@@ -165,7 +166,7 @@ def _count(identity: Identity) -> int:
 
 
 def _common(values: Mapping[str, Any], others: Any) -> dict[str, Any]:
-    """The values whose names, level by level, the others have too."""
+    """Return the values whose names occur in ``others``, too; nested mappings are compared level by level."""
     found = {}
     for name, value in values.items():
         if isinstance(others, Mapping) and name in others:

@@ -1,10 +1,11 @@
 """Checks of ``persistkv verify``: all packs, rows and requests of a store, while others write to it.
 
 1. A first pass reads packs as fast as the medium delivers them, in their order on the medium, and checks every stored
-   byte. Neighbours are read with one call and checked in the same thread, while they are in the processor's cache.
-2. Suspects of the first pass are checked again by ``check_pack`` after the catalogue was read again: a pack may have
-   been deleted or replaced meanwhile. A finding is wrong twice, and still there.
-3. A store does not return unreadable rows. They are found by its totals if no other process writes meanwhile.
+   byte. Neighbouring packs are read with one call and checked in the same thread, while they are in the CPU cache.
+2. Packs that fail the first pass are suspects: another process may have deleted or replaced them meanwhile. So the
+   catalogue is read again, and ``check_pack`` checks them again. Only packs that fail both checks are findings.
+3. A store skips catalogue rows that it cannot read. Their number is the difference between the store's totals and the
+   rows that were read. It is known only if no other process writes meanwhile.
 4. Requests are compared with 64-bit fingerprints of the held keys: 8 bytes a key, where a set of keys takes 100. With a
    million keys that are hashes, the probability that a missing key has the fingerprint of a held one is below 10^-12.
 """
@@ -50,7 +51,7 @@ from persistkv_tools.packs import (
     pieces,
 )
 
-_AHEAD = 1024  # batches that are begun and not taken, at most: they have been read, and only their outcome is kept
+_AHEAD = 1024  # most batches submitted ahead of the consumer; a finished one keeps its outcome, not its bytes
 _STATE_VERSION = 2
 _ATTEMPTS = 5
 _MANIFESTS_AT_ONCE = 512
@@ -61,7 +62,7 @@ _Batch = list[Piece]
 
 
 class _Outcome(enum.IntEnum):
-    """Of the first pass. Of the parts of one pack, the largest counts."""
+    """Result of the first pass for a piece of a pack. A pack has the largest value of its pieces."""
 
     RIGHT = 0
     OTHER_RELEASE = 1
@@ -69,30 +70,30 @@ class _Outcome(enum.IntEnum):
 
 
 class Tally(msgspec.Struct, kw_only=True):
-    """Packs that were read, and findings."""
+    """Totals of the packs that were read, and the findings."""
 
     packs: int = 0
     frames: int = 0
     stored_bytes: int = 0
     went_meanwhile: int = 0
-    """Packs that were deleted or replaced by others while they were read."""
+    """Packs that other processes deleted or replaced while they were read."""
     other_release_packs: int = 0
-    """Packs of a codec that this release does not know: nothing was said of them."""
+    """Packs of a codec that this release does not know: they could not be checked, and are not part of ``packs``."""
     findings: list[Finding] = []
 
 
 class VerifyState(Tally, kw_only=True):
-    """Progress of a run, and its findings so far. Packs are taken in the order of their ids."""
+    """Saved progress of a run: totals and findings so far, and the last pack in the order of namespace and pack ids."""
 
     version: int = _STATE_VERSION
     store: str
-    """Scheme and location."""
+    """Store URL without options: scheme and location."""
     sample: float
     """Share of the packs to read."""
     salt: int
-    """Draws the packs of the share: another one draws others."""
+    """Seed of the random sample: the same seed selects the same packs."""
     after: str = ""
-    """Namespace and pack that were done last, hexadecimal."""
+    """Ids of the last checked pack, hexadecimal: namespace id followed by pack id. Empty at first."""
 
     @classmethod
     def begin(cls, url: str, sample: float) -> VerifyState:
@@ -102,9 +103,9 @@ class VerifyState(Tally, kw_only=True):
 
     @classmethod
     def load(cls, path: Path, url: str, sample: float) -> VerifyState:
-        """Read the state of a file; a new state if the file is absent.
+        """Return the state that a file holds; a new state if the file is absent.
 
-        :raises ConfigurationError: it is unreadable, or of another run.
+        :raises ConfigurationError: the file is unreadable, or was saved for another store or sample.
         """
         fresh = cls.begin(url, sample)
         try:
@@ -121,15 +122,15 @@ class VerifyState(Tally, kw_only=True):
         return state
 
     def take(self, tally: Tally, after: str) -> None:
-        """Add a tally that is complete up to a pack."""
+        """Add the totals of a finished portion; ``after`` identifies its last pack."""
         self.after = after
         for name in Tally.__struct_fields__:
             setattr(self, name, getattr(self, name) + getattr(tally, name))
 
     def save(self, path: Path) -> None:
-        """Replace the file atomically.
+        """Write the state to a file, which is replaced atomically.
 
-        :raises ConfigurationError: it cannot be written.
+        :raises ConfigurationError: the file cannot be written.
         """
         part = path.with_name(path.name + ".new")
         try:
@@ -139,24 +140,24 @@ class VerifyState(Tally, kw_only=True):
             raise FileError("write", path, error) from None
 
     def draws(self, pack_id: bytes) -> bool:
-        """Whether the pack belongs to the share."""
+        """Return whether the random sample includes the pack."""
         return xxhash.xxh3_64_intdigest(pack_id, seed=self.salt) < self.sample * 2**64
 
 
 class _Portion(NamedTuple):
     space: NamespacePacks
     packs: list[bytes]
-    """In the order of their names."""
+    """Pack ids, ascending."""
 
 
 def read_catalogues(backend: InspectableBackend) -> list[NamespacePacks]:
-    """Readable namespaces of a store, by id."""
-    with no_collections():  # of many objects that are made to stay
+    """Return the packs of each readable namespace, in the order of the namespace ids."""
+    with no_collections():  # creates many objects that stay alive
         return [NamespacePacks(backend, name) for name in sorted(space.id for space in backend.namespaces())]
 
 
 def count_rows(backend: InspectableBackend, spaces: list[NamespacePacks]) -> list[Finding] | None:
-    """Count heads and tables against the store's totals; None if others wrote all the time."""
+    """Return findings if totals and readable rows differ in number; None if other processes wrote in each attempt."""
     for _ in range(_ATTEMPTS):
         before = backend.stats()
         heads = sum(1 for space in spaces for _ in backend.manifests(space.namespace))
@@ -178,7 +179,7 @@ def _unread(problem: Problem, what: str, missing: int) -> Finding:
 
 
 def packs_left(spaces: list[NamespacePacks], state: VerifyState) -> list[tuple[NamespacePacks, bytes]]:
-    """The packs that are still to be read, in order."""
+    """Return the packs that a run still has to read, in the order of namespace and pack ids."""
     return [
         (space, pack_id)
         for space in spaces
@@ -201,13 +202,13 @@ def _portions(spaces: list[NamespacePacks], state: VerifyState, most_bytes: int 
 
 
 class Verifier:
-    """One run over the packs of a store.
+    """Reads and checks the packs of a store, in portions. A run can be resumed after each portion.
 
-    :param state: of the run; is updated.
-    :param threads: that read and check ahead; 0: the caller's thread, when it asks.
-    :param portion_bytes: payload between two states that can be resumed; None: all of it. Within a portion packs are
-        read in their order on the medium, and not in the order of their names.
-    :param batch_bytes: of one read.
+    :param state: progress of the run, updated after each portion.
+    :param threads: number of threads that read and check ahead; 0: the thread that iterates ``packs`` reads and checks.
+    :param portion_bytes: payload bytes of a portion; None: all packs of a namespace are one portion. Within a portion,
+        packs are read in their order on the medium, and not in the order of their ids.
+    :param batch_bytes: largest number of bytes of one read, except for a frame that is larger.
     """
 
     def __init__(
@@ -232,7 +233,7 @@ class Verifier:
         self._local = threading.local()
 
     def begin(self) -> None:
-        """Start to read in the background; ``packs`` returns the results."""
+        """Prepare the next portion, unless one is in progress. With threads, start to read it; see ``packs``."""
         if self._portion is None and (portion := next(self._portions, None)) is not None:
             space = portion.space
             order = scan_order(self._backend, space.namespace, portion.packs)
@@ -241,7 +242,7 @@ class Verifier:
             self._submit()
 
     def packs(self) -> Iterator[VerifyState]:
-        """Check one portion of the packs after the other; the state behind each.
+        """Check one portion after the other; yield the run's state after each.
 
         :raises StoreError: the medium failed.
         """
@@ -256,15 +257,15 @@ class Verifier:
             self.begin()
 
     def close(self) -> None:
-        """Begin no read any more, and wait for those that run. Reads of a remote store may take until its deadline;
-        they write into memory of their own, and are not waited for.
+        """Cancel reads that have not started, and wait for running ones, except those of a remote store: they may last
+        until its deadline, and write only to memory of their own.
         """
         self._waiting = iter(())
         if self._pool is not None:
             self._pool.shutdown(wait=not self._backend.capabilities.remote, cancel_futures=True)
 
     def _batches(self, tables: Iterable[PackTable]) -> Iterator[_Batch]:
-        """The packs in their order, cut and put together."""
+        """Yield the packs in the given order as batches for one read each: large packs are cut, small ones combined."""
         batch: _Batch = []
         size = 0
         for piece in chain.from_iterable(pieces(table, self._batch_bytes) for table in tables):
@@ -307,7 +308,7 @@ class Verifier:
         ]
 
     def _memory(self, size: int) -> memoryview:
-        """This thread's, aligned; to be used until it asks again."""
+        """Return aligned memory of at least ``size`` bytes, which this thread's next call reuses."""
         held: memoryview | None = getattr(self._local, "memory", None)
         if held is None or len(held) < size:
             held = self._local.memory = memoryview(huge_memory(max(size, BATCH_BYTES)))
@@ -337,7 +338,7 @@ class Verifier:
         tally.findings += findings
 
     def _confirmed(self, space: NamespacePacks, table: PackTable, tally: Tally) -> list[Finding]:
-        """Findings of a suspect that was not replaced while it was read again."""
+        """Check a suspect pack again and return its findings; none if it was deleted or replaced by a good one."""
         findings: list[Finding] = []
         for _ in range(_ATTEMPTS):
             space.refresh()
@@ -360,9 +361,9 @@ def _look_at(piece: Piece, found: memoryview) -> _Outcome:
 
 
 def check_manifests(backend: InspectableBackend, spaces: list[NamespacePacks], took: Took) -> tuple[int, list[Finding]]:
-    """How many requests there are, and those whose keys are unreadable or that name blocks that no pack holds.
+    """Return the number of requests, and a finding for each one with unreadable keys or with blocks that no pack holds.
 
-    :param took: called between pieces of the work, with no bytes: it may wait.
+    :param took: called with 0 after each batch of requests; may sleep to limit the pace.
     :raises StoreError: the medium failed.
     """
     checked, findings = 0, []
@@ -400,13 +401,13 @@ def _suspects(backend: InspectableBackend, space: NamespacePacks, names: list[st
 
 
 class HeldKeys:
-    """Fingerprints of keys, sorted."""
+    """Sorted fingerprints of the keys that packs hold."""
 
     def __init__(self, held: Iterable[PackedKeys]) -> None:
         self._held = np.sort(_fingerprints(held))
 
     def missing(self, requests: Sequence[ManifestKeys]) -> list[int]:
-        """For each request, how many of its keys are not held."""
+        """Return, for each request, the number of its keys that no pack holds."""
         prints = _fingerprints(chain.from_iterable(requests))
         if not self._absent(np.sort(prints)).any():  # sorted they are found five times as fast
             return [0] * len(requests)
@@ -422,7 +423,7 @@ class HeldKeys:
 
 
 def _fingerprints(packed: Iterable[PackedKeys]) -> _Fingerprints:
-    """Of each key, the sum of its 32-bit words, each multiplied by a random number."""
+    """Return a fingerprint of each key: its length plus the sum of its 32-bit words, each times a random number."""
     prints: list[_Fingerprints] = [np.empty(0, dtype=np.uint64)]
     for keys in packed:
         for length, data in [(keys.key_length, keys.data)] if keys.key_length else [(len(k), k) for k in keys.unpack()]:

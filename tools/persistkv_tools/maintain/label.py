@@ -82,9 +82,9 @@ def _pin(url: str, request: str, namespace: str | None, json: bool, *, pinned: b
 
 
 def parse_labels(texts: Iterable[str]) -> dict[str, str]:
-    """``NAME=VALUE`` each; the value may be empty.
+    """Return the labels of ``NAME=VALUE`` texts; values may be empty.
 
-    :raises ConfigurationError: one that is none, or a name that is given twice.
+    :raises ConfigurationError: a text has another form, or a name occurs twice.
     """
     labels: dict[str, str] = {}
     for text in texts:
@@ -100,10 +100,10 @@ def parse_labels(texts: Iterable[str]) -> dict[str, str]:
 def relabel(
     backend: InspectableBackend, found: FoundRequest, given: Mapping[str, str], removed: Iterable[str]
 ) -> dict[str, str]:
-    """Give a request labels and take some away; return all that it has afterwards. It counts as used.
+    """Set and remove labels of a request; return its labels afterwards. A change counts as a use of the request.
 
     :raises NotFoundError: the request was deleted meanwhile, or its keys are unreadable.
-    :raises StoreError: the commit failed, or others wrote all the time. Nothing was changed.
+    :raises StoreError: the commit failed, or other processes wrote during each attempt. Nothing was changed.
     """
     namespace, name = found.namespace.id, found.manifest.id
     for _ in range(_ATTEMPTS):

@@ -1,12 +1,12 @@
 """``persistkv prune``: deletes requests and the packs that only they use, while others write.
 
-1. A pack is deleted only if no request that stays names a block in it.
-2. A request is deleted with the first of its packs. If all its packs stay, it stays too: a store deletes packs, not
-   requests.
-3. Requests that were added after the plan was made are looked for before each commit; their packs are spared.
-4. Tables of packs are read only of namespaces where something is to be deleted. A run that finds nothing costs as much
-   as a list of requests.
-5. Commits are short, and other writers get as much time between them as they took.
+1. A pack is deleted only if no request that stays names a block in it. ``--shared-packs`` relaxes this.
+2. A store deletes packs, not requests. A request disappears as soon as one of its packs is deleted. It stays if other
+   requests use all its packs.
+3. Before each commit, the command looks for requests that were added since the plan was made, and keeps their packs.
+4. Pack tables are read only in namespaces where something is to be deleted. A run that finds nothing to delete costs as
+   much as listing the requests.
+5. Commits are short. After each one, the command pauses for as long as the commit took (0.2 s at most).
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class Disk(msgspec.Struct, frozen=True):
 
     total_bytes: int
     free_bytes: int
-    """Of these, free for new content."""
+    """Part of ``total_bytes`` that is free for new content."""
     compactable_bytes: int
-    """Of these, the part that ``--compact`` can return to the disk."""
+    """Part of ``free_bytes`` that ``--compact`` can return to the disk."""
 
 
 class Quarantine(msgspec.Struct):
@@ -79,7 +79,7 @@ class Quarantine(msgspec.Struct):
 
 
 class Amount(msgspec.Struct):
-    """Some packs."""
+    """Totals of a set of packs."""
 
     packs: int = 0
     blocks: int = 0
@@ -97,11 +97,11 @@ class Plan(msgspec.Struct):
     requests: list[RequestView]
     """Requests to delete, oldest first."""
     staying: list[RequestView]
-    """Chosen requests that stay: other requests use all their packs."""
+    """Chosen requests that cannot be deleted, because other requests use all their packs."""
     goes: Amount
-    """The packs that would go."""
+    """Totals of the packs to delete."""
     private_blocks_left: int
-    """Blocks that only these requests name, in packs that others use: they stay, unless shared packs go too."""
+    """Blocks that only chosen requests name, and that stay because other requests use their packs."""
 
 
 class Done(msgspec.Struct):
@@ -110,7 +110,7 @@ class Done(msgspec.Struct):
     goes: Amount = msgspec.field(default_factory=Amount)
     requests: int = 0
     staying: list[str] = []
-    """Ids of requests that were chosen and are still there."""
+    """Ids of chosen requests that the store still holds."""
 
 
 def prune(
@@ -263,9 +263,9 @@ class Usage:
         self.namespace = namespace
         self.manifests = {manifest.id: manifest for manifest in backend.manifests(namespace.id)}
         self.doomed: set[str] = set()
-        """Ids of the requests to delete."""
+        """Ids of the requests that were chosen for deletion."""
         self.going: set[str] = set()
-        """Ids of the requests that the plan deletes: doomed ones that can go, and requests that go with them."""
+        """Ids of the requests that lose a pack by the plan: chosen ones, and others that use the same packs."""
         self._backend = backend
 
     @cached_property
@@ -274,13 +274,13 @@ class Usage:
 
     @cached_property
     def packs(self) -> dict[str, set[bytes]]:
-        """For each request, the packs that hold one of its blocks."""
+        """For each request id, the ids of the packs that hold a block of it; empty if its keys cannot be read."""
         keys = keys_of(self._backend, self.namespace.id, self.manifests)
         holding = self.held.holding
         return {name: set() if found is None else holding(all_keys(found)) for name, found in keys}
 
     def uses(self, names: Iterable[str]) -> Iterator[tuple[RequestManifest, RequestUse | None]]:
-        """These requests, with what the store knows of their use."""
+        """Yield the manifests of these request ids with their use; None if the store does not know the use."""
         return with_uses(self._backend, self.namespace.id, (self.manifests[name] for name in names))
 
     def used(self, requests: Iterable[str]) -> set[bytes]:
@@ -288,12 +288,12 @@ class Usage:
 
 
 def _row(manifest: RequestManifest) -> tuple[bytes | str, frozenset[tuple[str, str]]]:
-    """Return what requests have in common that ``persistkv ls`` shows as one row."""
+    """Return (context digest or request id, labels). ``persistkv ls`` merges requests where these are equal."""
     return manifest.context or manifest.id, frozenset(manifest.labels.items())
 
 
 class Pruning:
-    """A plan over some namespaces of a store."""
+    """Chooses requests of some namespaces, plans their deletion, and deletes them."""
 
     def __init__(self, backend: InspectableBackend, namespaces: Iterable[Namespace]) -> None:
         self._backend = backend
@@ -301,10 +301,10 @@ class Pruning:
         self._packs: dict[bytes, set[bytes]] = {}
 
     def choose(self, selection: Selection, requests: Collection[tuple[bytes, str]] | None = None) -> None:
-        """Requests that are to go: all that are selected.
+        """Choose the requests that fulfil ``selection`` for deletion.
 
-        :param requests: (namespace, id): only these, with all requests of the same context and labels: they use the
-            same packs, so none of them can be deleted alone.
+        :param requests: (namespace id, request id): choose only among these and the requests with the same context and
+            labels: those use the same packs, so none of them can be deleted alone. None: choose among all.
         """
         for usage in self._usages:
             names = list(usage.manifests)
@@ -316,7 +316,7 @@ class Pruning:
             usage.doomed.update(manifest.id for manifest, use in asked if selection.takes(manifest, use))
 
     def shrink_to(self, stored_bytes: int) -> None:
-        """Reduce the choice to as many requests as needed, oldest first, until so many bytes are left."""
+        """Reduce the choice to its oldest requests: as many as needed until packs take at most ``stored_bytes``."""
         if self._backend.stats().stored_bytes <= stored_bytes:  # of all namespaces
             for usage in self._usages:
                 usage.doomed.clear()
@@ -335,10 +335,10 @@ class Pruning:
             held -= sum(usage.held.tables[pack].payload_length for pack in usage.packs[name] if not counts[pack])
 
     def plan(self, *, orphans: bool = False, shared: bool = False) -> Plan:
-        """Return the planned deletions.
+        """Return the plan that deletes the chosen requests, as far as possible, and the packs that only they use.
 
-        :param orphans: also packs that no request names.
-        :param shared: also packs that hold a block only these requests name, although others use the pack.
+        :param orphans: also delete packs that no request names.
+        :param shared: also delete packs that other requests use, if only chosen requests name one of their blocks.
         """
         plan = Plan([], [], Amount(), 0)
         for usage in self._usages:
@@ -368,11 +368,11 @@ class Pruning:
             (plan.requests if manifest.id in usage.going else plan.staying).append(view)
 
     def run(self, backend: InspectableBackend, done: Done) -> None:
-        """Delete what the plan names.
+        """Delete the planned packs, and with them the requests that name them.
 
-        :param backend: the same store, open for writing where there is something to delete.
-        :param done: is counted up.
-        :raises StoreError: a commit failed; those before it were done.
+        :param backend: the same store, open for writing if there is something to delete.
+        :param done: totals of the deletions, updated by each commit.
+        :raises StoreError: a commit failed; earlier commits stay in effect.
         """
         for usage in self._usages:
             packs = sorted(self._packs.get(usage.namespace.id, ()))
@@ -403,7 +403,7 @@ class Pruning:
             yield from self._delete(backend, usage, wanted[half:])
 
     def _used_since(self, usage: Usage) -> set[bytes]:
-        """Packs that are used by requests added after the plan was made."""
+        """Return the ids of packs that are used by requests added after the plan was made."""
         namespace = usage.namespace.id
         fresh = [found.id for found in self._backend.manifests(namespace) if found.id not in usage.manifests]
         keys = keys_of(self._backend, namespace, fresh)
@@ -431,7 +431,7 @@ class Prune:
         shared_packs: bool,
         quarantined: bool,
     ) -> None:
-        """:param writable: returns the same store, open for writing."""
+        """Make the plan; see ``StoreHandle.prune``. ``writable`` returns the same store, open for writing."""
         self._backend, self._writable = backend, writable
         ids = {space.id for space, _ in requests}
         self._pruning = Pruning(backend, [space for space in namespaces if not ids or space.id in ids])
@@ -447,11 +447,11 @@ class Prune:
 
     @property
     def deletes(self) -> bool:
-        """Whether anything is to be deleted."""
+        """Whether the plan deletes packs or files of damaged stores."""
         return bool(self.plan.goes.packs or self.quarantined.directories)
 
     def run(self) -> Done:
-        """Delete what the plan names.
+        """Delete the planned packs, requests and files of damaged stores.
 
         :raises StoreError: the store is open read-only, or a commit failed; ``done`` counts the commits before it.
         """
@@ -469,7 +469,7 @@ def _count_requests(backend: InspectableBackend, usage: Usage, done: Done) -> No
 
 
 def _private_blocks(backend: InspectableBackend, usage: Usage, shared: set[bytes]) -> dict[bytes, int]:
-    """For each of these packs that has some, how many blocks in it only doomed requests name."""
+    """Return, by pack id, the number of blocks that only chosen requests name; packs with none are left out."""
     where = {key: pack for pack in shared for key in usage.held.tables[pack].keys.unpack()}
     doomed: set[bytes] = set()
     for name, packs in usage.packs.items():

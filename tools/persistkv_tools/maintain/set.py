@@ -26,11 +26,11 @@ class Consequences(msgspec.Struct, frozen=True):
     disk_bytes: int
     """Bytes that the store takes now."""
     evicted_bytes: int
-    """Of these, what the next commits evict, least recently used first."""
+    """Part of ``disk_bytes`` that the next commits evict, least recently used first."""
     expiring_requests: int
     """Requests that the next commits expire."""
     requests: int
-    """Requests in all."""
+    """All requests of the store."""
     missing_disk_bytes: int
     """Bytes that the disk lacks for the store to grow to the capacity."""
 
@@ -78,7 +78,7 @@ def _supported(backend: InspectableBackend, url: str) -> SupportsPolicy:
 
 
 def _changed(policy: Policy, values: list[str]) -> Policy:
-    """The policy with other values.
+    """Return the policy with the values of ``NAME=VALUE`` texts.
 
     :raises ConfigurationError: an invalid value, or a name that does not exist or cannot be changed.
     """

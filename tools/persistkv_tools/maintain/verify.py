@@ -1,9 +1,10 @@
 """``persistkv verify``: reads a store, checks everything in it, and deletes bad packs with ``--repair``.
 
-1. A pack is deleted only if it is still bad when nothing happened between the last check and the commit.
-2. Requests that name the pack are shortened to the blocks before it, at the latest in the same commit. A request with
-   no block left is deleted. Blocks behind the pack stay, and are reachable again once the pack's blocks were computed
-   again.
+1. A bad pack is checked again before it is deleted. If the store changes between this check and the commit, the commit
+   has no effect, and both are repeated.
+2. Requests that name the pack are shortened first: their manifests keep only the blocks before it. A request with no
+   block left is deleted together with the pack. Blocks behind the pack stay in the store. Lookups reach them again as
+   soon as an engine has computed and stored the pack's blocks again.
 """
 
 from __future__ import annotations
@@ -62,36 +63,36 @@ _ATTEMPTS = 100
 
 
 class Summary(Tally, kw_only=True):
-    """Outcome of a run."""
+    """Outcome of one run of ``persistkv verify``."""
 
     url: str
     sample: float
     """Share of the packs that was read."""
     seconds: float
-    """Of this run, without the time before it was resumed."""
+    """Duration of this run, without the interrupted runs that it resumed."""
     resumed_packs: int
-    """Of ``packs``, those that were read before this run was resumed."""
+    """Part of ``packs`` that interrupted runs had read before this run resumed them."""
     resumed_bytes: int
-    """Of ``stored_bytes``, likewise."""
+    """Part of ``stored_bytes`` that those interrupted runs had read."""
     requests: int
     rows_counted: bool
-    """False: other processes wrote all the time, so unreadable rows could not be counted."""
+    """False: unreadable catalogue rows could not be counted, because other processes wrote during each attempt."""
     beside_engines: int
-    """Engines that use the store: if there are any, and no --rate, it reads a twentieth of the time."""
+    """Live engines of the store. If there are any and no --rate is given, reading is limited to 5 % of the time."""
     problems: int
     by_problem: dict[str, int]
     deleted_packs: int = 0
-    """By --repair."""
+    """Bad packs that --repair deleted."""
     shortened_requests: int = 0
-    """Requests that named these packs and keep the blocks before them."""
+    """Requests that named bad packs, and whose manifests now keep only the blocks before these."""
     deleted_requests: int = 0
-    """Requests without a block left."""
+    """Requests that were deleted because no block was left before the bad pack."""
     repair: RepairPlan | None = None
     """Plan of --repair; null without --repair, or if no pack is bad."""
 
 
 class PlannedPack(msgspec.Struct, frozen=True):
-    """A bad pack that is to be deleted."""
+    """A bad pack that --repair is to delete."""
 
     namespace: str
     pack: str
@@ -100,7 +101,7 @@ class PlannedPack(msgspec.Struct, frozen=True):
 
 
 class PlannedRequest(msgspec.Struct, frozen=True):
-    """A request that names bad packs."""
+    """A request that names bad packs, and how much of it a repair keeps."""
 
     namespace: str
     request: str
@@ -110,24 +111,24 @@ class PlannedRequest(msgspec.Struct, frozen=True):
 
 
 class RepairPlan(msgspec.Struct):
-    """Packs to delete and their requests."""
+    """Bad packs to delete, and the requests to shorten or delete with them."""
 
     packs: list[PlannedPack] = []
     requests: list[PlannedRequest] = []
     blocks: int = 0
-    """Of the packs."""
+    """Blocks in these packs."""
     stored_bytes: int = 0
 
 
 class Repaired(msgspec.Struct):
-    """Outcome of a repair, counted up as it commits."""
+    """Outcome of a repair so far, updated after its commits."""
 
     packs: list[bytes] = []
     """Ids of deleted packs."""
     shortened: set[tuple[bytes, str]] = set()
-    """Namespaces and ids of requests that keep a part."""
+    """(namespace id, request id) of requests that keep the blocks before a bad pack."""
     deleted: set[tuple[bytes, str]] = set()
-    """Namespaces and ids of requests that keep nothing."""
+    """(namespace id, request id) of requests that were deleted, because no block was left."""
 
 
 _PACKS = render.columns("pack namespace blocks size=stored_bytes")
@@ -206,7 +207,7 @@ def check_store(
     resume: Path | None,
     progress: Progress | None,
 ) -> Summary:
-    """Read and check a store; parameters as for ``StoreHandle.verify``."""
+    """Read and check a store. Parameters as in ``StoreHandle.verify``; ``bytes_per_s`` is its parsed ``rate``."""
     if not 0 < sample <= 1:
         raise ConfigurationError("--sample", sample, "a share above 0 and up to 1")
     state = VerifyState.begin(url, sample) if resume is None else VerifyState.load(resume, url, sample)
@@ -218,7 +219,7 @@ def check_store(
     total = sum(space.tables[pack].payload_length for space, pack in packs_left(spaces, state))
     took = counted(progress, "verify", total, throttle)
     portion = None if resume is None else min(_PORTION_BYTES, throttle.bytes_in(_SAVE_S))
-    if throttle.bounded:  # small reads, so that those of an engine get between them
+    if throttle.bounded:  # small reads, so that reads of an engine need not wait long
         verifier = Verifier(backend, spaces, state, took, 0, portion, _BOUNDED_BATCH_BYTES)
     else:
         verifier = Verifier(backend, spaces, state, took, _THREADS, portion)
@@ -250,8 +251,8 @@ def check_store(
 
 @contextmanager
 def _prompt_threads() -> Iterator[None]:
-    """After a read, a thread waits for the GIL until another thread releases it: 5 ms by default. The garbage collector
-    skips the tables meanwhile.
+    """Reduce pauses of reading threads: by default, a thread that returns from a read waits up to 5 ms for the GIL.
+    Also exclude existing objects, such as pack tables, from garbage collection.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
@@ -267,7 +268,7 @@ def _read_packs(verifier: Verifier, state: VerifyState, resume: Path | None) -> 
     if resume is None:
         list(verifier.packs())
         return
-    state.save(resume)  # now, and not after an hour, it shows whether it can be written
+    state.save(resume)  # fails now, and not after an hour of reading, if the file cannot be written
     saved = time.monotonic()
     try:
         for _ in verifier.packs():
@@ -328,7 +329,7 @@ def _print(summary: Summary, rate: str | None) -> None:
 def plan_repair(
     backend: InspectableBackend, spaces: Iterable[NamespacePacks], findings: Iterable[Finding]
 ) -> RepairPlan:
-    """Return what deleting the packs that were found bad takes with it, by what the store holds now.
+    """Return the packs of ``findings`` that are still held, and the requests that a repair shortens or deletes.
 
     :raises StoreError: the medium failed.
     """
@@ -355,10 +356,10 @@ def repair_packs(
     took: Took,
     done: Repaired,
 ) -> None:
-    """Delete the packs that were found bad, and still are.
+    """Delete the packs of ``findings`` that are still bad, and shorten the requests that name them.
 
-    :param done: is counted up with each commit.
-    :raises StoreError: a commit failed, or others wrote all the time; the commits before it were done.
+    :param done: outcome, updated after the commits.
+    :raises StoreError: a commit failed, or other processes wrote during each attempt; earlier commits stay in effect.
     """
     bad = sorted({(found.namespace, found.pack) for found in findings if found.namespace and found.pack})
     for space in spaces:
@@ -396,7 +397,7 @@ def _delete(backend: InspectableBackend, space: NamespacePacks, pack_id: bytes, 
 def _shortenings(
     backend: InspectableBackend, space: NamespacePacks, bad: Sequence[bytes]
 ) -> Iterator[tuple[Sequence[RequestManifest], CommitBatch]]:
-    """The commits that shorten the requests of bad packs, as of the last look, each with the requests it is about."""
+    """Yield batches of manifests that name ``bad`` packs, each with the commit that cuts them before the first one."""
     heads = backend.manifests_naming(space.namespace, bad)
     good = [table for table in space.tables.values() if table.pack_id not in bad]
     for start in range(0, len(heads), SHORTENED_AT_ONCE):
@@ -406,7 +407,7 @@ def _shortenings(
 
 
 def _maker(requests: Iterable[NamedRequest], tables: Iterable[PackTable]) -> ManifestMaker:
-    """Of the tables with blocks of the requests: an index of all would take as much memory as an engine's."""
+    """Return a maker of shortened manifests. To save memory, it indexes only tables with blocks of the requests."""
     wanted = {key for request in requests for group in request.keys for key in group.unpack()}
     pack_of, sizes = dict[bytes, bytes](), dict[int, int]()
     for table in tables:

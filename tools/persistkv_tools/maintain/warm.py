@@ -1,4 +1,4 @@
-"""``persistkv warm``."""
+"""``persistkv warm``: ask engines to read stored requests into memory."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ _PREWARMING = "prewarm_share; in vLLM the tier persistkv-prewarm"
 
 
 class Warmed(msgspec.Struct, frozen=True):
-    """One context that engines were asked for."""
+    """One stored request that engines were asked to read into memory."""
 
     request: str
     namespace: str
     blocks: int
     raw_bytes: int
     live_engines: int
-    """Engines that show themselves in its namespace; on S3, only those whose URL has ``status``."""
+    """Engines of its namespace with a recent status; on S3, engines publish one only if their URL has ``status``."""
     answers: list[WarmAnswer]
-    """Of the engines that took it up; none before ``--wait``."""
+    """Answers of the engines that accepted the request; usually empty without ``--wait``."""
 
 
 def warm(
@@ -124,7 +124,7 @@ def _print(warmed: list[Warmed], ttl: str, *, waited: bool) -> None:
 
 
 def _silence(live_engines: int, *, waited: bool) -> str:
-    """Say why no engine has answered."""
+    """Return an explanation why no engine has answered."""
     if not live_engines:
         return "nothing was promoted: no engine of this model shows itself on the store (on S3 only with ?status=10s)"
     if not waited:

@@ -59,18 +59,18 @@ class _Head(msgspec.Struct, frozen=True):
 class _End(msgspec.Struct, frozen=True):
     records: int
     heads: str
-    """xxh3-64 over the heads of all records before, hexadecimal."""
+    """xxh3-64 over the heads of all preceding records, hexadecimal."""
 
 
 class PackRecord(NamedTuple):
-    """A pack of the namespace that was named last."""
+    """A pack of the namespace whose identity precedes it in the file."""
 
     table: PackTable
     payload: memoryview
 
 
 class RequestRecord(NamedTuple):
-    """A request of the namespace that was named last; its packs precede it."""
+    """A request of the namespace whose identity precedes it in the file; its packs precede it, too."""
 
     manifest: RequestManifest
     keys: ManifestKeys
@@ -81,16 +81,16 @@ M = TypeVar("M", _Head, _End)
 
 
 class ArchiveWriter:
-    """Writes a temporary file, which replaces the target at the end of a block that raised nothing.
+    """Writes an export file, used in a ``with`` statement. A temporary file replaces the target if the block succeeds.
 
     The file has mode 0600: contexts are private. Standard output is written directly; if the block raised, what was
     written lacks its end and is refused by ``ArchiveReader``.
     """
 
     def __init__(self, path: Path) -> None:
-        """:param path: the target; ``-``: standard output.
+        """Create the temporary file. ``path`` is the target; ``-`` means standard output.
 
-        :raises ConfigurationError: the file cannot be written; so do all methods, and the end of the block.
+        :raises ConfigurationError: the file cannot be written. All methods and the end of the block raise it, too.
         """
         self._path = path
         self._part = None if path == STANDARD_OUTPUT else path.with_name(path.name + ".part")
@@ -166,10 +166,13 @@ class ArchiveWriter:
 
 
 class ArchiveReader:
-    """Reads a file: once in order, then single records again."""
+    """Reads an export file: first all records in order, then single records again by position."""
 
     def __init__(self, path: Path) -> None:
-        """:raises ConfigurationError: the file cannot be opened."""
+        """Open the file.
+
+        :raises ConfigurationError: the file cannot be opened.
+        """
         self._path = path
         try:
             self._file = path.open("rb")
@@ -183,7 +186,7 @@ class ArchiveReader:
         self._file.close()
 
     def records(self, took: Took) -> Iterator[tuple[int, Record]]:
-        """Each record with its position, checked by its checksum; packs and requests belong to the identity before.
+        """Yield (position, record), with verified checksum; packs and requests belong to the identity before them.
 
         :raises CorruptArchiveError: the file does not read; nothing that was yielded before is known to be complete.
         """
@@ -207,7 +210,7 @@ class ArchiveReader:
             raise self.corrupt(at, "records are missing, or something follows the last one")
 
     def again(self, at: int) -> Record:
-        """Read a record again.
+        """Read the record at byte ``at`` again.
 
         :raises CorruptArchiveError: the file changed meanwhile.
         """
@@ -253,5 +256,5 @@ class ArchiveReader:
         raise self.corrupt(at, f"a record of kind {kind!r}; this release knows none")
 
     def corrupt(self, at: int, problem: str) -> CorruptArchiveError:
-        """The error for a record that is wrong."""
+        """Return the error for a problem with the record at byte ``at``."""
         return CorruptArchiveError(f"{self._path}, at byte {at:,}: {problem}")

@@ -1,4 +1,4 @@
-"""``persistkv export``: contexts of a store, to one file."""
+"""``persistkv export``: write requests of a store, with their packs, to one file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from persistkv_tools.transfer.archive import STANDARD_OUTPUT, ArchiveWriter
 
 
 class Source(NamedTuple):
-    """Contexts of one namespace, in a store or in a file."""
+    """Requests and packs of one namespace, to be copied from a store or a file."""
 
     identity: Identity
     packs: Packs
@@ -50,7 +50,7 @@ class Source(NamedTuple):
 
     @classmethod
     def of(cls, backend: InspectableBackend, namespace: Namespace, requests: Iterable[RequestManifest]) -> Source:
-        """Requests of a store."""
+        """Return a source for some requests of a namespace in a store."""
         packs = NamespacePacks(backend, namespace.id)
         found = sorted(requests, key=lambda manifest: (manifest.created, manifest.id))
         return cls(
@@ -62,13 +62,13 @@ class Source(NamedTuple):
         )
 
     def stored_bytes(self, backend: InspectableBackend) -> int:
-        """Payload bytes of the packs that the requests name in a store."""
+        """Return the payload bytes of the packs that the requests name; each pack counts once."""
         chains = (backend.chain(self.identity.digest, manifest.id) or () for manifest in self.requests)
         tables = self.packs.tables
         return sum(tables[pack].payload_length for pack in set().union(*chains) if pack in tables)
 
     def complete(self, keys: ManifestKeys | None) -> bool:
-        """Whether there are keys, and a pack for each of them."""
+        """Return whether a pack holds each of these keys of a request; False if the keys are None."""
         return keys is not None and self.packs.hold(all_keys(keys))
 
 
@@ -130,7 +130,7 @@ def export_requests(
 ) -> Sent:
     """Write requests with their packs, each pack once. A pack is written whole, including blocks of other requests.
 
-    :param begin: called with the number of bytes to read; returns the function to call with those of each read.
+    :param begin: called with the total of bytes to read; returns the function to call with the bytes of each read.
     :raises StoreError: the medium failed.
     """
     sent = Sent()

@@ -1,4 +1,4 @@
-"""``persistkv import``: a file of export, checked, into a store."""
+"""``persistkv import``: check a file of ``persistkv export``, then write its content to a store."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def import_(
 def verify_archive(archive: ArchiveReader, took: Took) -> list[Source]:
     """Read all of a file and check everything that a store would receive; return its content by namespace.
 
-    :raises CorruptArchiveError: something in it is wrong.
+    :raises CorruptArchiveError: the file is damaged, incomplete, or of a codec that this release does not know.
     """
     contents: dict[bytes, _Contents] = {}
     current: _Contents | None = None
@@ -94,7 +94,10 @@ class _Contents:
         self._positions: dict[bytes | str, int] = {}
 
     def add_pack(self, at: int, record: PackRecord) -> None:
-        """:raises CorruptArchiveError: the pack is bad."""
+        """Check a pack and add it.
+
+        :raises CorruptArchiveError: the pack is damaged, of another namespace, or cannot be decoded.
+        """
         table = record.table
         name = f"pack {table.pack_id.hex()}"
         if table.namespace != self.source.identity.digest:
@@ -109,7 +112,10 @@ class _Contents:
         self._positions[table.pack_id] = at
 
     def add_request(self, at: int, record: RequestRecord) -> None:
-        """:raises CorruptArchiveError: the request contradicts itself or the packs before."""
+        """Check a request and add it.
+
+        :raises CorruptArchiveError: its keys do not match its head, or no preceding pack holds one of them.
+        """
         name = f"request {record.manifest.id!r}"
         if tuple(map(len, record.keys)) != record.manifest.group_blocks:
             raise self._archive.corrupt(at, f"{name} has other blocks than its head says")
@@ -131,9 +137,10 @@ class _Contents:
 def new_identities(
     backend: InspectableBackend, url: str, sources: Sequence[Source], *, strict: bool
 ) -> list[list[FieldDifference]]:
-    """For each namespace of a file that a store has no part of yet, how it differs from the nearest one there.
+    """Return, for each namespace of a file that the store lacks, its differences from the store's most similar one.
 
-    :raises IdentityMismatchError: there is one, and ``strict``.
+    :returns: empty if the store has no namespaces at all.
+    :raises IdentityMismatchError: the result is not empty, and ``strict`` is true.
     """
     held = [namespace.identity for namespace in backend.namespaces()]
     found = [source.identity.nearest(held) for source in sources if held and source.identity not in held]

@@ -1,12 +1,12 @@
-"""``persistkv push`` and ``pull``, and what ``import`` shares with them: contexts, checked, to another store.
+"""``persistkv push`` and ``pull``, and the code that ``import`` shares with them: copy checked requests to a store.
 
-1. Whether content fits is decided before anything is written. Sizes are estimates from totals, on the safe side:
-   payload, page headers, rows of the catalogue.
+1. Whether content fits is decided before anything is written. Sizes are upper estimates, from totals: payload, page
+   headers, rows of the catalogue.
 2. A store keeps part of its capacity free, for the next commit and for its catalogue. Content fits if that part stays
    free, so a copy evicts nothing.
 3. A request is written in the commit of its last packs, and only if every block that it names is there.
-4. Content that the store holds is not written again, and nothing is written twice: packs that the store evicts
-   meanwhile are reported with their requests.
+4. Content that the store holds already is not written. Nothing is written twice: if the store evicts copied packs
+   during the transfer, they and their requests are only reported.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from persistkv_tools.transfer.export import Source, print_incomplete
 
 _SHOWN = 20
 _PAGE_HEADERS = 64  # one page of 4 KiB for each piece of 256 KiB
-_PACK_BYTES = 5 << 10  # 5 KiB: rows of a pack, and what its last page leaves free
-_REQUEST_BYTES = 1280  # rows of a request
+_PACK_BYTES = 5 << 10  # 5 KiB: catalogue rows of a pack, and the unused part of its last page
+_REQUEST_BYTES = 1280  # catalogue rows of a request
 _KEY_BYTES = 80  # a key of 36 bytes in a tree whose pages are half full
 _EMPTY_BYTES = 256 << 10  # 256 KiB: files of an empty store
 _COMMIT_SHARE, _MOST_COMMIT_BYTES = 16, 256 << 20  # 256 MiB
@@ -132,9 +132,9 @@ def copy_requests(
     newest: bool,
     dry_run: bool,
 ) -> Pushed:
-    """Copy what another store lacks; see ``StoreHandle.push``.
+    """Copy requests that another store lacks; see ``StoreHandle.push``.
 
-    :param url: of the store to copy from.
+    :param url: URL of the store to copy from, which is open as ``backend``.
     """
     ends = [StoreUrl.parse(end) for end in (url, target)]
     if (ends[0].scheme, ends[0].location) == (ends[1].scheme, ends[1].location):
@@ -151,19 +151,19 @@ def copy_requests(
 
 
 def sources_of(backend: InspectableBackend, namespaces: Iterable[Namespace], selection: Selection) -> list[Source]:
-    """The selected requests of some namespaces of a store."""
+    """Return, for each of these namespaces of a store, its packs and selected requests."""
     return [Source.of(backend, space, filter(selection.takes, backend.manifests(space.id))) for space in namespaces]
 
 
 class Content(msgspec.Struct):
-    """Totals of packs and requests."""
+    """Totals of a set of packs and requests."""
 
     payload_bytes: int = 0
     packs: int = 0
     blocks: int = 0
     requests: int = 0
     named_blocks: int = 0
-    """Blocks of the requests."""
+    """Blocks that the requests name; a block counts once for each request."""
 
     def add_pack(self, table: PackTable) -> None:
         self.payload_bytes += table.payload_length
@@ -176,22 +176,22 @@ class Content(msgspec.Struct):
 
     @property
     def store_bytes(self) -> int:
-        """Upper bound of its size in a store."""
+        """Upper bound of the bytes that this content takes in a store."""
         rows = self.packs * _PACK_BYTES + self.requests * _REQUEST_BYTES
         keys = (self.blocks + self.named_blocks) * _KEY_BYTES
         return self.payload_bytes + self.payload_bytes // _PAGE_HEADERS + rows + keys
 
 
 class Room(NamedTuple):
-    """A store with a capacity."""
+    """Capacity of a store, and the part of it that is taken."""
 
     capacity: int
     held_bytes: int = _EMPTY_BYTES
-    """Size of its content, catalogue rows included."""
+    """Bytes that the store's content takes, catalogue rows included."""
 
     @classmethod
     def of(cls, backend: InspectableBackend) -> Room | None:
-        """The room of an open store; None without a capacity.
+        """Return the room in an open store; None if the store has no capacity.
 
         :raises StoreError: the totals could not be read.
         """
@@ -211,7 +211,7 @@ class Room(NamedTuple):
 
     @property
     def free_bytes(self) -> int:
-        """Size of content that can be added without an eviction."""
+        """Bytes that can be added without an eviction: capacity less content and reserves for catalogue and commits."""
         small, large = _CATALOGUE_SHARES
         catalogue = max(min(self.capacity // small, _SMALL_CATALOGUE_BYTES), self.capacity // large)
         spared = min(self.capacity // _COMMIT_SHARE, _MOST_COMMIT_BYTES) + min(_PAGES_BYTES, self.capacity // 4)
@@ -219,36 +219,36 @@ class Room(NamedTuple):
 
 
 def capacity_for(content_bytes: int) -> int:
-    """A capacity that holds so much, in whole mebibytes."""
+    """Return the capacity for a new store that is to hold this content: bytes, a multiple of 1 MiB."""
     wanted = content_bytes + content_bytes // 8 + (16 << 20)
     return -(-wanted // (1 << 20)) << 20
 
 
 class Received(msgspec.Struct):
-    """Outcome of a transfer."""
+    """Outcome of a push, pull or import."""
 
     packs: int = 0
     stored_bytes: int = 0
     requests: int = 0
     packs_held: int = 0
-    """Packs whose blocks the store held already."""
+    """Packs that were not copied, because the target held all their blocks already."""
     requests_held: int = 0
     evicted_packs: int = 0
-    """Packs that the store evicted meanwhile, of any writer."""
+    """Packs that the target evicted during the transfer, copied or not."""
     incomplete: list[str] = []
     """Requests that were not written, because some of their blocks are damaged or gone."""
     missing: list[str] = []
     """Requests that were not written, because the capacity has no room for them; newest first."""
     missing_packs: int = 0
-    """Packs of no request that were not written for the same reason."""
+    """Packs that no request names and that were not written, because the capacity has no room for them."""
     lost: list[str] = []
-    """Requests that were written, and that the store has evicted since."""
+    """Requests that were written, and that the target evicted before the end of the transfer."""
     lost_packs: int = 0
-    """Packs likewise."""
+    """Packs that were written, and that the target evicted before the end of the transfer."""
 
     @property
     def complete(self) -> bool:
-        """Whether the store holds all that it was to receive."""
+        """Whether the target holds all requests and packs that were to be copied."""
         left_out = self.incomplete or self.missing or self.missing_packs
         return not (left_out or self.lost or self.lost_packs)
 
@@ -258,37 +258,37 @@ class Pushed(NamedTuple):
 
     received: Received
     url: str
-    """The target as it was opened: a target that was created has a capacity that holds the content."""
+    """URL that the target was opened with. For a new target, it may name a capacity that holds the content."""
     capacity: int | None
-    """Capacity of the target."""
+    """Capacity of the target in bytes; None: unlimited."""
 
 
 class Candidate(NamedTuple):
-    """A request to copy."""
+    """A request that the target lacks."""
 
     source: Source
     manifest: RequestManifest
     packs: list[bytes]
-    """Ids of the packs that hold its blocks and that the target lacks."""
+    """Ids of the packs with blocks of the request that the target lacks."""
 
 
 class Choice(NamedTuple):
-    """Part of a transfer that is copied."""
+    """Requests and packs of a transfer that are to be copied."""
 
     candidates: list[Candidate]
     orphans: list[tuple[Source, bytes]]
-    """Packs of no request."""
+    """(source, pack id) of packs that no request names."""
     content: Content
     missing: Sequence[str] = ()
     """Ids of the requests that do not fit, newest first."""
 
 
 class Transfer:
-    """Content that a target lacks.
+    """Finds the content of sources that a target store lacks, and copies it.
 
-    :param target: the store as it is; None: it is to be created.
-    :param url: of the target, for messages.
-    :param everything: whether packs of no request are copied, too.
+    :param target: the target, open for reading; None: it does not exist yet.
+    :param url: URL of the target.
+    :param everything: also copy packs that no request names.
     :raises StoreError: a store failed.
     """
 
@@ -344,10 +344,10 @@ class Transfer:
         self._everything.orphans.extend((source, pack) for pack in sorted(orphans))
 
     def choose(self, room: Room | None, *, newest: bool) -> Choice:
-        """All of it if it fits; otherwise, with ``newest``, the newest requests that do.
+        """Return the content to copy: all of it if it fits; otherwise, with ``newest``, the newest requests that fit.
 
-        :param room: of the target; None: it has no capacity.
-        :raises StoreTooSmallError: it does not fit, and not ``newest``.
+        :param room: room in the target; None: the target has no capacity.
+        :raises StoreTooSmallError: the content does not fit, and ``newest`` is false.
         """
         content = self.content
         if room is None or content.store_bytes <= room.free_bytes:
@@ -383,12 +383,13 @@ class Transfer:
     def place(
         self, there: InspectableBackend | None, least: int | None, *, newest: bool
     ) -> tuple[str, int | None, Choice]:
-        """The URL to open for writing, the capacity of the store, and the content to copy. A store that is to be
-        created gets a capacity that holds all of it.
+        """Return the URL to open the target with for writing, the target's capacity, and the content to copy.
 
-        :param there: the target as it is; None: it is to be created.
-        :param least: its capacity, unless the URL names one.
-        :raises StoreTooSmallError: it does not fit, and not ``newest``; nothing was created or written.
+        A new target gets a capacity that holds all content, unless its URL names a capacity.
+
+        :param there: the target, open for reading; None: it does not exist yet.
+        :param least: smallest capacity of a new target in bytes; None: none.
+        :raises StoreTooSmallError: the content does not fit, and ``newest`` is false; nothing was created or written.
         """
         if there is not None:
             room = Room.of(there)
@@ -403,7 +404,7 @@ class Transfer:
         return url, capacity, self.choose(None if capacity is None else Room(capacity), newest=newest)
 
     def planned(self, choice: Choice) -> Received:
-        """Outcome of ``run``, if no store changes meanwhile and no pack is damaged."""
+        """Return the outcome that ``run`` will have if no store changes meanwhile and no pack is damaged."""
         content = choice.content
         return msgspec.structs.replace(
             self._received,
@@ -415,11 +416,11 @@ class Transfer:
         )
 
     def run(self, target: InspectableBackend, took: Took, *, newest: bool = False) -> Received:
-        """Copy all of it, or the newest requests that fit. Requests follow packs of no request, the oldest first.
+        """Copy all content or, with ``newest``, the newest requests that fit. Requests are copied oldest first.
 
-        :raises StoreTooSmallError: it does not fit, and not ``newest``; nothing was written.
-        :raises CorruptArchiveError: the file to import changed meanwhile; earlier commits are good.
-        :raises StoreError: a store failed; earlier commits are good, and are not repeated by the next run.
+        :raises StoreTooSmallError: the content does not fit, and ``newest`` is false; nothing was written.
+        :raises CorruptArchiveError: the file to import changed meanwhile; earlier commits stay in effect.
+        :raises StoreError: a store failed; earlier commits stay in effect, and the next run does not repeat them.
         """
         choice, received = self.choose(Room.of(target), newest=newest), self._received
         received.missing = list(choice.missing)
@@ -444,10 +445,10 @@ def _age(candidate: Candidate) -> tuple[float, str]:
 
 
 class _Receiver:
-    """One namespace of a store that is written to. Others may write to it meanwhile."""
+    """Writes packs and requests to one namespace of the target. Other processes may write to it meanwhile."""
 
     def __init__(self, backend: InspectableBackend, source: Source, received: Received, took: Took) -> None:
-        """:param received: is counted up.
+        """Open the namespace, or create it. Each commit updates ``received``.
 
         :raises StoreError: the namespace could not be created.
         """
@@ -457,18 +458,18 @@ class _Receiver:
         self._took = took
         self._namespace = backend.open_namespace(source.identity).id
         self._packs = NamespacePacks(backend, self._namespace)
-        """Packs of the store, and those that wait."""
+        """Packs that the target holds, and packs that wait for the next commit."""
         self._waiting: list[PackCopy] = []
         self._offered: set[bytes] = set()
         self._written: list[str] = []
         self._sent: list[bytes] = []
-        """A key of each pack that was written."""
+        """One key of each pack that was written."""
         self._requests = {manifest.id for manifest in backend.manifests(self._namespace)}
 
     def pack(self, pack: bytes) -> None:
-        """Copy a pack if the store lacks a block of it, now or in a later commit.
+        """Copy a pack if the target lacks any of its blocks. A later commit may write it.
 
-        :raises StoreError: a commit failed; those before it were done.
+        :raises StoreError: a commit failed; earlier commits stay in effect.
         """
         table = self._source.packs.tables[pack]
         if pack in self._offered or self._packs.hold(table.keys.unpack()):
@@ -483,9 +484,9 @@ class _Receiver:
         self._packs.add(table)
 
     def request(self, manifest: RequestManifest) -> None:
-        """Copy a request with the packs that wait.
+        """Commit a request with those of its packs that the target lacks, and with other waiting packs.
 
-        :raises StoreError: the commit failed; those before it were done.
+        :raises StoreError: the commit failed; earlier commits stay in effect.
         """
         if manifest.id in self._requests:
             self._received.requests_held += 1
@@ -501,15 +502,15 @@ class _Receiver:
         self._received.requests += 1
 
     def flush(self) -> None:
-        """Write pending packs.
+        """Commit the waiting packs.
 
-        :raises StoreError: the commit failed; those before it were done.
+        :raises StoreError: the commit failed; earlier commits stay in effect.
         """
         if self._waiting:
             self._commit([])
 
     def check(self) -> None:
-        """Report written content that the store no longer holds.
+        """Add the written requests and packs that the target no longer holds to the outcome.
 
         :raises StoreError: the medium failed.
         """
@@ -535,10 +536,10 @@ def print_received(
 ) -> None:
     """Print the outcome of a transfer.
 
-    :param place: the URL that was opened; another one than ``url`` for a store that was created with a capacity of its
-        content, which neither ``url`` nor the driver's default explains.
-    :param capacity: of the store.
-    :param seconds: that it took; None: it is a plan.
+    :param place: URL that the target was opened with. It differs from ``url`` if the target was created with a capacity
+        that was computed from the content.
+    :param capacity: capacity of the target in bytes.
+    :param seconds: duration of the transfer; None: ``received`` is a plan.
     """
     requests, packs = _counts(received.requests, received.packs)
     what, size = f"{requests} and {packs}", render.format_size(received.stored_bytes)

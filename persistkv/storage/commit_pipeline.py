@@ -177,7 +177,10 @@ class Staging:
         return pack.num_blocks - len(pack.claims)
 
     def _restage(self, segment: Segment, claims: dict[bytes, str]) -> None:
-        """Copy the claimed blocks into new packs of the requests that claimed them; the others are dropped."""
+        """Copy blocks that other requests still wait for into new packs of these requests, and drop the other blocks.
+
+        :param claims: key of a block → name of the request that waits for it.
+        """
         for position, key in enumerate(segment.keys):
             if key in claims:
                 block = np.array(segment.source.gather(position, position + 1), copy=True)

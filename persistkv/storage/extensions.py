@@ -316,7 +316,7 @@ class PlainMedium(ABC):
 
     @abstractmethod
     def write(self, buffers: Sequence[memoryview]) -> None:
-        """Write the buffers one after the other, durably, to a separate location.
+        """Write the buffers one after the other, durably, outside the store's data. ``close`` deletes them.
 
         :raises StoreError: the medium failed.
         """

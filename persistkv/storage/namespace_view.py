@@ -453,7 +453,10 @@ class ManifestMaker:
         return keys
 
     def _packs_of(self, chains: Sequence[Sequence[bytes]]) -> list[bytes]:
-        """Return the packs that hold the keys of all groups, sorted by the depth of the first key in each pack."""
+        """Return the ids of all packs that hold these keys, sorted by the lowest position of their keys in a chain.
+
+        :param chains: keys of each KV cache group, in order; all of them are held.
+        """
         packs: dict[bytes, int] = {}
         for chain in chains:
             for depth, key in enumerate(chain):

@@ -187,8 +187,8 @@ class Store:
         then(self._flying.isdisjoint(keys), borrowed)
 
     def _take_in(self, request: str, pack: PlannedPack) -> None:
-        """Stage small packs, and all packs if commits are delayed or remote. Packs that do not fit the staging memory
-        are written from their rows.
+        """Copy a pack into the staging memory if it is small, or if commits are delayed or remote. A large
+        pack, and one for which the staging memory has no room, is written directly from its rows of the primary tier.
         """
         small = pack.raw_length < DIRECT_BYTES
         if (small or self._copies_all) and self._staging.fits(pack.raw_length):

@@ -50,9 +50,9 @@ TABLES = (META, NAMESPACES, STATES, PACKS, PIECES, LOG, MANIFESTS, MANIFEST_KEYS
 
 
 class Rows(ABC):
-    """The rows of all tables within one transaction of the driver, sorted by key in each table.
+    """Rows (key and value) of all tables of a store within one transaction of its driver, sorted by key in each table.
 
-    Keys have at most 64 bytes. Values have at most 256 KiB, except tables of packs and keys of manifests, which have no
+    A row's key has at most 64 bytes, its value at most 256 KiB. Values in ``PACKS`` and ``MANIFEST_KEYS`` have no
     limit. Returned buffers are valid until a row is changed or the transaction ends.
     """
 
@@ -155,7 +155,7 @@ class Chain(NamedTuple):
 
     @property
     def ordered(self) -> bool:
-        """Whether ``packs`` are in the order of the context."""
+        """Whether ``packs`` are in the order of the request's tokens. If not, the order has no meaning."""
         return bool(self.flags & ORDERED)
 
     def order_key(self, name: bytes) -> bytes:
@@ -171,7 +171,7 @@ class Chain(NamedTuple):
 
     @classmethod
     def decode(cls, row: Buffer | None) -> Chain | None:
-        """Return the chain of a row; None if the row is missing or damaged."""
+        """Decode a row of ``CHAINS``: packs and last use of a request. None if the row is missing or damaged."""
         if row is None or len(row) < _CHAIN.size or (len(row) - _CHAIN.size) % ID_BYTES:
             return None
         moment, seconds, flags = _CHAIN.unpack_from(row)
@@ -276,7 +276,7 @@ def manifests_of(rows: Rows, pack: bytes) -> list[bytes]:
 
 
 class RowPayloads:
-    """Payloads of one transaction, stored as rows; implements ``Payloads``."""
+    """Payloads of packs, stored in pieces as rows of the table ``PIECES`` within one transaction (a ``Payloads``)."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows

@@ -99,9 +99,9 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def unpack_all(many: Sequence[PackedKeys]) -> list[bytes]:
-        """Return the keys of all, in order; faster than single calls of ``unpack``.
+        """Return the keys of several packed sequences, one after the other; faster than ``unpack`` for each.
 
-        :raises CorruptPackError: the lengths of one are malformed or do not fit its data.
+        :raises CorruptPackError: in one of them, the lengths are malformed or do not fit the data.
         """
         lengths = {keys.key_length for keys in many}
         if len(lengths) == 1 and 0 not in lengths and not any(len(keys.data) % keys.key_length for keys in many):

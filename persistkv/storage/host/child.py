@@ -102,6 +102,7 @@ def map_rows(region_fds: Sequence[int], region_bytes: int) -> memoryview:
     """Map the primary tier's rows; return them as a writable view of bytes.
 
     :param region_fds: inherited descriptors; closed here, because they share the engine's flock and would keep it.
+    :param region_bytes: size of all of them together.
     :raises OSError: the rows cannot be mapped.
     """
     own = []

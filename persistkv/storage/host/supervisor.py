@@ -106,7 +106,10 @@ class ProcessHost(Host):
     idle_look_s = 0.05  # a poll is a system call: with cold caches about 25 us of an engine's step
 
     def __init__(self, region_fds: Sequence[int], region_bytes: int) -> None:
-        """:param region_fds: descriptors of the primary tier's memory, see ``map_aligned``; the caller closes them."""
+        """:param region_fds: descriptors of the primary tier's memory, see ``map_aligned``; the caller closes them
+            after the last start.
+        :param region_bytes: size of all of them together.
+        """
         self.pid: int | None = None
         """Process id of the last host process that became ready; None if there was none."""
         self._region_fds = tuple(region_fds)

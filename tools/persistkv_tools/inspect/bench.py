@@ -471,7 +471,9 @@ class _PlainDisk(PlainMedium):
         os.fdatasync(self._direct)
 
     def read(self, buffers: Sequence[memoryview]) -> None:
-        """Read the bytes of the last call of ``write`` through the page cache, with a checksum of each buffer."""
+        """Fill buffers with the bytes of the last ``write`` through the page cache. Also compute a checksum of each, as
+        a load does; it is not compared.
+        """
         transfer(os.preadv, self._buffered, buffers, self._end - sum(map(len, buffers)))
         for buffer in buffers:
             xxhash.xxh3_64_intdigest(buffer)

@@ -46,6 +46,7 @@ from persistkv.storage.catalog.rows import (
     Chain,
     NamespaceState,
     Use,
+    encode_change,
     manifest_row,
     pack_table,
 )
@@ -169,6 +170,8 @@ class LocalRows(Rows):
         self.nonces: dict[bytes, bytes] | None = None
         """Namespace and pack id → nonce before the pack's first change; with it, ``_log_changes`` writes the log
         of changes at the end. None: log rows are written at once."""
+        self.rows_before: dict[bytes, bytes] = {}
+        """With ``nonces``: namespace and pack id → row of ``PACKS`` before the pack's first change."""
 
     def get(self, table: str, key: bytes) -> Buffer | None:
         """See ``Rows``."""
@@ -203,6 +206,8 @@ class LocalRows(Rows):
                 return False
             if table == OBJECTS and key not in self.nonces:
                 self.nonces[key] = _nonce(self, key)
+            elif table == PACKS and key not in self.rows_before and (row := self.get(PACKS, key)) is not None:
+                self.rows_before[key] = bytes(row)
         if self.undoable and table not in (LOG, UNDO, PENDING):
             value = self.get(table, key)
             before = _Before(table, key, None if value is None else bytes(value))
@@ -584,12 +589,16 @@ class Catalogue(Catalog):
     def _log_changes(self, rows: LocalRows, sequence: int) -> None:
         """Log each pack whose object was added, removed or replaced, and delete the oldest log rows."""
         nonces, rows.nonces = rows.nonces or {}, None
+        rows_before, rows.rows_before = rows.rows_before, {}
         for name, before in nonces.items():
-            after = _nonce(rows, name)
-            for nonce, kind in ((before, REMOVED), (after, ADDED)):
-                if before != after and nonce:
-                    sequence += 1
-                    rows.put(LOG, LOG_KEY.pack(self._namespace, sequence), kind + name[ID_BYTES:])
+            after, changes = _nonce(rows, name), []
+            if before != after and before:
+                changes.append(encode_change(REMOVED, name[ID_BYTES:], pack_table(name, rows_before.get(name, b""))))
+            if before != after and after:
+                changes.append(encode_change(ADDED, name[ID_BYTES:]))
+            for change in changes:
+                sequence += 1
+                rows.put(LOG, LOG_KEY.pack(self._namespace, sequence), change)
         oldest = LOG_KEY.pack(self._namespace, max(0, sequence - LOG_ENTRIES + 1))
         rows.db.execute(f"DELETE FROM '{LOG}' WHERE key < ?", (oldest,))
         state = _state(rows, self._namespace)

@@ -20,7 +20,7 @@ other methods are called by one thread at a time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from persistkv.config import MAX_PACK_BYTES, StoreUrl
@@ -114,8 +114,9 @@ class Changes:
     """Argument of the next call."""
     added: Iterable[PackTable]
     """Packs that were added and are still held. Iterate once; with ``reset``, this may read, and raise a StoreError."""
-    removed: Sequence[bytes] = ()
-    """Ids of removed packs. Apply before ``added``: a pack may be in both."""
+    removed: Mapping[bytes, bytes] = field(default_factory=dict)
+    """Id of each removed pack → ``PackedKeys.fingerprints``; empty if the driver does not know them. Apply before
+    ``added``: a pack may be in both."""
     reset: bool = False
     """``added`` is the whole catalogue (the first call, or a cursor that is too old)."""
     blocks: int | None = None

@@ -53,10 +53,20 @@ def fingerprint_function(bits: int = FULL_BITS) -> Callable[[bytes], int]:
 
 
 def _all_of(function: Callable[[bytes], int], keys: Sequence[bytes]) -> Fps:
-    """Return the fingerprints of keys. The reserved ones, 2 of 2^64, are replaced: such a key is never found."""
-    found = np.fromiter(map(function, keys), np.uint64, len(keys))
-    found[found <= _GONE] += np.uint64(2)
-    return found
+    """Return the fingerprints of keys, as a table stores them."""
+    return _stored(np.fromiter(map(function, keys), np.uint64, len(keys)))
+
+
+def _stored(fingerprints: Fps, bits: int = FULL_BITS) -> Fps:
+    """Return fingerprints as a table stores them.
+
+    The reserved values, 2 of 2^64, are replaced: a key with one of them is never found.
+
+    :param bits: as in ``fingerprint_function``.
+    """
+    if bits < FULL_BITS:
+        fingerprints = fingerprints & np.uint64((1 << bits) - 1) | np.uint64(1 << 63)
+    return np.where(fingerprints <= _GONE, fingerprints + np.uint64(2), fingerprints)
 
 
 class LookupTable:
@@ -337,6 +347,7 @@ class Index:
             no more. None: unknown.
         :param bits: as in ``fingerprint_function``.
         """
+        self._bits = bits
         self._fingerprint = fingerprint_function(bits)
         self._most_keys = most_keys
         self._table = _Table(0)
@@ -369,7 +380,8 @@ class Index:
 
     def candidates(self, key: bytes) -> list[bytes]:
         """Return the ids of all packs that may hold a key."""
-        return [self._ids[number] for number in dict.fromkeys(self._table.packs_of(self._fingerprint(key)))]
+        numbers = dict.fromkeys(self._table.packs_of(self._fingerprint(key)))
+        return [self._ids[number] for number in numbers if number in self._ids]
 
     def first_candidates(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """Return, for each key, a pack that may hold it; None if no pack holds it."""
@@ -451,22 +463,23 @@ class Index:
         elif self._table.room(_FILL) < 0:
             self._begin_replacement(0)
 
-    def remove(self, packs: Mapping[bytes, PackTable | None]) -> None:
+    def remove(self, packs: Mapping[bytes, bytes]) -> None:
         """Remove packs by id; unknown ids are ignored.
 
-        :param packs: the tables as they were added. Without a table, all slots are searched, once for all packs.
+        :param packs: id → ``PackedKeys.fingerprints``. If they are not those of the pack's entries, as after damage,
+            all slots are searched, once for all such packs.
         """
         searched: list[int] = []
-        for pack_id, table in packs.items():
+        for pack_id, fingerprints in packs.items():
             number = self._numbers.pop(pack_id, 0)
             if not number:
                 continue
             del self._ids[number]
-            if table is None:
+            wanted = _stored(np.frombuffer(fingerprints, "<u8", len(fingerprints) // 8), self._bits)
+            at = self._table.find(wanted, number)
+            if not len(at) or len(at) != len(wanted):
                 searched.append(number)
                 continue
-            fingerprints = _all_of(self._fingerprint, table.keys.unpack())
-            at = self._table.find(fingerprints, number)
             if self._new is not None:
                 self._new.remove(self._new.find(self._table.fingerprints[at[at < self._copied]], number))
             self._table.remove(at)

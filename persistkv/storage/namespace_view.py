@@ -122,7 +122,7 @@ class NamespaceView:
             self._distrusted.clear()
             self.index.reload(changes.added, changes.blocks)
         else:
-            self._forget(dict.fromkeys(changes.removed))
+            self._forget(changes.removed)
             self._add(list(changes.added))
         self.cursor = changes.cursor
 
@@ -136,21 +136,26 @@ class NamespaceView:
                     self.news.add(stored=self.index.absent(keys))
         self.index.add(tables)
 
-    def _forget(self, packs: Mapping[bytes, PackTable | None]) -> None:
-        """Remove packs; without a table, their keys cannot be reported."""
-        known: dict[bytes, PackTable | None] = {}
-        for pack_id, table in packs.items():
+    def _forget(self, packs: Mapping[bytes, PackTable | bytes]) -> None:
+        """Remove packs from the index.
+
+        :param packs: id → table, or ``PackedKeys.fingerprints``: then the keys cannot be reported, unless the pack was
+            used recently.
+        """
+        fingerprints: dict[bytes, bytes] = {}
+        tables: list[PackTable | None] = []
+        for pack_id, known in packs.items():
+            self._distrusted.pop(pack_id, None)
             if number := self.index.number_of(pack_id):
                 recent = self._recent.get(number)
-                known[pack_id] = recent.table if table is None and recent is not None else table
-        self.index.remove(known)
-        for table in known.values() if self._events else ():
+                tables.append(known if isinstance(known, PackTable) else recent.table if recent is not None else None)
+                fingerprints[pack_id] = known.keys.fingerprints if isinstance(known, PackTable) else known
+        self.index.remove(fingerprints)
+        for table in tables if self._events else ():
             if table is None:
                 self.news.lost = True
             else:
                 self.news.add(removed=self.index.absent(table.keys.unpack()))
-        for pack_id in packs:
-            self._distrusted.pop(pack_id, None)
 
     # Full keys
 
@@ -230,7 +235,7 @@ class NamespaceView:
             if not left:
                 return
             there = {table.pack_id for table in await self.call(partial(self.backend.tables, self.namespace, left))}
-            self._forget({pack_id: None for pack_id in left if pack_id not in there})
+            self._forget({pack_id: b"" for pack_id in left if pack_id not in there})
 
     def _set_collided(self, keys: Sequence[bytes], *, collided: bool) -> None:
         if keys:

@@ -32,6 +32,7 @@ from persistkv.storage.catalog.rows import (
     Rows,
     Use,
     cursor_sequence,
+    decode_change,
     decode_namespace,
     encode_namespace,
     manifest_row,
@@ -276,19 +277,21 @@ def _decoded_head(row: Buffer | None) -> RequestManifest | None:
         return None
 
 
-def _moved(rows: Rows, namespace: bytes, since: int, until: int) -> tuple[dict[bytes, None], list[bytes]] | None:
-    """Return the ids of the packs that were added and removed after ``since``; None if the log lacks entries."""
+def _moved(rows: Rows, namespace: bytes, since: int, until: int) -> tuple[dict[bytes, None], dict[bytes, bytes]] | None:
+    """Return the packs that were added and removed after ``since``, the latter with the fingerprints of their keys;
+    None if the log lacks entries.
+    """
     added: dict[bytes, None] = {}
-    removed: list[bytes] = []
+    removed: dict[bytes, bytes] = {}
     for sequence in range(since + 1, until + 1):
         row = rows.get(LOG, LOG_KEY.pack(namespace, sequence))
         if row is None:
             return None
-        entry = bytes(row)
-        if entry[:1] == ADDED:
-            added[entry[1:]] = None
+        kind, pack_id, fingerprints = decode_change(row)
+        if kind == ADDED:
+            added[pack_id] = None
         else:
-            removed.append(entry[1:])
+            removed.setdefault(pack_id, fingerprints)
     return added, removed
 
 

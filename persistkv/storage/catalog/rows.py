@@ -267,6 +267,21 @@ def pack_table(key: Buffer, row: Buffer) -> PackTable | None:
     return table if table.namespace + table.pack_id == key else None
 
 
+def encode_change(kind: bytes, pack_id: bytes, table: PackTable | None = None) -> bytes:
+    """Return a row of ``LOG``.
+
+    :param kind: ``ADDED`` or ``REMOVED``.
+    :param table: of a removed pack: the row contains its fingerprints, so that readers need not search their index.
+    """
+    return kind + pack_id + (b"" if table is None else table.keys.fingerprints)
+
+
+def decode_change(row: Buffer) -> tuple[bytes, bytes, bytes]:
+    """Return kind, pack id and fingerprints of a row of ``LOG``; a damaged row gives damaged values."""
+    row = bytes(row)
+    return row[:1], row[1 : 1 + ID_BYTES], row[1 + ID_BYTES :]
+
+
 def manifests_of(rows: Rows, pack: bytes) -> list[bytes]:
     """Return the row keys of the manifests that name a pack.
 

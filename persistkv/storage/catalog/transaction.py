@@ -25,6 +25,7 @@ from persistkv.storage.catalog.rows import (
     STATES,
     NamespaceState,
     Rows,
+    encode_change,
     manifest_row,
     manifests_of,
     pack_table,
@@ -265,7 +266,7 @@ class CatalogTransaction:
         self._rows.delete(PACKS, name)
         self._payloads.delete(name, 0 if table is None else table.payload_length)
         self._order.remove_pack(name)
-        self._log(name, REMOVED)
+        self._log(name, REMOVED, table)
         if table is None:  # the damaged row's share of the totals is unknown
             self._recount(name[:ID_BYTES])
         else:
@@ -339,11 +340,11 @@ class CatalogTransaction:
             self._states[namespace] = NamespaceState.decode(row)
         return self._states[namespace]
 
-    def _log(self, name: bytes, kind: bytes) -> None:
+    def _log(self, name: bytes, kind: bytes, table: PackTable | None = None) -> None:
         namespace, pack_id = name[:ID_BYTES], name[ID_BYTES:]
         state = self._state_of(namespace)
         state.sequence += 1
-        self._rows.put(LOG, LOG_KEY.pack(namespace, state.sequence), kind + pack_id)
+        self._rows.put(LOG, LOG_KEY.pack(namespace, state.sequence), encode_change(kind, pack_id, table))
 
     def _shorten_log(self, namespace: bytes, state: NamespaceState) -> None:
         oldest = LOG_KEY.pack(namespace, max(0, state.sequence - LOG_ENTRIES + 1))

@@ -109,6 +109,14 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
         return list(chain.from_iterable(keys.unpack() for keys in many))
 
     @property
+    def fingerprints(self) -> bytes:
+        """The xxh3 checksum of each key as little-endian u64, computed at each access.
+
+        :raises CorruptPackError: as ``unpack``.
+        """
+        return struct.pack(f"<{len(self)}Q", *map(xxhash.xxh3_64_intdigest, self.unpack()))
+
+    @property
     def distinct(self) -> bool:
         """Whether no key occurs twice.
 

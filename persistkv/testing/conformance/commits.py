@@ -139,7 +139,7 @@ class CommitTests(BackendSuite):
         assert read_pack(backend, namespace, gone.table) is None
         assert read_pack(backend, namespace, kept.table) == payload_of(kept)
         changes = backend.changes(namespace, cursor)
-        assert list(changes.removed) == [gone.pack_id]
+        assert changes.removed == {gone.pack_id: gone.table.keys.fingerprints}
         assert changes.cursor == result.cursor
         assert check_totals(backend).packs == 1
 
@@ -154,7 +154,7 @@ class CommitTests(BackendSuite):
         assert list(result.evicted) == [bad.table]
         assert read_pack(backend, namespace, good.table) == payload_of(good)
         changes = backend.changes(namespace, cursor)
-        assert list(changes.removed) == [bad.pack_id]
+        assert changes.removed == {bad.pack_id: bad.table.keys.fingerprints}
         assert list(changes.added) == [good.table]
         check_totals(backend)
 
@@ -228,7 +228,7 @@ class ChangesTests(BackendSuite):
             second.pack_id: second.table,
             third.pack_id: third.table,
         }
-        assert list(changes.removed) == [first.pack_id]
+        assert changes.removed == {first.pack_id: first.table.keys.fingerprints}
         assert not list(backend.changes(namespace, changes.cursor).added)
 
     def test_what_came_and_went_is_not_added(self, backend: InspectableBackend, namespace: bytes) -> None:

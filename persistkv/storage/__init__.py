@@ -1,6 +1,6 @@
-"""Bytes at rest: formats, identity, catalogue, backends, and the store that joins them. No torch.
+"""Durable storage: formats, identity, catalogue, backends, and the store that combines them. Does not import torch.
 
-Backends are opened by URL scheme. All of them are plug-ins, including those shipped with persistkv.
+The scheme of a store's URL selects the backend. All backends are plug-ins, including those shipped with persistkv.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ BACKENDS = Registry[Backend]("persistkv.backends", "url scheme", Backend)
 
 
 def open_backend(url: str, *, read_only: bool = False) -> Backend:
-    """Open the store at a URL; raises the errors of ``Registry.get`` and ``Backend.open``."""
+    """Open the store at a URL, with the backend of the URL's scheme.
+
+    :raises ConfigurationError: the URL or an option is invalid, or no working backend is installed for the scheme.
+    :raises StoreError: as ``Backend.open`` raises it.
+    """
     parsed = StoreUrl.parse(url)
     return BACKENDS.get(parsed.scheme).open(parsed, read_only=read_only)
 
@@ -22,7 +26,7 @@ def open_backend(url: str, *, read_only: bool = False) -> Backend:
 def open_inspectable(url: str, *, read_only: bool = False) -> InspectableBackend:
     """Open the store at a URL for tools, which list its content. Raises the errors of ``open_backend``, too.
 
-    :raises UnsupportedStoreError: the driver of this scheme cannot list its content.
+    :raises UnsupportedStoreError: the backend of this scheme cannot list its content; the store is closed again.
     """
     backend = open_backend(url, read_only=read_only)
     if not isinstance(backend, InspectableBackend):

@@ -1,20 +1,20 @@
 """Interface of storage drivers: eight methods that every driver implements. ``extensions`` has the optional ones.
 
-All methods raise vendor exceptions as ``StoreError``s, and a ``StoreError`` after ``close``. Returned objects belong to
-the caller. ``read`` and ``tables`` may be called from any thread, concurrently with themselves and any other call. The
-other methods are called by one thread at a time.
+Methods raise vendor exceptions as ``StoreError``s; after ``close``, they raise a ``StoreError``. The caller owns
+returned objects. Any thread may call ``read`` and ``tables``, concurrently with any other call; only one thread at a
+time may call the other methods. A pack's payload is its frames as stored. *Held* means: contained in the store.
 
-**Eviction.** A store with a capacity evicts in ``commit``, across all its namespaces:
+**Eviction.** A store with a capacity evicts packs and manifests in ``commit``, across all its namespaces:
 
-1. The order is by last use. Each commit that uses something (writes it, or names it in ``touches``) is one moment. At
-   the same moment, packs of unknown depth are evicted first, then deeper packs before shallower ones, and manifests
-   last. Moments are numbers of a counter, not times, if all handles see the same order.
-2. Writing a manifest touches its whole chain: a prefix is never evicted before the packs that depend on it.
-3. Deleting a pack deletes the manifests that name it. The remaining blocks of such a request are found by their keys,
-   without a whole context. Packs after it in such a manifest are deleted, too, unless another manifest names them.
-4. A manifest is used only when it is written; later use of its packs does not prolong its life.
+1. The least recently used are evicted first. Each commit that uses something (writes it, or names it in ``touches``) is
+   one moment. At the same moment, the order is: packs of unknown depth (``Frame.depth``), deeper packs, shallower ones,
+   manifests. If all handles see the same order, moments are numbers of a counter, not times.
+2. Writing a manifest uses all packs that it names: a prefix is never evicted before the packs that depend on it.
+3. Deleting or evicting a pack deletes the manifests that name it, and the packs after it in these manifests unless
+   other manifests name them. Packs before it are kept and found by key, but no manifest lists the whole context.
+4. A manifest is used only when it is written: later use of its packs does not delay its eviction or expiry.
 5. Pinned manifests and their packs are never evicted and never expire. ``deletions`` and ``bad`` still delete them.
-6. With a ttl, the next commits delete packs and manifests that were unused for that long, also if room is not needed.
+6. With a ttl, later commits delete packs and manifests that were unused for that long, even if there is enough room.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Capabilities:
     writable: bool = True
     """``commit`` is possible; False: the handle was opened read-only."""
     placements: tuple[str, ...] = ()
-    """Possible placements of payloads, one of which is chosen when a store is created."""
+    """Names of the driver's ways to store payloads. Each store has one, chosen when it is created. Empty: only one."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class ManifestWrite:
     keys: ManifestKeys
     """For each KV cache group, the keys of the whole context in order."""
     packs: Sequence[bytes] = ()
-    """Ids of the packs that hold the keys, from the beginning of the context on. They are touched."""
+    """Ids of the packs that hold the keys, from the beginning of the context on. The commit uses these packs."""
 
 
 @dataclass(frozen=True)
@@ -76,20 +76,19 @@ class CommitBatch:
     """Content of one transaction."""
 
     packs: Sequence[NewPack] = ()
-    """Packs to write. Each is streamed at most once per attempt. A pack that is held with an undamaged row is kept."""
+    """Packs to write, each streamed at most once per attempt. One that is held with an intact table is only used."""
     manifests: Sequence[ManifestWrite] = ()
     """Manifests to write. Each replaces the manifest with the same id and keeps its pin."""
     deletions: Sequence[bytes] = ()
     """Ids of packs to delete before ``packs`` are written. Here and below, ids that are not held are ignored."""
     bad: Sequence[bytes] = ()
-    """Ids of packs whose bytes do not verify. They and the manifests that name them are deleted. Later packs of these
-    manifests are kept: they are intact and become reachable again."""
+    """Ids of packs to delete because their bytes do not verify. Unlike in rule 3, intact packs after them are kept."""
     touches: Sequence[bytes] = ()
     """Ids of packs that were used, all at one moment: name a pack together with the packs that it depends on."""
     pins: Sequence[tuple[str, bool]] = ()
     """(manifest id, True to pin or False to unpin), applied after ``manifests``."""
     seen: bytes | None = None
-    """Cursor of the caller's last ``changes``: the commit is stale if there are newer changes. None: do not check."""
+    """Cursor that the caller's last ``changes`` returned: newer changes make the commit stale. None: do not check."""
     memory: int = MAX_PACK_BYTES
     """Bytes of encoded packs that a ``remote`` driver may hold at once; one pack is always allowed."""
 
@@ -99,26 +98,26 @@ class CommitResult:
     """Result of a transaction."""
 
     cursor: bytes
-    """Position after this commit; if the commit was stale, ``seen``."""
+    """Argument for ``changes``: the position after this commit; if the commit was stale, ``seen``."""
     evicted: Sequence[PackTable] = ()
-    """Packs of all namespaces that were evicted or deleted, except damaged ones, which only ``changes`` reports."""
+    """Tables of all packs that this commit removed, in any namespace, except those whose table is damaged."""
     stale: bool = False
     """Nothing was done: another commit followed ``seen``. Apply ``changes`` and retry."""
 
 
 @dataclass(frozen=True)
 class Changes:
-    """Changes of a namespace's catalogue."""
+    """Changes of a namespace's catalogue, which lists its packs."""
 
     cursor: bytes
-    """Argument of the next call."""
+    """Position after these changes: the argument of the next call."""
     added: Iterable[PackTable]
-    """Packs that were added and are still held. Iterate once; with ``reset``, this may read, and raise a StoreError."""
+    """Tables of added packs that are still held. Iterate once: with ``reset``, this may read and raise a StoreError."""
     removed: Mapping[bytes, bytes] = field(default_factory=dict)
     """Id of each removed pack → ``PackedKeys.fingerprints``; empty if the driver does not know them. Apply before
-    ``added``: a pack may be in both."""
+    ``added``: a pack that was removed and written again is in both."""
     reset: bool = False
-    """``added`` is the whole catalogue (the first call, or a cursor that is too old)."""
+    """``added`` is the whole catalogue: there was no cursor, or it is too old or invalid."""
     blocks: int | None = None
     """With ``reset``: number of blocks of ``added``, if known."""
 
@@ -163,13 +162,13 @@ class Backend(ABC):
 
     @abstractmethod
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
-        """Apply the whole batch atomically. It is durable on return, and totals are exact.
+        """Apply the whole batch atomically. On return, it is durable, and the totals of the store are exact.
 
-        To make room, packs are evicted, except packs that the batch writes or its manifests name. Evictions,
-        ``touches`` and the deletion of manifests of packs to be deleted may become durable before the rest.
+        To make room, packs are evicted, except those that the batch writes or its manifests name. Three steps may
+        become durable earlier: evictions, ``touches``, and the deletion of manifests that name packs to be deleted.
 
-        State after a failure or a kill: as before the call, except for the latter operations (``changes`` reports
-        evicted packs). Totals are exact, the handle stays usable, and the next commit may succeed.
+        State after a failure or a kill: as before the call, except for these steps (``changes`` reports the evicted
+        packs). Totals are exact, the handle stays usable, and the next commit may succeed.
 
         :raises StoreFullError: the batch does not fit, even after all possible evictions.
         :raises StoreError: no such namespace, a pack of another namespace, or a store that is open read-only. Errors of
@@ -178,8 +177,8 @@ class Backend(ABC):
 
     @abstractmethod
     def changes(self, namespace: bytes, cursor: bytes | None) -> Changes:
-        """Return the packs that any process added or removed after ``cursor``; the whole catalogue for None. Damaged
-        rows are left out: their blocks are misses.
+        """Return the packs that any process added or removed after ``cursor``; the whole catalogue for None. Packs with
+        a damaged table are left out: their blocks are misses.
 
         :raises StoreError: no such namespace, or the medium failed; the cursor stays valid for a retry.
         """
@@ -194,7 +193,7 @@ class Backend(ABC):
 
     @abstractmethod
     def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
-        """Return the tables of packs, in order, without those that are not held or damaged."""
+        """Return the tables of these packs, in order, without packs that are not held or whose table is damaged."""
 
     @abstractmethod
     def close(self) -> None:

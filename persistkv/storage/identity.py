@@ -1,12 +1,12 @@
 """Identity: all properties that must match for KV bytes to be valid. A namespace holds the content of one identity.
 
-An identity names its weights by a fingerprint: one algorithm over (name, dtype, shape, bytes) of all tensors, without
-torch. The tensors of a checkpoint are located through its safetensors headers, which are untrusted input, and hashed in
-pieces of bounded size. Weight files of other formats are hashed whole, as one entry each, because loading them could
-execute code. For safetensors, the result does not depend on the distribution of tensors over files.
+An identity contains a fingerprint of the weights: a digest of name, dtype, shape and bytes of all tensors, computed
+without torch. The tensors of a checkpoint are located through its safetensors headers, which are untrusted input, and
+hashed in pieces of bounded size. Weight files of other formats are hashed whole, each like one tensor, because loading
+them could execute code. For safetensors, the result does not depend on the distribution of tensors over files.
 
-Fingerprints of checkpoints and of in-memory state dicts have different prefixes and are never equal: a framework may
-rename, split or cast tensors while it loads.
+Fingerprints of checkpoints and of in-memory state dicts have different prefixes and are never equal, because a
+framework may rename, split or cast tensors while it loads them.
 
 Hashes of weight files are cached under the user's cache directory, one small JSON file per weight file. An entry is
 valid only while path, device, inode, size, mtime and ctime are unchanged. If the cache cannot be read or written,
@@ -36,7 +36,7 @@ from persistkv.storage.format.pack import ID_BYTES
 IDENTITY_VERSION = 1
 MODEL_NAME = "model_name"
 """Field of an identity that need not match."""
-_PATH_SIGNS = frozenset('.[]"')
+_PATH_SIGNS = frozenset('.[]"')  # a name with one of these is quoted in a dotted path
 
 _PIECE_BYTES = 8 << 20  # 8 MiB: larger reads are not faster and take more memory
 _WHOLE_FILE_SUFFIXES = (".bin", ".pt", ".pth")
@@ -46,7 +46,7 @@ _CACHE_VERSION = 1
 _SETTLED_NS = 2_000_000_000  # 2 s: a more recently changed file may change again without a new time stamp
 
 _MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format
-_LENGTH_BYTES = 8  # of the length before a safetensors header
+_LENGTH_BYTES = 8  # size of the length field before a safetensors header
 _MAX_RANK = 64
 _DTYPE_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E8M0": 8, "F8_E4M3": 8, "F8_E5M2": 8}
 _DTYPE_BITS |= {"BOOL": 8, "U8": 8, "I8": 8, "F16": 16, "BF16": 16, "I16": 16, "U16": 16}
@@ -54,7 +54,7 @@ _DTYPE_BITS |= {"F32": 32, "I32": 32, "U32": 32, "F64": 64, "I64": 64, "U64": 64
 
 
 class Identity(msgspec.Struct, frozen=True, eq=False):
-    """A tree of JSON values. Two identities are the same if and only if their digests are equal."""
+    """Properties of KV bytes, as a tree of JSON values. Two identities are equal if and only if their digests are."""
 
     fields: dict[str, Any]
     """The properties that must match, such as
@@ -73,7 +73,7 @@ class Identity(msgspec.Struct, frozen=True, eq=False):
             raise ConfigurationError("identity", type(fields).__name__, f"JSON values ({error})") from None
 
     def encode(self) -> bytes:
-        """Return the canonical JSON: sorted names, no spaces, UTF-8."""
+        """Return ``fields`` as canonical JSON: sorted names, no spaces, UTF-8."""
         return _canonical(self.fields)
 
     @classmethod
@@ -86,13 +86,13 @@ class Identity(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def digest(self) -> bytes:
-        """Id of the namespace, 16 bytes."""
+        """Digest of ``properties``, 16 bytes: the id of the namespace."""
         head = f"persistkv identity {IDENTITY_VERSION}\n".encode()
         return hashlib.sha256(head + _canonical(self.properties)).digest()[:ID_BYTES]
 
     @property
     def properties(self) -> dict[str, Any]:
-        """``fields`` without the name."""
+        """``fields`` without ``model_name``: the properties that must match."""
         return {name: value for name, value in self.fields.items() if name != MODEL_NAME}
 
     @property
@@ -108,7 +108,7 @@ class Identity(msgspec.Struct, frozen=True, eq=False):
         return hash(self.digest)
 
     def diff(self, other: Identity) -> list[FieldDifference]:
-        """Return the fields in which ``other`` (theirs) differs from this identity (ours), named by dotted path."""
+        """Return the properties in which ``other`` (theirs) differs from this identity (ours), named by dotted path."""
         ours, theirs = dict(_flatten(self.properties)), dict(_flatten(other.properties))
         return [
             FieldDifference(name, ours.get(name), theirs.get(name))
@@ -117,7 +117,7 @@ class Identity(msgspec.Struct, frozen=True, eq=False):
         ]
 
     def nearest(self, others: Iterable[Identity]) -> list[FieldDifference]:
-        """Return the differences from the identity in ``others`` with the fewest; empty if there are no others."""
+        """Return the shortest of the ``diff``s to the identities in ``others``; empty if there are none."""
         return min((self.diff(other) for other in others), key=len, default=[])
 
 
@@ -141,7 +141,8 @@ def fingerprint_checkpoint(directory: str | os.PathLike[str], *, use_cache: bool
     """Return the fingerprint of a checkpoint directory: ``checkpoint:`` and 64 hexadecimal digits.
 
     The weight files are those that Hugging Face's loaders use: ``model.safetensors``, else the files named by
-    ``model.safetensors.index.json``, else every ``*.safetensors``, else ``*.bin``, ``*.pt`` and ``*.pth``.
+    ``model.safetensors.index.json``, else every ``*.safetensors``, else ``*.bin``, ``*.pt`` and ``*.pth``, except
+    training state such as ``optimizer.pt``.
 
     :param use_cache: use cached hashes of files that have not changed, and cache new ones.
     :raises ConfigurationError: there are no weights, a file is malformed or unreadable, or a file changes while it is
@@ -167,7 +168,7 @@ def fingerprint_tensors(tensors: Iterable[tuple[str, str, Sequence[int], Buffer]
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the files that hold a checkpoint's weights.
+    """Return the files that hold a checkpoint's weights, as chosen by ``fingerprint_checkpoint``.
 
     :raises ConfigurationError: there are none, or the index is malformed.
     """
@@ -291,7 +292,7 @@ def _cache_file(path: Path) -> Path:
 
 
 def _load_entries(path: Path, stamp: _FileStamp) -> list[_TensorEntry] | None:
-    """Return the cached tensors of a file; None if the file changed, or if no readable entry exists."""
+    """Return the cached entries of a file; None if the file changed, or if the cache has no readable record of it."""
     try:
         record = msgspec.json.decode(_cache_file(path).read_bytes(), type=_Record)
     except (OSError, RuntimeError, msgspec.DecodeError):
@@ -301,7 +302,7 @@ def _load_entries(path: Path, stamp: _FileStamp) -> list[_TensorEntry] | None:
 
 
 def _save_entries(path: Path, stamp: _FileStamp, entries: list[_TensorEntry]) -> None:
-    """Cache a file's tensors, unless the file changed less than 2 s ago or the cache cannot be written."""
+    """Cache a file's entries, unless the file changed less than 2 s ago or the cache cannot be written."""
     if time.time_ns() - max(stamp.mtime_ns, stamp.ctime_ns) < _SETTLED_NS:
         return
     record = msgspec.json.encode(_Record(_CACHE_VERSION, str(path.absolute()), stamp, entries))

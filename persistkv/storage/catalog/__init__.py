@@ -1,4 +1,4 @@
-"""The catalogue of a store: packs, manifests, eviction order, pins, ttl, change log and totals, over ordered rows.
+"""The catalogue of a store: packs, manifests, eviction order, pins, ttl, change log and totals, as sorted table rows.
 
 All drivers share this implementation. A driver supplies transactions over ``Rows`` and storage for payloads: see
 ``CatalogBackend``, and ``RowBackend`` for drivers that store payloads in rows, too.

@@ -1,4 +1,7 @@
-"""A ``Backend`` over ordered rows: a driver adds transactions, payload storage and a check for free room."""
+"""A ``Backend`` over sorted table rows: a driver adds transactions, payload storage and a check for free room.
+
+A row here is a key with a value in a table (see ``Rows``), not a row of the primary tier.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ from persistkv.storage.format.pack import ID_BYTES, PackTable, table_lengths
 from persistkv.storage.identity import Identity
 
 _AT_ONCE = 256  # manifests or tables per read transaction
-_KEY_BYTES = 16  # of each block's key in its pack's table, at least
+_KEY_BYTES = 16  # minimum that the key of a block takes in its pack's table
 _TABLES_AT_ONCE = 4_096  # while a whole namespace is read
 _EXPIRED_AT_ONCE = 128  # packs and manifests that one commit expires, at less than 1 ms each
 
@@ -56,15 +59,15 @@ _EXPIRED_AT_ONCE = 128  # packs and manifests that one commit expires, at less t
 class Catalog(ABC):
     """Catalogue of one or more namespaces, over rows: the part of a driver that does not depend on payloads.
 
-    Methods are specified in ``Backend`` and ``InspectableBackend``.
+    ``Backend`` and ``InspectableBackend`` specify the methods that have no docstring here.
     """
 
     @abstractmethod
     def rows(self, *, write: bool = False) -> AbstractContextManager[Rows]:
-        """Run a transaction: committed at the end of the block, rolled back if the block raises.
+        """Return a transaction for a ``with`` block: committed at its end, rolled back if it raises.
 
-        Read transactions may run in any thread, concurrently with each other and with a write transaction, and do not
-        wait for them: a commit may encode packs in the threads that read.
+        Read transactions may run in any thread, concurrently with each other and with a write transaction. They must
+        not wait for it: a commit may wait for packs to be encoded in the threads that read.
 
         :raises StoreError: the store is closed, the medium failed, or ``write`` on a store that is open read-only.
         """
@@ -146,13 +149,15 @@ class Catalog(ABC):
         return found
 
     def states(self) -> list[NamespaceState]:
-        """Return the totals of each namespace."""
+        """Return the totals and change count of each namespace."""
         with self.rows() as rows:
             return [NamespaceState.decode(row) for _, row in rows.range(STATES, b"")]
 
 
 class CatalogBackend(Catalog, InspectableBackend):
-    """Base class of drivers over ordered rows. It lacks ``open``, ``commit``, ``read`` and ``close``."""
+    """Base class of drivers over rows. A driver implements ``open``, ``commit``, ``read``, ``close``, ``rows`` and
+    ``disk_bytes``.
+    """
 
     def namespaces(self) -> Iterator[Namespace]:
         with self.rows() as rows:
@@ -189,7 +194,9 @@ class CatalogBackend(Catalog, InspectableBackend):
 
 
 class RowBackend(CatalogBackend):
-    """Base class of drivers that store payloads as rows, and whose transactions can reuse the room that they freed."""
+    """Base class of drivers that store payloads as rows, too. Their transactions must be able to reuse the room that
+    they have freed. A driver implements ``open``, ``close``, ``rows``, ``disk_bytes`` and ``has_room``.
+    """
 
     capacity: int | None = None
     """Bound of the store in bytes; None: unbounded."""
@@ -198,7 +205,7 @@ class RowBackend(CatalogBackend):
 
     @abstractmethod
     def has_room(self, rows: Rows, num_bytes: int) -> bool:
-        """Return whether a write transaction may add ``num_bytes``. Called only if the store has a capacity."""
+        """Return whether the transaction of ``rows`` may add ``num_bytes``. Called only if there is a ``capacity``."""
 
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
         check_batch(namespace, batch)
@@ -231,7 +238,7 @@ class RowBackend(CatalogBackend):
 
 
 class _Room:
-    """Goal of eviction: enough room for a batch."""
+    """Goal of eviction: room for ``need`` bytes."""
 
     def __init__(self, backend: RowBackend, rows: Rows, need: int) -> None:
         self._backend = backend
@@ -248,7 +255,7 @@ class _Room:
 
 
 def check_batch(namespace: bytes, batch: CommitBatch) -> None:
-    """Check that all packs belong to the namespace.
+    """Check that all packs of a batch belong to the namespace.
 
     :raises StoreError: a pack belongs to another namespace.
     """
@@ -256,7 +263,7 @@ def check_batch(namespace: bytes, batch: CommitBatch) -> None:
         raise StoreError(f"a pack of another namespace than {namespace.hex()}")
 
 
-# Rows that are missing or damaged are left out of the results.
+# The results of these functions leave out rows that are missing or damaged.
 
 
 def _find_namespace(rows: Rows, name: bytes) -> Namespace | None:
@@ -278,8 +285,8 @@ def _decoded_head(row: Buffer | None) -> RequestManifest | None:
 
 
 def _moved(rows: Rows, namespace: bytes, since: int, until: int) -> tuple[dict[bytes, None], dict[bytes, bytes]] | None:
-    """Return the packs that were added and removed after ``since``, the latter with the fingerprints of their keys;
-    None if the log lacks entries.
+    """Return the ids of packs that the changes ``since + 1`` to ``until`` added and removed, the latter with the
+    fingerprints of their keys; None if the log no longer has all these changes.
     """
     added: dict[bytes, None] = {}
     removed: dict[bytes, bytes] = {}
@@ -300,7 +307,7 @@ def _use_of(
 ) -> RequestUse | None:
     """Return the use of the request with this chain.
 
-    :param skew: see ``StoreClock.skew``.
+    :param skew: seconds from the store's clock to the wall clock (``StoreClock.skew``).
     :param moments: cache: for each last pack, the sorted moments at which the manifests that name it were written.
     """
     if not chain.packs:

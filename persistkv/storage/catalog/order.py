@@ -3,11 +3,12 @@
 1. A batch that uses anything is one moment, even if it takes several transactions. A pack is listed at the moment of
    its last use, a manifest at the moment at which it was written. At the same moment, packs of unknown depth precede
    all others, deeper packs precede shallower ones, and manifests are last.
-2. A request uses its whole chain at one moment, so a pack is never listed before the packs that depend on it.
+2. Writing a manifest uses its chain (all packs that it names) at one moment, so a pack is never listed before the packs
+   that depend on it.
 3. The time of a use, on the store's clock, is greater than that of every use at an earlier moment. Therefore the order
    by moment is also the order by time.
 
-Readers skip entries of ``ORDER`` that are duplicate or wrong because of damage.
+Readers of the table ``ORDER`` skip entries that are duplicate or wrong because of damage.
 
 A machine's wall clock may jump: a wrong RTC at boot, an NTP step, a restored snapshot. Therefore the store has its own
 clock. It starts at the wall clock's time and advances by elapsed time that two clocks confirm:
@@ -36,8 +37,8 @@ from persistkv.storage.catalog.rows import CHAINS, MANIFEST, MAX_COUNT, META, OR
 logger = logging.getLogger(__name__)
 
 CONFIRMATION_S = 3600.0  # one hour: NTP corrects a wrong RTC within minutes of a boot
-_TOLERANCE_S = 60.0
-_DRIFT = 0.01  # chrony and adjtime slew the wall clock by up to a few percent
+_TOLERANCE_S = 60.0  # the wall clock jumped if it differs by more than this and _DRIFT from the clock since boot
+_DRIFT = 0.01  # per elapsed second: chrony and adjtime slew the wall clock by up to a few percent
 _LATEST_S = float(1 << 40)  # seconds since the epoch; far beyond any clock
 _SKEW_S = 1.0  # seconds: a larger change of ``StoreClock.skew`` is recorded
 _MAX_PINS = (1 << 32) - 1
@@ -80,7 +81,7 @@ class StoreClock(NamedTuple):
         return self.at.wall - self.time
 
     def advanced(self, now: Reading) -> StoreClock:
-        """Return the store's clock at a later reading of the machine's clocks."""
+        """Return the clock at a later reading of the machine's clocks; log a warning if the wall clock jumped."""
         wall = now.wall - self.at.wall
         if now.boot != self.at.boot or now.since_boot < self.at.since_boot:
             return StoreClock(self.time, now, max(0.0, wall), now.since_boot)
@@ -108,9 +109,9 @@ def _boot() -> bytes:
 
 
 def read_clock(rows: Rows) -> tuple[int, StoreClock]:
-    """Return the number of the last moment and the clock at that moment; a new store has moment 0.
+    """Return the number of the last moment and the clock at that moment; in a new store 0 and the present time.
 
-    :raises CorruptStoreError: the row is damaged, so the eviction order is unknown.
+    :raises CorruptStoreError: the row is damaged, so the number of the next moment is unknown.
     """
     row = rows.get(META, _CLOCK_ROW)
     if row is None:
@@ -142,17 +143,21 @@ class Candidate(NamedTuple):
 
 
 class EvictionOrder:
-    """The eviction order within one write transaction."""
+    """The eviction order within one write transaction. Names of packs and manifests are as in ``Candidate``."""
 
     def __init__(self, rows: Rows, at: float | None = None) -> None:
-        """:param at: present time of a store that several machines share; None: the store's own clock."""
+        """:param at: present time of a store that several machines share, in seconds since the epoch; None: read the
+            store's own clock.
+
+        :raises CorruptStoreError: the row of the clock is damaged.
+        """
         self._rows = rows
         moment, before = read_clock(rows)
         self.moment = moment + 1
         clock = before.advanced(Reading.now()) if at is None else StoreClock(at, Reading.now())
         self._clock = clock._replace(time=max(clock.time, math.nextafter(before.time, math.inf)))
         self.counts = False
-        """Whether this transaction is a moment, so that the next one gets a new moment; otherwise both share one."""
+        """Set by the caller: whether this transaction is a moment. If not, the next one may have the same number."""
         self._clock_changed = clock.at.boot != before.at.boot or abs(clock.skew - before.skew) > _SKEW_S
         """Whether the clock must be recorded even if the moment does not count."""
 
@@ -162,7 +167,7 @@ class EvictionOrder:
         return self._clock.time
 
     def add_pack(self, name: bytes, depth: int, pins: int) -> None:
-        """List a new pack as used now."""
+        """List a new pack as used now. ``depth`` and ``pins`` are as in ``Use``."""
         self._put(name, Use(self.moment, self.time, depth, pins))
 
     def touch(self, name: bytes) -> bool:
@@ -176,21 +181,21 @@ class EvictionOrder:
         return True
 
     def pin(self, name: bytes, count: int) -> None:
-        """Add ``count``, which may be negative, to a pack's pins; do nothing if the pack is not held."""
+        """Add ``count``, which may be negative, to a pack's ``Use.pins``; do nothing if the pack is not listed."""
         use = self._use(name)
         if use is not None:
             self._rows.delete(ORDER, use.order_key(name))
             self._put(name, use._replace(pins=min(max(0, use.pins + count), _MAX_PINS)))
 
     def remove_pack(self, name: bytes) -> None:
-        """Delete a pack's rows of the eviction order."""
+        """Remove a pack from the eviction order; do nothing if it is not listed."""
         use = self._use(name)
         if use is not None:
             self._rows.delete(ORDER, use.order_key(name))
             self._rows.delete(USES, name)
 
     def add_manifest(self, name: bytes, flags: int, packs: tuple[bytes, ...]) -> None:
-        """List a new manifest as written now."""
+        """List a new manifest as written now. ``flags`` and ``packs`` are as in ``Chain``."""
         self._put(name, Chain(self.moment, self.time, flags, packs))
 
     def chain(self, name: bytes) -> Chain | None:
@@ -198,17 +203,19 @@ class EvictionOrder:
         return Chain.decode(self._rows.get(CHAINS, name))
 
     def reflag(self, name: bytes, chain: Chain, flags: int) -> None:
-        """Replace a manifest's flags."""
+        """Replace the flags of the manifest with this chain."""
         self._rows.delete(ORDER, chain.order_key(name))
         self._put(name, chain._replace(flags=flags))
 
     def remove_manifest(self, name: bytes, chain: Chain) -> None:
-        """Delete a manifest's rows of the eviction order."""
+        """Remove the manifest with this chain from the eviction order."""
         self._rows.delete(ORDER, chain.order_key(name))
         self._rows.delete(CHAINS, name)
 
     def oldest(self) -> Iterator[Candidate]:
-        """Iterate over the candidates in eviction order. The order may change during the iteration."""
+        """Iterate over the candidates in eviction order, and delete damaged entries. The caller may change the order
+        during the iteration.
+        """
         key = b""
         while (found := self._rows.first(ORDER, key)) is not None:
             if (candidate := self._candidate(found)) is None:
@@ -218,7 +225,7 @@ class EvictionOrder:
             key = found + b"\0"
 
     def finish(self) -> None:
-        """Record the clock if the moment counts, or if the machine's clocks changed."""
+        """Record the clock if this transaction is a moment, after a reboot, or if ``StoreClock.skew`` has changed."""
         if self.counts or self._clock_changed:
             write_clock(self._rows, self.moment, self._clock)
 

@@ -1,4 +1,4 @@
-"""Ordered rows: the interface that a driver implements for its catalogue, and the encoding of the rows.
+"""Sorted table rows: the interface that a driver implements for its catalogue, and the encoding of the rows.
 
 docs/format.md specifies the encoding. Payloads may be rows, too: pieces of at most 256 KiB. In LMDB, a value takes
 contiguous pages, and a full, fragmented file has no contiguous room for larger values.
@@ -20,7 +20,8 @@ from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
 from persistkv.storage.identity import Identity
 
-# The tables. Except in META, keys begin with the namespace's id (16 bytes), so a namespace is one range of each table.
+# Names of the tables, with the content of their rows as key → value. Except in META and ORDER, keys begin with the
+# namespace's id (16 bytes), so a namespace is one range of each table.
 META = "meta"
 """``clock`` → the last moment, then ``StoreClock``. Drivers also store their own rows here."""
 NAMESPACES = "namespaces"
@@ -32,7 +33,7 @@ PACKS = "packs"
 PIECES = "pieces"
 """namespace, pack id, u32 big-endian → at most 256 KiB of the payload. Used if payloads are stored in rows."""
 LOG = "log"
-"""namespace, sequence number big-endian → ``+`` or ``-``, then a pack id."""
+"""namespace, sequence number big-endian → ``+`` or ``-``, then a pack id; after ``-``, the fingerprints of its keys."""
 MANIFESTS = "manifests"
 """namespace, digest of the manifest's id → the manifest's head."""
 MANIFEST_KEYS = "manifest_keys"
@@ -69,7 +70,7 @@ class Rows(ABC):
 
     @abstractmethod
     def delete(self, table: str, key: bytes) -> bool:
-        """Delete a row; return whether there was one."""
+        """Delete a row; return whether it existed."""
 
     @abstractmethod
     def range(self, table: str, start: bytes) -> Iterator[tuple[Buffer, Buffer]]:
@@ -102,18 +103,18 @@ MAX_COUNT = 1 << 62  # limit of valid counters; adding to them cannot overflow 6
 PINNED, ORDERED = 1, 2
 PACK, MANIFEST = 0, 1
 ORDER_KEY = struct.Struct(">QIB32s")
-"""Moment, depth counted from UNKNOWN_DEPTH down, ``PACK`` or ``MANIFEST``, and the row's name."""
+"""Moment, UNKNOWN_DEPTH minus the depth, ``PACK`` or ``MANIFEST``, and the key of the row in ``USES`` or ``CHAINS``."""
 
 
 class Use(NamedTuple):
     """Last use of a pack."""
 
     moment: int
-    """Number of the moment; see ``order``."""
+    """Number of the moment; see the module ``order``."""
     time: float
     """Seconds since the epoch, on the store's clock."""
     depth: int
-    """Number of blocks before the pack in its chain; UNKNOWN_DEPTH if it is not known."""
+    """Smallest ``Frame.depth`` of its frames, in blocks; UNKNOWN_DEPTH if it is not known."""
     pins: int
     """Number of pinned manifests that name the pack."""
 
@@ -123,19 +124,19 @@ class Use(NamedTuple):
         return self.pins > 0
 
     def order_key(self, name: bytes) -> bytes:
-        """Return the key of ``ORDER``.
+        """Return the pack's key in ``ORDER``.
 
         :param name: namespace and pack id.
         """
         return ORDER_KEY.pack(self.moment, UNKNOWN_DEPTH - self.depth, PACK, name)
 
     def encode(self) -> bytes:
-        """Return the row."""
+        """Return the value of the row in ``USES``."""
         return _USE.pack(*self)
 
     @classmethod
     def decode(cls, row: Buffer | None) -> Use | None:
-        """Return the use of a row; None if the row is missing or damaged."""
+        """Decode the value of a row in ``USES``; return None if the row is missing or damaged."""
         return cls(*_USE.unpack(row)) if row is not None and len(row) == _USE.size else None
 
 
@@ -144,7 +145,9 @@ class Chain(NamedTuple):
 
     moment: int
     time: float
+    """Seconds since the epoch, on the store's clock."""
     flags: int
+    """``PINNED`` and ``ORDERED``, or 0."""
     packs: tuple[bytes, ...]
     """Ids of the packs, from the beginning of the context on."""
 
@@ -159,19 +162,19 @@ class Chain(NamedTuple):
         return bool(self.flags & ORDERED)
 
     def order_key(self, name: bytes) -> bytes:
-        """Return the key of ``ORDER``.
+        """Return the manifest's key in ``ORDER``.
 
         :param name: namespace and digest of the manifest's id.
         """
         return ORDER_KEY.pack(self.moment, UNKNOWN_DEPTH, MANIFEST, name)
 
     def encode(self) -> bytes:
-        """Return the row."""
+        """Return the value of the row in ``CHAINS``."""
         return _CHAIN.pack(self.moment, self.time, self.flags) + b"".join(self.packs)
 
     @classmethod
     def decode(cls, row: Buffer | None) -> Chain | None:
-        """Decode a row of ``CHAINS``: packs and last use of a request. None if the row is missing or damaged."""
+        """Decode the value of a row in ``CHAINS``; return None if the row is missing or damaged."""
         if row is None or len(row) < _CHAIN.size or (len(row) - _CHAIN.size) % ID_BYTES:
             return None
         moment, seconds, flags = _CHAIN.unpack_from(row)
@@ -187,7 +190,7 @@ class NamespaceState:
     generation: bytes
     """8 random bytes, part of each cursor: a deleted and recreated namespace does not accept cursors from before."""
     sequence: int = 0
-    """Number of changes so far."""
+    """Number of packs that were added and removed so far: the sequence number of the last change."""
     packs: int = 0
     blocks: int = 0
     requests: int = 0
@@ -200,7 +203,7 @@ class NamespaceState:
         return self.generation + self.sequence.to_bytes(8, "big")
 
     def encode(self) -> bytes:
-        """Return the row.
+        """Return the value of the row in ``STATES``.
 
         :raises CorruptStoreError: a total is negative.
         """
@@ -211,7 +214,7 @@ class NamespaceState:
 
     @classmethod
     def decode(cls, row: Buffer) -> NamespaceState:
-        """Return the state of a row.
+        """Decode the value of a row in ``STATES``.
 
         :raises CorruptStoreError: the row is damaged.
         """
@@ -238,17 +241,17 @@ def cursor_sequence(state: NamespaceState, cursor: bytes) -> int | None:
 
 
 def manifest_row(namespace: bytes, manifest_id: str) -> bytes:
-    """Return a manifest's row key. It contains a digest, because ids may exceed the limit of keys (LMDB: 511 bytes)."""
+    """Return the key of a manifest's rows: namespace and digest of its id. Ids may be too long for keys (``Rows``)."""
     return namespace + blake2b(manifest_id.encode(), digest_size=ID_BYTES).digest()
 
 
 def encode_namespace(namespace: Namespace) -> bytes:
-    """Return the row of ``NAMESPACES``."""
+    """Return the value of the row in ``NAMESPACES``."""
     return _CREATED.pack(namespace.created) + namespace.identity.encode()
 
 
 def decode_namespace(key: Buffer, row: Buffer) -> Namespace | None:
-    """Return the namespace of a row; None if the row is damaged."""
+    """Decode key and value of a row in ``NAMESPACES``; return None if the row is damaged."""
     if len(row) < _CREATED.size:
         return None
     try:
@@ -259,7 +262,7 @@ def decode_namespace(key: Buffer, row: Buffer) -> Namespace | None:
 
 
 def pack_table(key: Buffer, row: Buffer) -> PackTable | None:
-    """Return the table of a row of ``PACKS``; None if the row is damaged or belongs to another key."""
+    """Return the table of the pack in a row of ``PACKS``; None if the row is damaged or belongs to another key."""
     try:
         table = PackTable.parse_stored(row[SEQUENCE.size :])
     except CorruptPackError:
@@ -268,24 +271,25 @@ def pack_table(key: Buffer, row: Buffer) -> PackTable | None:
 
 
 def encode_change(kind: bytes, pack_id: bytes, table: PackTable | None = None) -> bytes:
-    """Return a row of ``LOG``.
+    """Return the value of a row in ``LOG``.
 
     :param kind: ``ADDED`` or ``REMOVED``.
-    :param table: of a removed pack: the row contains its fingerprints, so that readers need not search their index.
+    :param table: of a removed pack, if known. The row contains the fingerprints of its keys, so that readers of the log
+        need not search their index for them.
     """
     return kind + pack_id + (b"" if table is None else table.keys.fingerprints)
 
 
 def decode_change(row: Buffer) -> tuple[bytes, bytes, bytes]:
-    """Return kind, pack id and fingerprints of a row of ``LOG``; a damaged row gives damaged values."""
+    """Return kind, pack id and fingerprints of a row in ``LOG``. Damage is not detected: the values may be wrong."""
     row = bytes(row)
     return row[:1], row[1 : 1 + ID_BYTES], row[1 + ID_BYTES :]
 
 
 def manifests_of(rows: Rows, pack: bytes) -> list[bytes]:
-    """Return the row keys of the manifests that name a pack.
+    """Return the keys (``manifest_row``) of the manifests that name a pack.
 
-    :param pack: the pack's row key.
+    :param pack: namespace and pack id.
     """
     return [pack[:ID_BYTES] + bytes(key[2 * ID_BYTES :]) for key, _ in rows.starting_with(LINKS, pack)]
 
@@ -324,7 +328,7 @@ class RowPayloads:
 
 
 def page_bytes(payload_length: int) -> int:
-    """Return an upper bound on the bytes of the pages that a payload takes; LMDB adds a header to each piece."""
+    """Return an upper bound on the bytes of the pages that the pieces of a payload take, LMDB's headers included."""
     return payload_length + PAGE_BYTES * (2 * (payload_length // PIECE_BYTES) + 2)
 
 

@@ -37,7 +37,7 @@ from persistkv.storage.format.pack_writer import NewPack
 
 LOG_ENTRIES = 4096
 """Changes per namespace that the log keeps. For an older cursor, ``changes`` returns the whole catalogue."""
-_ROWS_BYTES = 1 << 10  # 1 KiB: rows of a pack or manifest, in addition to table, head and keys
+_ROWS_BYTES = 1 << 10  # 1 KiB: other rows of a pack (without its table) or of a manifest (without head and keys)
 
 
 class Evicted(enum.Enum):
@@ -52,11 +52,11 @@ class Evicted(enum.Enum):
 
 
 class Payloads(Protocol):
-    """Payload storage of one transaction. A rollback of the transaction undoes its writes and deletions."""
+    """Payload storage of one transaction. A rollback of the transaction undoes all writes and deletions."""
 
     def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
         """Write a pack's payload, or start writing it: the buffers of the stream may be read until the transaction
-        ends.
+        ends. Errors of the stream are raised unchanged.
 
         :param name: namespace and pack id.
         :param at_most: upper bound on the bytes of the stream.
@@ -71,7 +71,7 @@ class Payloads(Protocol):
 
 
 class Goal(Protocol):
-    """Goal of eviction."""
+    """Condition that ends an eviction."""
 
     def met(self) -> bool:
         """Return whether enough was evicted."""
@@ -81,7 +81,10 @@ class Goal(Protocol):
 
 
 class CatalogTransaction:
-    """Changes of the catalogue within one write transaction of the driver, which commits them atomically."""
+    """Changes of the catalogue within one write transaction of the driver, which commits them atomically.
+
+    Names of packs and manifests are as in ``Candidate``. If a method raises, the driver must roll the transaction back.
+    """
 
     def __init__(
         self,
@@ -91,15 +94,16 @@ class CatalogTransaction:
         keep: Collection[bytes] = (),
         at: float | None = None,
     ) -> None:
-        """:param keep: names (see ``Candidate``) of packs and manifests that are not evicted.
+        """:param keep: names of packs and manifests that are not evicted.
         :param at: see ``EvictionOrder``.
 
-        :raises StoreError: there is no such namespace.
+        :raises StoreError: there is no such namespace, or the row of its totals or of the clock is damaged.
         """
         self.evicted: list[PackTable] = []
+        """Tables of the packs that were removed so far, in all namespaces, except those whose table is damaged."""
         self._payloads = payloads
         self.grew = False
-        """Whether a pack or manifest was written."""
+        """Whether a pack or manifest was written so far."""
         self._rows = rows
         self._namespace = namespace
         self._keep = keep
@@ -114,12 +118,12 @@ class CatalogTransaction:
         return self._state.cursor
 
     def apply(self, batch: CommitBatch) -> None:
-        """Apply the whole batch."""
+        """Apply the whole batch; ``finish`` is still to be called."""
         self.remove(batch)
         self.add(batch)
 
     def remove(self, batch: CommitBatch) -> None:
-        """Apply the deletions of a batch, then its touches, so that the packs it uses are evicted last."""
+        """Apply the deletions of a batch, then its touches, so that ``evict`` removes the packs it uses last."""
         if batch.packs or batch.manifests or batch.touches:
             self._order.counts = True
         for pack_id in batch.deletions:
@@ -129,7 +133,7 @@ class CatalogTransaction:
         self.touch(batch.touches)
 
     def add(self, batch: CommitBatch) -> None:
-        """Write the packs and manifests of a batch, then its pins."""
+        """Write the packs and manifests of a batch, then apply its pins."""
         for pack in batch.packs:
             self._add(pack)
         for write in batch.manifests:
@@ -143,13 +147,13 @@ class CatalogTransaction:
             self._order.touch(self._namespace + pack_id)
 
     def missing(self, packs: Iterable[NewPack]) -> list[NewPack]:
-        """Return the packs that would be written, because they are not held."""
+        """Return the packs that ``add`` would write: those that are not held, or whose table is damaged."""
         return [pack for pack in packs if not self._holds(self._namespace + pack.pack_id)]
 
     def evict(self, goal: Goal, at_most: int) -> Evicted:
-        """Evict in eviction order until the goal is met.
+        """Evict in eviction order until the goal is met. Packs that do not help to reach it are skipped.
 
-        :param at_most: maximum number of candidates to evict.
+        :param at_most: maximum number of packs and manifests to evict.
         """
         if goal.met():
             return Evicted.ENOUGH
@@ -167,7 +171,7 @@ class CatalogTransaction:
     def expire(self, ttl_s: float, at_most: int) -> None:
         """Remove packs and manifests that were unused for ``ttl_s`` seconds.
 
-        :param at_most: maximum number of candidates to remove; the next commits remove the rest.
+        :param at_most: maximum number of packs and manifests to remove; later calls remove the rest.
         """
         for candidate in self._order.oldest():
             if candidate.time > self._order.time:  # damaged: nothing is used later than now
@@ -179,15 +183,13 @@ class CatalogTransaction:
                 self._remove(candidate)
 
     def drop_manifests(self, names: Iterable[bytes]) -> None:
-        """Delete manifests, and keep their packs.
-
-        :param names: see ``Candidate``.
-        """
+        """Delete manifests, and keep their packs."""
         for name in names:
             self._drop_manifest(name)
 
     def drop_manifests_of(self, pack_id: bytes, at_most: int, *, alone: bool = False) -> bool:
-        """Delete some of the manifests that name a pack: the first step of deleting a pack that many requests share.
+        """Delete some of the manifests that name a pack. Several transactions do so before the deletion of a pack that
+        many requests share, so that none of them gets too large.
 
         :param at_most: maximum number of manifests to delete.
         :param alone: keep later packs of these manifests, even if no other manifest names them.
@@ -200,7 +202,7 @@ class CatalogTransaction:
         return len(naming) > at_most
 
     def finish(self) -> None:
-        """Write totals and clock, and truncate the log. Call this last in a transaction."""
+        """Write totals and clock, and delete the oldest entries of the log. Call this last in a transaction."""
         self._order.finish()
         for name, state in self._states.items():
             if (row := state.encode()) != self._before[name]:
@@ -214,7 +216,7 @@ class CatalogTransaction:
         return row is not None and pack_table(name, row) is not None
 
     def _add(self, pack: NewPack) -> None:
-        """Write a pack, or touch it if it is held. A pack with a damaged row is not held and is rewritten."""
+        """Write a pack, or touch it if it is held. A pack with a damaged table is not held and is rewritten."""
         name = self._namespace + pack.pack_id
         if self._holds(name):
             if not self._order.touch(name):  # its use is damaged: without one, it could not be evicted
@@ -236,8 +238,8 @@ class CatalogTransaction:
             self._delete(candidate.name)
 
     def _delete(self, name: bytes, *, alone: bool = False) -> None:
-        """Delete a pack and the manifests that name it; unless ``alone``, also the later packs of these manifests that
-        no other manifest names.
+        """Delete a pack and the manifests that name it; unless ``alone``, also later packs of these manifests if no
+        other manifest names them.
         """
         self._drop_all(manifests_of(self._rows, name), name, alone=alone)
         self._delete_pack(name)
@@ -316,7 +318,7 @@ class CatalogTransaction:
         return packs[packs.index(behind) + 1 :] if behind in packs and chain.ordered else []
 
     def _pins_of(self, pack: bytes) -> int:
-        """The pinned manifests that name a pack."""
+        """Return the number of pinned manifests that name a pack."""
         chains = (self._order.chain(manifest) for manifest in manifests_of(self._rows, pack))
         return sum(chain is not None and chain.pinned for chain in chains)
 
@@ -365,14 +367,14 @@ class CatalogTransaction:
 
 
 def kept_names(namespace: bytes, batch: CommitBatch) -> set[bytes]:
-    """Return the names (see ``Candidate``) of the packs and manifests that a batch writes or names."""
+    """Return the names (see ``Candidate``) of the packs and manifests that a batch writes or its manifests name."""
     named = [pack_id for write in batch.manifests for pack_id in write.packs]
     kept = {namespace + pack_id for pack_id in [*named, *(pack.pack_id for pack in batch.packs)]}
     return kept | {manifest_row(namespace, write.manifest.id) for write in batch.manifests}
 
 
 def rows_bound(packs: Iterable[NewPack], manifests: Iterable[ManifestWrite]) -> int:
-    """Return an estimate of the bytes that packs (without payloads) and manifests add to the rows, rather too high."""
+    """Estimate the bytes that packs, without their payloads, and manifests add to the rows; rather too high."""
     total = 0
     for pack in packs:
         total += 2 * (64 * pack.frame_count + len(pack.keys.data) + len(pack.keys.lengths)) + _ROWS_BYTES

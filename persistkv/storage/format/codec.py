@@ -32,12 +32,12 @@ class Codec(ABC):
 
     name: ClassVar[str]
     identity: ClassVar[bool] = False
-    """Whether encoded bytes equal the raw bytes; callers then skip ``encode`` and need not gather the bytes."""
+    """Whether encoded bytes equal the raw bytes; callers then skip ``encode``, which needs contiguous bytes."""
 
     @classmethod
     @abstractmethod
     def parse(cls, argument: str) -> Codec:
-        """Return the codec with the argument that follows its name in a text; empty: the default.
+        """Return the codec for the argument in its text form, such as ``3`` in ``zstd:3``; empty: the default.
 
         :raises ConfigurationError: the codec does not take this argument.
         """
@@ -92,7 +92,7 @@ class ZstdCodec(Codec):
 
     name: ClassVar[str] = "zstd"
     level: int = 1
-    """1 (fast) to 19 (small). The default is 1, because higher levels make KV bytes little smaller."""
+    """1 (fast) to 19 (small). The default is 1, because higher levels make KV bytes only slightly smaller."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.level <= 19:
@@ -123,8 +123,8 @@ class PlanesCodec(Codec):
     """Codec for floating-point values of a fixed width, split into planes of bytes.
 
     The highest byte of a value, with its sign and exponent, is compressible; the bytes of the mantissa are noise.
-    Therefore the highest bytes of all values are compressed with Huffman codes only (there are no matches to search
-    for), and the other bytes are stored unchanged. Lossless for any bytes, but makes only such values smaller.
+    Therefore the highest bytes of all values are compressed, and the other bytes are stored unchanged. Compression uses
+    only Huffman codes, because repeated strings are rare. Lossless for any bytes, but only such values get smaller.
 
     Stored form of ``n`` values of ``w`` bytes, followed by ``t`` bytes (``t`` < ``w``): ``w - 1`` planes of ``n``
     bytes, beginning with the lowest byte of each value; the ``t`` bytes; one Zstandard frame with the ``n`` highest
@@ -200,7 +200,7 @@ _CODECS: Mapping[str, type[Codec]] = MappingProxyType(
 def parse_codec(text: str) -> Codec:
     """Return the codec for a text such as ``raw``, ``zstd:3`` or ``planes``.
 
-    :raises ConfigurationError: no such codec, or it does not take this argument; the error names the valid values.
+    :raises ConfigurationError: the codec does not exist or does not take this argument; the error names valid values.
     """
     name, _, argument = text.partition(":")
     if name not in _CODECS:

@@ -1,7 +1,7 @@
-"""Request manifests: the ordered keys of one request's whole context, with a description for people.
+"""Request manifests: the ordered keys of one request's whole context, with a description of the request.
 
-The head (small, read for listings) and the keys (large, read for one request) are stored separately. Both have the same
-format: a version byte, the xxh3-64 of the body, and the body in msgpack.
+The head (description: small, read for listings) and the keys (large, read for one request) are stored separately. Both
+have the same format: a version byte, the xxh3-64 of the body, and the body in msgpack.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class RequestManifest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The head of a manifest."""
+    """The head of a manifest: everything except the keys."""
 
     id: str
     """Unique across restarts: engine uuid and a sequence number."""
@@ -36,9 +36,10 @@ class RequestManifest(msgspec.Struct, frozen=True, kw_only=True, array_like=True
     raw_bytes: int
     """Bytes of these blocks before the codec."""
     ordered: bool = True
-    """Whether the keys are in the order of the context; False if the engine sent no description: the keys are then in
-    order of arrival."""
+    """Whether the keys are in the order of the context. False: the engine did not describe the request, so the keys are
+    in the order in which they arrived."""
     labels: dict[str, str] = {}
+    """Names and values that the request's caller chose."""
     context: bytes = b""
     """Digest of the keys (``context_digest``), equal for requests of the same context; empty: unknown."""
 
@@ -62,7 +63,7 @@ def context_digest(keys: ManifestKeys) -> bytes:
 
 
 def encode_manifest(manifest: RequestManifest) -> bytes:
-    """Return the head as stored."""
+    """Encode a head as it is stored."""
     return _seal(msgspec.msgpack.encode(manifest))
 
 
@@ -75,7 +76,7 @@ def decode_manifest(data: Buffer) -> RequestManifest:
 
 
 def encode_manifest_keys(keys: ManifestKeys) -> bytes:
-    """Return the keys as stored."""
+    """Encode keys as they are stored."""
     return _seal(msgspec.msgpack.encode(keys))
 
 

@@ -2,9 +2,9 @@
 
 docs/format.md has the layout in bytes; ``pack_writer`` writes packs. Invariants of this file:
 
-1. A pack alone (frames, table, trailer) is enough to recover its blocks.
-2. A frame's checksum covers its stored bytes and is seeded with its keys and namespace: the payload of another frame
-   does not verify.
+1. A pack alone (frames, table, trailer) is enough to recover its blocks. The frames are its payload.
+2. A frame's checksum covers its stored bytes and is seeded with its keys and namespace: the stored bytes of another
+   frame do not verify.
 3. Parsing trusts no input: each count and length is checked against the available bytes before it is used.
 """
 
@@ -28,7 +28,7 @@ from persistkv.storage.format.codec import Buffer, RawCodec, stored_codec
 MAX_KEY_BYTES = 0xFFFF
 _CUT_AT_ONCE = 256  # keys per struct format: 8 KB of memory, parsed in 6 µs and then cached
 _TAIL_BYTES = 8
-_MANY = 32  # keys; for fewer, NumPy is slower
+_MANY = 32  # minimum number of keys for NumPy, which is slower for fewer
 
 PACK_VERSION = 1
 ID_BYTES = 16
@@ -53,7 +53,7 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, keys: Sequence[bytes]) -> PackedKeys:
-        """Pack keys.
+        """Return these keys, joined.
 
         :raises ValueError: a key is empty or longer than 65,535 bytes.
         """
@@ -68,7 +68,7 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
         return len(self.data) // self.key_length if self.key_length else len(self.lengths) // 2
 
     def joined(self, start: int, stop: int) -> bytes:
-        """Return keys ``start`` to ``stop``, concatenated.
+        """Return keys ``start`` to ``stop`` (exclusive), concatenated.
 
         :raises CorruptPackError: the keys differ in length, and the lengths are malformed or do not fit the data.
         """
@@ -110,7 +110,7 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def fingerprints(self) -> bytes:
-        """The xxh3 checksum of each key as little-endian u64, computed at each access.
+        """The xxh3-64 checksum of each key as little-endian u64, concatenated. Computed at each access.
 
         :raises CorruptPackError: as ``unpack``.
         """
@@ -120,8 +120,8 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
     def distinct(self) -> bool:
         """Whether no key occurs twice.
 
-        Most keys differ in their last 8 bytes, which NumPy compares faster (2 to 15 ns per key) than a set whole keys
-        (70 ns and more).
+        Most keys differ in their last 8 bytes. NumPy compares these in 2 to 15 ns per key; a set of whole keys takes
+        70 ns and more.
 
         :raises CorruptPackError: the lengths are malformed or do not fit the data.
         """
@@ -132,8 +132,8 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _have_distinct_tails(data: bytes, length: int) -> bool:
-    """Return whether the last 8 bytes of all keys are distinct; False also if NumPy is not loaded, because importing it
-    takes longer than it saves.
+    """Return whether the last 8 bytes of all keys are distinct. False also if NumPy is not loaded: importing it would
+    take longer than it saves.
     """
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:
@@ -150,7 +150,7 @@ def _tail_type(length: int) -> Any:
 
 
 def _cut(data: bytes, length: int) -> list[bytes]:
-    """Split data into parts of one length: four times as fast as slicing (512 parts of 36 bytes in 12 µs)."""
+    """Split data into parts of one length: four times as fast as slices (512 parts of 36 bytes in 12 µs)."""
     count = len(data) // length
     if count <= _CUT_AT_ONCE:
         return list(_parts(length, count).unpack(data))
@@ -194,17 +194,17 @@ class Frame(NamedTuple):
 
 
 def pack_frames(frames: Iterable[Frame]) -> bytes:
-    """Return frames as encoded in a table."""
+    """Encode frames as in a pack's table."""
     return b"".join([_FRAME.pack(*frame) for frame in frames])
 
 
 def unpack_frames(data: bytes) -> tuple[Frame, ...]:
-    """Decode frames from their table entries."""
+    """Decode frames that were encoded by ``pack_frames``."""
     return tuple(map(Frame._make, _FRAME.iter_unpack(data)))
 
 
 def frame_seed(namespace: bytes, keys: bytes) -> int:
-    """Return the seed that binds a frame's checksum to its joined keys and its namespace."""
+    """Return the seed of a frame's checksum, which binds the frame to its keys (concatenated) and its namespace."""
     return xxhash.xxh3_64_intdigest(keys, seed=int.from_bytes(namespace[:8], "little"))
 
 
@@ -214,7 +214,7 @@ def align(length: int) -> int:
 
 
 def pack_id(namespace: bytes, keys: PackedKeys, codec: str) -> bytes:
-    """Return a pack's name: the digest of namespace, ordered keys and codec."""
+    """Return a pack's id: 16 bytes, the digest of namespace, ordered keys and text form of the codec."""
     digest = blake2b(namespace, digest_size=ID_BYTES)
     digest.update(codec.encode() + b"\0")
     digest.update(keys.key_length.to_bytes(2, "little") + keys.lengths)
@@ -223,7 +223,7 @@ def pack_id(namespace: bytes, keys: PackedKeys, codec: str) -> bytes:
 
 
 def table_lengths(data: Buffer) -> tuple[int, int]:
-    """Return the raw and payload bytes that a pack's encoded table claims; 0 and 0 if ``data`` is too short.
+    """Return the raw length and the payload length that an encoded table claims; 0 and 0 if ``data`` is too short.
 
     Fast, for listings: nothing is verified.
     """
@@ -262,7 +262,7 @@ class PackTable(msgspec.Struct, frozen=True):
         return len(self.packed_frames) // _FRAME.size
 
     def encode(self) -> bytes:
-        """Return table and trailer."""
+        """Return table and trailer as stored."""
         codec = self.codec.encode()
         header = _HEADER.pack(
             PACK_VERSION,
@@ -292,8 +292,8 @@ class PackTable(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse_stored(cls, data: Buffer) -> PackTable:
-        """Parse a table that was valid when it was stored. Only its checksum and lengths are verified, in half the time
-        of ``parse``.
+        """Parse a table that was valid when it was stored. Only its checksum and lengths are verified, which takes half
+        the time of ``parse``.
 
         :raises CorruptPackError: as in ``parse``.
         """

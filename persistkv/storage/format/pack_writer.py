@@ -36,17 +36,17 @@ class BlockSource(Protocol):
     """Source of a pack's blocks: rows of the primary tier, or staged copies of rows."""
 
     def gather(self, start: int, stop: int) -> ByteArray:
-        """Return blocks ``start`` to ``stop`` as one contiguous array: a view or a copy."""
+        """Return blocks ``start`` to ``stop`` (exclusive) as one contiguous array: a view or a copy."""
         ...
 
     def pieces(self, start: int, stop: int) -> list[memoryview]:
-        """Return views of the same bytes in the same order, without copying."""
+        """Return the same bytes in the same order as views, which need not be contiguous. Nothing is copied."""
         ...
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive blocks of one group that a pack will contain."""
+    """Consecutive blocks of one group that a pack will contain. Unrelated to the segment files of an LMDB store."""
 
     group: int
     block_bytes: int
@@ -64,18 +64,18 @@ class Segment:
         return len(self.keys) * self.block_bytes
 
     def frame_bounds(self) -> Iterator[tuple[int, int]]:
-        """Iterate over the frames: index of the first block, and the index after the last one."""
+        """Iterate over the frames: index of the first block, and index after the last one, within this segment."""
         per_frame = max(1, FRAME_BYTES // self.block_bytes)
         for start in range(0, len(self.keys), per_frame):
             yield start, min(start + per_frame, len(self.keys))
 
     def raw(self, start: int, stop: int) -> memoryview:
-        """Return the bytes of blocks ``start`` to ``stop``, contiguous."""
+        """Return the bytes of blocks ``start`` to ``stop`` (exclusive), contiguous."""
         return self.source.gather(start, stop).data.cast("B")
 
 
 class Ahead(Protocol):
-    """Starts a call in another thread and returns a function that waits for its result."""
+    """Starts a call in another thread; returns a function that waits for the call and returns its result."""
 
     def __call__(self, call: Callable[[], T]) -> Callable[[], T]: ...
 
@@ -127,18 +127,18 @@ class NewPack(ABC):
 
     @abstractmethod
     def stream(self) -> Iterator[Buffer]:
-        """Iterate over the payload in order, padding included. Each piece stays valid while it is referenced, so one
-        call may write many pieces.
+        """Iterate over the payload in order, padding included. Each piece stays valid while it is referenced, so a
+        backend may write many pieces with one call.
         """
 
     def restart(self) -> None:
-        """Reset after a failed attempt: another process may write the pack before the next attempt."""
+        """``settle``, and reset ``written``, before another attempt: the backend may hold the pack by then."""
         self.settle()
         self.written = False
 
     @abstractmethod
     def settle(self) -> None:
-        """Wait until the blocks are no longer read, after a ``stream`` that ended or was abandoned."""
+        """Wait until this object no longer reads the blocks, after a ``stream`` that ended or was abandoned."""
 
 
 class PackCopy(NewPack):
@@ -174,11 +174,12 @@ class PackCopy(NewPack):
 
 
 class PackWriter(NewPack):
-    """Encodes segments to a pack. Holds one encoded frame in memory, or a few if frames are encoded ahead.
+    """A pack whose frames are encoded from segments during ``stream``. Holds one encoded frame in memory, or a few if
+    frames are encoded ahead.
 
     :param ahead: starts the encoding of frames ahead of the stream; None: each frame is encoded when the stream reaches
         it.
-    :raises ValueError: a key occurs twice, so ``PackTable.parse`` would reject the pack.
+    :raises ValueError: a key occurs twice (``PackTable.parse`` would reject the pack), is empty, or is too long.
     """
 
     def __init__(self, namespace: bytes, codec: Codec, segments: Sequence[Segment], ahead: Ahead | None = None) -> None:
@@ -264,7 +265,7 @@ class PackWriter(NewPack):
 
     def release(self) -> None:
         """Release the blocks, so that a reference to this object (such as an error's traceback) does not keep them
-        alive. Table, keys and names remain available; ``stream`` must not be called again.
+        alive. Table, keys, raw length and ids remain available; do not call ``stream`` again.
         """
         self.settle()
         self.segments = ()

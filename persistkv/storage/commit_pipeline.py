@@ -1,7 +1,8 @@
-"""Path from the blocks of jobs to transactions: cut into packs, stage, divide into transactions.
+"""Path from the blocks of jobs to transactions: cut blocks into packs, stage them, divide packs into transactions.
 
-If the depth of blocks in their chain is known, packs are cut at fixed depths. Two engines that store the same prefix
-then cut the same packs, under the same names.
+Staging copies the blocks of small packs to memory until enough of them can be written together. The depth of a block is
+the number of blocks of its group before it in the context. If depths are known, packs are cut at fixed depths: two
+engines that store the same prefix then cut the same packs, under the same names.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.records import RequestEnd
 
 TARGET_PACK_BYTES = 32 << 20  # 32 MiB: the largest pack that a cut at fixed depths makes
-DIRECT_BYTES = 4 << 20  # 4 MiB: smaller packs wait in staging, to be written together
+DIRECT_BYTES = 4 << 20  # 4 MiB: smaller packs are staged, to be written together
 FULL_BYTES = 16 << 20  # 16 MiB: a request's staged blocks become a pack at this size
-_LENT_SHARE = 16  # multiple of the bound for ``lends``; limits the duration of a transaction
+_LENT_SHARE = 16  # with ``lends``, a transaction may have this multiple of the bound, so that its duration is limited
 
 
 @dataclass(eq=False)
 class StagedPack:
-    """Copies that are written as one pack."""
+    """Copies of blocks of one request that will be written as one pack."""
 
     request: str
     since: float
@@ -39,7 +40,7 @@ class StagedPack:
     closed: bool = False
     """Complete: blocks are no longer added."""
     claims: dict[bytes, str] = field(default_factory=dict)
-    """Keys that another request offered while the pack was being written, and that request."""
+    """Key → id of the request that offered it again while the pack was being written."""
 
     @property
     def num_blocks(self) -> int:
@@ -54,7 +55,7 @@ class Staging:
     2. A key is found as long as its copy exists. A request that offers the key again while it is being written has a
        claim on the copy: if the transaction fails, the block is staged again for that request.
 
-    The owner enforces the bound on the bytes; see ``fits``.
+    ``add`` does not enforce the bound on the bytes: call ``fits`` before.
     """
 
     def __init__(self, max_bytes: int, max_age_s: float, *, gather_all: bool) -> None:
@@ -62,7 +63,8 @@ class Staging:
 
         :param max_bytes: bound that ``fits`` checks.
         :param max_age_s: age in seconds at which a pack is due.
-        :param gather_all: all packs become due together with the oldest; if False, each pack becomes due by itself.
+        :param gather_all: all packs become due together, when the oldest is old enough. If False, each pack becomes due
+            when it is full or old enough itself.
         """
         self.num_bytes = 0
         """Raw bytes of all copies."""
@@ -82,7 +84,7 @@ class Staging:
         return [key for key in keys if key in self._pack_of] if self._pack_of else []
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether ``num_bytes`` more may be added."""
+        """Whether ``num_bytes`` more raw bytes may be added within the bound."""
         return self.num_bytes + num_bytes <= self._max_bytes
 
     def add(self, request: str, segments: Iterable[Segment], *, whole: bool = False) -> None:
@@ -117,17 +119,17 @@ class Staging:
             del self._open[pack.request]
 
     def claim(self, key: bytes, request: str) -> None:
-        """Record that a request offered a staged key; it gets a claim if the key is being written."""
+        """Record that a request offered a staged key: it gets a claim if the key's pack is being written."""
         pack = self._pack_of[key]
         if pack not in self._waiting:
             pack.claims[key] = request
 
     def owners(self, keys: Iterable[bytes]) -> set[StagedPack]:
-        """Return the waiting packs that hold these keys."""
+        """Return the packs that hold any of these keys and are not being written."""
         return {pack for key in keys if (pack := self._pack_of.get(key)) is not None and pack in self._waiting}
 
     def of_request(self, request: str) -> list[StagedPack]:
-        """Return the waiting packs of a request."""
+        """Return the packs of a request that are not being written."""
         return [pack for pack in self._waiting if pack.request == request]
 
     def waiting(self) -> list[StagedPack]:
@@ -135,7 +137,7 @@ class Staging:
         return list(self._waiting)
 
     def due(self) -> list[StagedPack]:
-        """Return the packs to write now: those that are full or old enough, or all if they use half of the bound (the
+        """Return the packs to write now: those that are due by size or age, or all if they use half of the bound (the
         other half fills while they are written).
         """
         if 2 * self._waiting_bytes >= self._max_bytes:
@@ -146,14 +148,14 @@ class Staging:
         return [pack for pack in self._waiting if pack.closed or pack.since <= old]
 
     def seconds_to_due(self) -> float | None:
-        """Return the seconds until the oldest waiting pack is due by its age; None if no pack waits."""
+        """Return the seconds until the oldest pack is due by its age; None if no pack waits to be written."""
         if not self._waiting:
             return None
         return max(0.0, min(pack.since for pack in self._waiting) + self._max_age_s - time.monotonic())
 
     def take(self, pack: StagedPack) -> list[Segment]:
-        """Return a pack's blocks for writing, in as few segments as their depths allow. They stay staged until
-        ``end``.
+        """Mark a pack as being written, and return its blocks in as few segments as their depths allow. They stay
+        staged until ``end``.
         """
         del self._waiting[pack]
         self._waiting_bytes -= pack.num_bytes
@@ -162,9 +164,9 @@ class Staging:
         return pack.segments
 
     def end(self, pack: StagedPack, *, written: bool) -> int:
-        """End a pack that was taken; return the number of its blocks that are lost.
+        """Delete the copies of a pack that was taken, after its transaction; return the number of lost blocks.
 
-        :param written: whether it is durable. If not, blocks with a claim are staged again.
+        :param written: whether the pack is durable. If not, blocks with a claim are staged again, the others are lost.
         """
         self.num_bytes -= pack.num_bytes
         for segment in pack.segments:
@@ -177,9 +179,9 @@ class Staging:
         return pack.num_blocks - len(pack.claims)
 
     def _restage(self, segment: Segment, claims: dict[bytes, str]) -> None:
-        """Copy blocks that other requests still wait for into new packs of these requests, and drop the other blocks.
+        """Stage blocks with a claim again, in packs of the claiming requests. Drop the other blocks.
 
-        :param claims: key of a block → name of the request that waits for it.
+        :param claims: as in ``StagedPack``.
         """
         for position, key in enumerate(segment.keys):
             if key in claims:
@@ -190,7 +192,7 @@ class Staging:
 
 
 def _joined(segments: Sequence[Segment]) -> list[Segment]:
-    """Join consecutive runs into one segment, so that they share frames: decoding stages one block at a time."""
+    """Join segments with consecutive depths, so that they share frames: generated tokens are staged block by block."""
     ordered = sorted(segments, key=lambda s: (s.group, s.depth))
     ends: list[int] = []
     for before, segment in zip([None, *ordered], ordered, strict=False):
@@ -213,7 +215,7 @@ def _one(run: list[Segment]) -> Segment:
 
 @dataclass(eq=False)
 class Outgoing:
-    """Pack that is being committed."""
+    """Pack that a transaction writes."""
 
     writer: PackWriter
     staged: StagedPack | None = None
@@ -226,10 +228,10 @@ class Transaction(NamedTuple):
     packs: Sequence[Outgoing]
     ends: Sequence[RequestEnd] = ()
     alone: bool = False
-    """Part of a transaction that failed."""
+    """Whether it was split from a transaction that failed."""
 
     def split(self) -> list[Transaction]:
-        """Return a transaction for each pack and each end; none if this one cannot be split."""
+        """Return a transaction for each pack and each end of a request; an empty list if this one cannot be split."""
         if self.alone or not (self.ends or len(self.packs) > 1):
             return []
         alone = [Transaction([one], alone=True) for one in self.packs]
@@ -239,11 +241,11 @@ class Transaction(NamedTuple):
 def divide(
     outgoing: Iterable[Outgoing], ends: Sequence[RequestEnd], max_bytes: int, *, lends: bool = False
 ) -> deque[Transaction]:
-    """Divide packs into as few transactions as the bound on their bytes allows, at least one. The last one commits the
-    ends of requests.
+    """Divide packs in order into at least one transaction, each as large as the bound allows. The last one also commits
+    the ends of requests.
 
-    :param max_bytes: raw bytes of one transaction, which may all be in memory until it ends.
-    :param lends: the driver holds at most ``CommitBatch.memory`` bytes at once, so a transaction may be larger.
+    :param max_bytes: bound on the raw bytes of one transaction, which the driver may hold in memory until it ends.
+    :param lends: the driver holds at most ``CommitBatch.memory`` bytes at once, so the bound is 16 times as large.
     """
     slices: list[list[Outgoing]] = [[]]
     most = max_bytes * (_LENT_SHARE if lends else 1)
@@ -259,16 +261,16 @@ def divide(
 
 
 class Blocks(NamedTuple):
-    """Blocks of a job, as columns: thousands of blocks need no object each."""
+    """Blocks of a job as parallel sequences, so that thousands of blocks need no object each."""
 
     keys: Sequence[bytes]
     groups: Sequence[int]
     rows: Sequence[int]
     depths: Sequence[int]
-    """For each block, the blocks of its group before it in the chain; UNKNOWN_DEPTH if not known."""
+    """For each block, the number of blocks of its group before it in the context; UNKNOWN_DEPTH if not known."""
 
     def part(self, start: int, stop: int) -> Blocks:
-        """Return blocks ``start`` to ``stop``."""
+        """Return blocks ``start`` to ``stop - 1``; fewer if there are not so many."""
         return Blocks._make(column[start:stop] for column in self)
 
     @property
@@ -298,13 +300,13 @@ class PlannedPack:
 
     @property
     def raw_length(self) -> int:
-        """Bytes of all blocks."""
+        """Raw bytes of all blocks."""
         return sum(segment.raw_length for segment in self.segments)
 
 
 def blocks_per_pack(rows: Rows, max_bytes: int = TARGET_PACK_BYTES) -> int:
-    """Return the depths between two cuts: the largest power of two for which that many blocks of each group fit the
-    target size, and at least 1.
+    """Return how many depths one pack covers: the largest power of two for which that many blocks of each group fit
+    into ``max_bytes`` and 32 MiB, and at least 1.
     """
     one_of_each = sum(group.block_bytes for group in rows.layout.groups)
     return 1 << max(0, (min(TARGET_PACK_BYTES, max_bytes) // one_of_each).bit_length() - 1)
@@ -314,7 +316,7 @@ def plan_packs(rows: Rows, blocks: Blocks, max_bytes: int = MAX_PACK_BYTES) -> l
     """Cut blocks into packs: at fixed depths if they are known; blocks of unknown depth fill one pack after another.
 
     :param max_bytes: bound on the raw bytes of a pack, unless one block is larger. Two stores cut the same packs of a
-        prefix if ``max_bytes`` is at least the target size in both, or equal in both.
+        prefix if ``max_bytes`` is at least 32 MiB in both, or equal in both.
     """
     cut = blocks_per_pack(rows, max_bytes)
     if blocks.chained:
@@ -333,7 +335,7 @@ def plan_packs(rows: Rows, blocks: Blocks, max_bytes: int = MAX_PACK_BYTES) -> l
 
 
 def _parts(blocks: Blocks, cut: int) -> Iterator[Blocks]:
-    """Cut consecutive blocks into the parts that form one pack each."""
+    """Cut blocks of one group with consecutive depths into packs: after each multiple of ``cut`` depths."""
     start = 0
     while start < len(blocks.keys):
         stop = start + cut - blocks.depths[start] % cut

@@ -1,11 +1,11 @@
-"""Executors of a store's blocking calls. The store's state stays on one thread.
+"""Executors run a store's blocking calls. All other code of the store runs on one thread, that of its owner.
 
 1. Flows (coroutines) run only on the owner's thread, so the state that they share needs no lock. No other flow runs
    between two ``await`` of a flow.
 2. A call that a flow awaits runs on another thread. It receives all it needs and never accesses shared state.
 3. Calls of ``write`` run one at a time, in order. Flows of ``begin_write`` run one after another, each to its end.
-4. A flow that awaits several calls resumes after all of them have ended, even if one raised. No thread accesses the
-   calls' buffers any more then.
+4. A flow that awaits several calls resumes after all of them have ended, even if one raised. From then on, no thread
+   accesses the buffers of these calls.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ Flow = Coroutine[Any, None, None]
 
 
 class Executor(ABC):
-    """See the top of this file. All methods except ``ahead`` must be called on the owner's thread."""
+    """Runs blocking calls for flows, which are coroutines that share one thread, the owner's. All methods except
+    ``ahead`` must be called on that thread.
+    """
 
     threads: int = 0
-    """Number of ``read`` calls that run at once; 0: calls run on the owner's thread, and a flow has ended when
-    ``begin`` returns."""
+    """How many ``read`` calls can run at once. 0: calls run on the owner's thread, and a flow has ended when ``begin``
+    returns."""
 
     def __init__(self) -> None:
         self._writes: deque[Flow] = deque()
@@ -41,28 +43,29 @@ class Executor(ABC):
 
     @abstractmethod
     async def write(self, call: Callable[[], T]) -> T:
-        """Run a call; no other ``write`` call runs at the same time."""
+        """Run a call and return its result, or raise its exception. Calls of ``write`` run one at a time, in order."""
 
     @abstractmethod
     async def read(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """Run calls concurrently with each other and with all others; return their results in order.
 
-        If a call raises, the exception is raised here after all of them have ended.
+        If a call raises, its exception is raised here after all of them have ended; of several, the first in order.
         """
 
     @abstractmethod
     def ahead(self, call: Callable[[], T]) -> Callable[[], T]:
-        """Start a call that may run concurrently with the caller; return a function that waits for its result.
-
-        May be called from any thread.
+        """Start a call that may run concurrently with the caller. Return a function that waits for the call, and
+        returns its result or raises its exception. Thread-safe.
         """
 
     @abstractmethod
     def begin(self, flow: Flow) -> None:
-        """Run a flow until it first waits. Its exceptions are raised here, or by the method that resumes it."""
+        """Run a flow until it first waits for a call. Its exceptions are raised here, or where the flow is resumed."""
 
     def begin_write(self, flow: Flow) -> None:
-        """Run a flow after all earlier flows of this method have ended."""
+        """Start a flow when all earlier flows of this method have ended, now if none is left. If a flow raises, the
+        flows queued behind it wait for the next call of this method.
+        """
         self._writes.append(flow)
         if not self._writing:
             self._writing = True
@@ -82,18 +85,18 @@ class Executor(ABC):
 
     @abstractmethod
     def run_ready(self) -> bool:
-        """Resume the flows whose calls have ended; return whether there were any. Never waits."""
+        """Resume the flows whose calls have ended; return whether there were any. Does not wait for calls."""
 
     @abstractmethod
     def run_until(self, ended: Callable[[], bool]) -> None:
-        """Resume flows and wait for their calls until ``ended`` returns True."""
+        """Wait for calls and resume their flows until ``ended`` returns True."""
 
     @abstractmethod
     def longest_s(self) -> float:
         """Return for how many seconds the oldest running call has been running; 0 if there is none."""
 
     def close(self) -> None:
-        """Drop queued flows, which never run, wait for running calls, and stop. Idempotent."""
+        """Drop queued flows, wait for submitted calls, and end the threads. No flow is resumed. Idempotent."""
         while self._writes:
             self._writes.popleft().close()
 
@@ -129,17 +132,17 @@ class InPlaceExecutor(Executor):
 
 
 class ThreadExecutor(Executor):
-    """One thread writes, ``threads`` threads read and encode."""
+    """Runs ``write`` calls on one thread, and ``read`` and ``ahead`` calls on ``threads`` others."""
 
     def __init__(self, threads: int, wake: Callable[[], None]) -> None:
-        """:param wake: called from any thread when ``run_ready`` has something to do."""
+        """:param wake: called from any thread when a flow can be resumed; the owner must then call ``run_ready``."""
         super().__init__()
         self.threads = threads
         self._wake = wake
         self._ready: SimpleQueue[Flow] = SimpleQueue()
         """Flows whose calls have ended."""
         self._since: dict[int, float] = {}
-        """When the call of each busy thread began, by ``time.monotonic``."""
+        """Thread id → ``time.monotonic()`` at the start of the call that the thread is running."""
         self._writer = ThreadPool(1, "persistkv-writer")
         self._readers = ThreadPool(threads, "persistkv-reader")
 
@@ -201,13 +204,13 @@ class ThreadExecutor(Executor):
 
 
 class ThreadPool:
-    """Threads that run calls; results are futures of ``concurrent.futures``.
+    """Fixed number of threads that run queued calls in order; results are futures of ``concurrent.futures``.
 
     Unlike those of ``ThreadPoolExecutor``, all threads start at once, so a queued call never waits for a thread that
     cannot start, and they are daemons: the interpreter's exit does not wait for a call that never returns, and handlers
     of ``atexit`` can still store and load.
 
-    :raises RuntimeError: so many threads cannot start; none is left running.
+    :raises RuntimeError: the system cannot start so many threads; those that started have ended.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -233,7 +236,8 @@ class ThreadPool:
         return future
 
     def begin(self, future: Future[T], call: Callable[[], T]) -> None:
-        """Queue a call for a future that the caller already holds, so that an interrupt cannot separate the two.
+        """Queue a call that completes ``future``, which the caller already holds. With ``submit``, an exception such as
+        KeyboardInterrupt could leave the caller without the future of a queued call.
 
         :raises RuntimeError: the pool is shut down; the future stays pending.
         """
@@ -242,9 +246,9 @@ class ThreadPool:
         self._queue.put((future, call))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the threads once the queued calls have run. Idempotent.
+        """Refuse further calls, and end the threads once the queued calls have run. Idempotent.
 
-        :param wait: block until the threads have ended.
+        :param wait: return only when the threads have ended.
         :param cancel_futures: cancel the queued calls instead of running them.
         """
         self._closed = True
@@ -265,17 +269,17 @@ def _run_calls(queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None])
         if future.set_running_or_notify_cancel():
             try:
                 result = call()
-            except BaseException as error:  # raised again where the result is asked for
+            except BaseException as error:  # ``Future.result`` raises it
                 future.set_exception(error)
             else:
                 future.set_result(result)
                 del result
-        del item, future, call  # they hold rows
+        del item, future, call  # they reference rows
 
 
 @coroutine
 def _results(futures: list[Future[T]]) -> Generator[list[Future[T]], None, list[T]]:
-    """Yield futures to the executor, which waits for them; return their results in order.
+    """Yield futures to the executor, which resumes this coroutine when all are done; return their results in order.
 
     :param futures: emptied. Otherwise an exception would be in a reference cycle with its traceback, which would keep
         the rows of its call alive.

@@ -1,13 +1,13 @@
-"""Load path of promotions: keys to frames, frames to gathered reads, reads to verified rows.
+"""Read path of promotions: find the frames that hold the keys, read them with few calls, verify them, fill the rows.
 
 A job is cut into parts of some MiB, which are read concurrently. Adjacent frames of a pack form one span. Bytes are not
 copied if the medium or the codec can write into the rows: raw frames are read straight into them, even if only some of
 a frame's blocks are wanted, and whole encoded frames are decoded straight into consecutive rows. Unwanted blocks and
-encoded bytes are read into scratch memory. The thread that read a part verifies and decodes it, while other threads
-continue to read.
+encoded bytes are read into temporary buffers (scratch memory). The thread that read a part verifies and decodes it,
+while other threads continue to read.
 
-Calls over a network take long. There, adjacent encoded frames are read by one call. They share a buffer of the size of
-the largest frame, and are decoded as they arrive.
+A call to a remote store has high latency, so one call reads all adjacent encoded frames. They share a buffer of the
+size of the largest frame, and are decoded as they arrive.
 """
 
 from __future__ import annotations
@@ -41,30 +41,31 @@ from persistkv.storage.index import HeldPack
 
 logger = logging.getLogger(__name__)
 
-_UNWANTED = -1
+_UNWANTED = -1  # in the place of a row: no row receives the block
 
 _REMOTE_PART_BYTES = 36 << 20  # 36 MiB: one request reads a pack that was cut at fixed depths, with its padding
 _PART_BYTES = (1 << 20, 4 << 20)
-"""1 to 4 MiB, an equal share of the job for each thread: one gathered read. With longer parts, more is left to verify
-after the last read. Shorter parts wake threads more often, and each wake-up waits for a CPU if the engine is busy: jobs
-of 32 MiB took 16 to 18 ms with reads of 2 MiB, instead of 11 to 12 ms."""
+"""Bounds of a part, 1 to 4 MiB; between them, each thread gets an equal share of the job. With longer parts, more is
+left to verify after the last read. Shorter parts wake threads more often, and each wake-up waits for a CPU if the
+engine is busy: jobs of 32 MiB took 16 to 18 ms with reads of 2 MiB, instead of 11 to 12 ms."""
 
 
 def part_bytes(num_bytes: int, threads: int, *, remote: bool) -> int:
-    """Return the stored bytes of one part of a job.
+    """Return the bound, in stored bytes, of the parts into which a load job is cut.
 
     :param num_bytes: upper bound on the bytes of the whole job.
     :param threads: number of threads that read concurrently.
+    :param remote: whether calls of the backend use a network; then parts are larger and fewer.
     """
     least, most = _PART_BYTES
     return _REMOTE_PART_BYTES if remote else min(max(least, -(-num_bytes // max(1, threads))), most)
 
 
 class Scratch:
-    """Pool of buffers of one size: as many as the most that were lent at once."""
+    """Pool of equal buffers. It grows to the largest number that was lent at once."""
 
     def __init__(self, num_bytes: int) -> None:
-        """:param num_bytes: size of one buffer; buffers are allocated on demand."""
+        """:param num_bytes: size of one buffer, rounded up to 4 KiB; buffers are allocated on demand."""
         self._num_bytes = align(max(num_bytes, PAGE_BYTES))
         self._free: list[mmap.mmap] = []
 
@@ -84,14 +85,14 @@ class Scratch:
 
 
 class Lease:
-    """Allocator that divides one lent buffer from front to back."""
+    """Allocator that divides one buffer of ``Scratch`` from front to back."""
 
     def __init__(self, buffer: memoryview) -> None:
         self._rest = buffer
 
     def take(self, num_bytes: int) -> memoryview:
         """Return page-aligned memory of ``num_bytes``. If the rest of the buffer is too small, as for a very large
-        block, map memory for this call only.
+        block, this is new memory, which is not kept in the pool.
         """
         taken = align(num_bytes)
         if taken > len(self._rest):
@@ -102,18 +103,18 @@ class Lease:
 
 @dataclass
 class ReadOutcome:
-    """Result of a part, or of a whole job."""
+    """Result of a load job, or of one of its parts."""
 
     failed: list[bytes] = field(default_factory=list)
     """Keys whose blocks were not read and verified."""
     suspects: dict[bytes, HeldPack] = field(default_factory=dict)
-    """Packs with a frame that failed verification, and packs that the backend lacks, as the index knew them."""
+    """Packs with a frame that failed verification, and packs that are absent or too short, by id."""
     bad_frames: int = 0
     raw_bytes: int = 0
-    """Bytes that were filled and verified."""
+    """Raw bytes of the blocks that were verified and put into rows."""
 
     def add(self, other: ReadOutcome) -> None:
-        """Merge the result of another part."""
+        """Add the result of another part to this one."""
         self.failed += other.failed
         self.suspects.update(other.suspects)
         self.bad_frames += other.bad_frames
@@ -129,9 +130,9 @@ class FrameRead:
     keys: Sequence[bytes]
     """Keys of all blocks of the frame."""
     rows: list[int]
-    """For each block, its row, or ``_UNWANTED``."""
+    """For each block of the frame, the row to fill; ``_UNWANTED`` (-1) if the job does not want the block."""
     copies: list[tuple[int, int]] = field(default_factory=list)
-    """(position in the frame, row): further rows of blocks that are wanted more than once."""
+    """(position of the block in the frame, row): further rows to fill, for blocks that the job wants more than once."""
 
     @property
     def whole(self) -> bool:
@@ -140,7 +141,7 @@ class FrameRead:
 
     @property
     def wanted(self) -> list[bytes]:
-        """The wanted keys, each as often as it is wanted."""
+        """Keys of the blocks that the job wants, each as often as the job wants it."""
         once = [key for key, row in zip(self.keys, self.rows, strict=True) if row != _UNWANTED]
         return once + [self.keys[position] for position, _ in self.copies]
 
@@ -155,14 +156,16 @@ def plan_reads(
     *,
     remote: bool = False,
 ) -> tuple[list[list[FrameRead]], list[bytes]]:
-    """Return the frames that hold ``keys``, divided into parts, and the keys that are missing.
+    """Return the frames that hold ``keys``, divided into parts, and the keys that are missing: no pack holds them, or
+    the size of their blocks is not that of ``rows``.
 
     :param holders: for each key, a pack that holds it; None if it is not held.
     :param block_ids: for each key, the row into which its block is read.
     :param part_bytes: bound on the stored bytes of a part. Each pack starts a new part, unless the current one has
         fewer than ``scratch_bytes``.
     :param scratch_bytes: bound on the bytes of a part that are not read straight into rows.
-    :param remote: adjacent encoded frames are a part of their own, which needs scratch memory for one frame only.
+    :param remote: whether the store is remote. Then adjacent encoded frames are a part of their own, without the
+        bound ``scratch_bytes``: they pass through a buffer for one frame.
     """
     fitting: list[FrameRead] = []
     streamed: list[list[FrameRead]] = []
@@ -189,7 +192,7 @@ def plan_reads(
 def _by_pack(
     holders: Sequence[HeldPack | None], keys: Sequence[bytes], block_ids: Sequence[int]
 ) -> list[tuple[HeldPack | None, Sequence[bytes], Sequence[int]]]:
-    """Return each pack with its keys and rows; the pack is None for keys that no pack holds."""
+    """Return each pack with the keys that it holds and their rows; the pack is None for keys that no pack holds."""
     if holders and holders.count(holders[0]) == len(holders):  # the usual case: a context that was stored as one
         return [(holders[0], keys, block_ids)]
     found: dict[HeldPack | None, tuple[list[bytes], list[int]]] = {}
@@ -223,7 +226,7 @@ def _cut(run: Sequence[FrameRead], part_bytes: int) -> Iterator[list[FrameRead]]
 
 
 def _frames(pack: HeldPack, keys: Sequence[bytes], block_ids: Sequence[int]) -> list[FrameRead]:
-    """Return the frames that hold the keys, in the order of the pack."""
+    """Return the frames of the pack that hold the keys, in the order of the pack. The pack must hold all keys."""
     first = pack.start_of(keys)
     if first is not None:
         return _run_of_frames(pack, first, block_ids)
@@ -247,7 +250,7 @@ def _frames(pack: HeldPack, keys: Sequence[bytes], block_ids: Sequence[int]) -> 
 
 
 def _run_of_frames(pack: HeldPack, first: int, block_ids: Sequence[int]) -> list[FrameRead]:
-    """Return the frames of consecutive blocks.
+    """Return the frames that hold ``len(block_ids)`` consecutive blocks of the pack.
 
     :param first: position of the first block in the pack.
     """
@@ -288,7 +291,7 @@ def _needs_scratch(read: FrameRead) -> bool:
 
 
 def make_scratch(part_bytes: int) -> Scratch:
-    """Return buffers for the stored bytes of a part, one decoded frame, and padding."""
+    """Return a pool of buffers that have room for the stored bytes of a part, one decoded frame, and padding."""
     return Scratch(part_bytes + 2 * FRAME_BYTES)
 
 
@@ -299,18 +302,18 @@ class _Placed:
     read: FrameRead
     buffers: list[memoryview]
     direct: bool
-    """The buffers include the rows of the wanted blocks: no decoding is needed."""
+    """Whether the buffers include the rows of the wanted blocks, so that no decoding is needed."""
 
     @property
     def end(self) -> int:
-        """Offset in the pack at which its buffers end."""
+        """Offset in the pack after the last byte that the buffers receive."""
         return self.read.frame.offset + sum(map(len, self.buffers))
 
 
 def read_part(
     backend: Backend, namespace: bytes, rows: Rows, scratch: Scratch, part: Sequence[FrameRead]
 ) -> ReadOutcome:
-    """Read, verify and decode one part into its rows. Thread-safe. Never raises: blocks of a failed read are misses."""
+    """Read, verify and decode one part into its rows. Thread-safe. No errors are raised: they fail the keys."""
     try:
         with scratch.lend() as lease:
             if backend.capabilities.remote and _is_streamed(part):
@@ -338,8 +341,8 @@ def _give_up(reads: Collection[FrameRead], error: Exception) -> ReadOutcome:
 def _read_streamed(
     backend: Backend, namespace: bytes, rows: Rows, lease: Lease, part: Sequence[FrameRead]
 ) -> ReadOutcome:
-    """Read adjacent frames of one pack through a buffer of the size of the largest. Frames that were read before a
-    failure are kept.
+    """Read adjacent frames of one pack through one buffer of the size of the largest. If the read fails, blocks of the
+    frames before the failure are still served.
     """
     outcome, left = ReadOutcome(), dict(enumerate(part))
     frames = [read.frame for read in part]
@@ -402,7 +405,7 @@ def _span(frames: Sequence[_Placed], padding: memoryview) -> ReadSpan:
 
 
 def _finish(placed: _Placed, namespace: bytes, rows: Rows, raw: memoryview, outcome: ReadOutcome, filled: bool) -> None:
-    """Verify the frame and put its blocks into their rows, or add its keys to ``outcome.failed``."""
+    """Verify the frame and put its blocks into their rows. If it is bad or not ``filled``, fail its keys."""
     read = placed.read
     if not filled:
         outcome.suspects[read.pack.pack_id] = read.pack

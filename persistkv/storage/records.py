@@ -1,4 +1,4 @@
-"""Options and counters of a store, and the values that it exchanges with its owner."""
+"""Options and counters of an open store, and the values that it exchanges with its caller, the host process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from persistkv.storage.format.manifest import RequestManifest
 
 _MOST_EVENTS = 65_536  # stored and removed keys that wait for the engine
-_END_BYTES = 512  # of the end of a request, without its keys
+_END_BYTES = 512  # memory of the end of a request, without its keys and labels
 _BYTES_OBJECT = 48  # overhead of a bytes object and of its reference in a list
 
 
@@ -32,9 +32,9 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     strict_identity: bool = False
     """Refuse to open a store that holds only other identities."""
     events: bool = False
-    """Report stored and removed keys."""
+    """Report stored and removed keys in ``News``."""
     fingerprint_bits: int = 64
-    """Significant bits of the fingerprints in the index; fewer only to test collisions."""
+    """Significant bits of the fingerprints (hashes of keys) in the index; fewer than 64 only to test collisions."""
 
 
 class StoreCounters(msgspec.Struct):
@@ -43,13 +43,13 @@ class StoreCounters(msgspec.Struct):
     stored_blocks: int = 0
     """Blocks of packs that became durable."""
     stored_raw_bytes: int = 0
-    """Before the codec."""
+    """Their bytes before the codec."""
     stored_bytes: int = 0
-    """Payload at rest, padding included."""
+    """Their bytes as stored, after the codec and with padding."""
     held_blocks: int = 0
-    """Blocks of store jobs that the store already held, or had in flight."""
+    """Blocks of store jobs that were not written again: the store already held or had accepted them."""
     dropped_blocks: int = 0
-    """Blocks lost to failed commits: they are absent, and will be computed again."""
+    """Blocks dropped because their commits failed or did not begin: the engine will compute them again."""
     dropped_bytes: int = 0
     """Their raw bytes."""
     loaded_blocks: int = 0
@@ -61,28 +61,28 @@ class StoreCounters(msgspec.Struct):
     verification_failures: int = 0
     """Frames that failed verification."""
     evicted_blocks: int = 0
-    """Blocks that a commit of this store evicted from its namespace, deleted ones included."""
+    """Blocks of packs that commits of this process evicted or deleted from the namespace."""
     commits: int = 0
     """Transactions that succeeded."""
 
 
 @dataclass
 class News:
-    """Changes since the last ``take_news``. Keys are reported with ``StoreOptions.events`` only."""
+    """Changes since the last ``take_news``. Only ``StoreOptions.events`` sets ``stored``, ``removed`` and ``lost``."""
 
     stored: list[bytes] = field(default_factory=list)
-    """Keys that became durable, written by any process."""
+    """Keys that became durable, including those that other processes wrote."""
     removed: list[bytes] = field(default_factory=list)
     """Keys that are no longer held."""
     lost: bool = False
-    """Some stored or removed keys are missing: there were too many, or another process removed packs."""
+    """Whether ``stored`` or ``removed`` is incomplete: there were too many keys, or another process removed packs."""
     persisted: list[tuple[str, bool]] = field(default_factory=list)
-    """Requests whose end was processed, and whether their whole context is durable."""
+    """(request id, whether its whole context is durable), for each request whose end was processed."""
     collided: dict[bytes, bool] = field(default_factory=dict)
-    """Keys that are not held although their fingerprint is (True), and such keys that were stored since (False)."""
+    """Key → True: the key is not held, although a held key has the same fingerprint. False: it was stored since."""
 
     def add(self, *, stored: Sequence[bytes] = (), removed: Sequence[bytes] = ()) -> None:
-        """Record keys. A key that was stored and removed since the last ``take_news`` is only reported as removed."""
+        """Record keys. A key that was stored and then removed is only in ``removed``. Too many keys set ``lost``."""
         gone = set(removed)
         if gone and not gone.isdisjoint(self.stored):
             self.stored = [key for key in self.stored if key not in gone]
@@ -93,27 +93,27 @@ class News:
 
 
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Contexts by id or by labels."""
+    """Filter of stored contexts, by id or by labels."""
 
     request: str | None = None
-    """The id of one context, as ``persistkv ls --json`` shows it; or its beginning."""
+    """The id of a context, as ``persistkv ls --json`` shows it, or the beginning of the id."""
     labels: dict[str, str] = {}
-    """Without an id: labels that the contexts have, with these values."""
+    """Labels that the contexts have, with these values; ignored if ``request`` is set. Empty: all contexts."""
 
     def includes(self, head: RequestManifest) -> bool:
-        """Return whether a context is chosen."""
+        """Return whether the filter includes the context of this manifest."""
         if self.request is not None:
             return head.id.startswith(self.request)
         return self.labels.items() <= head.labels.items()
 
 
 class RequestEnd(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """End of a request, after its last store job. Also the message that tells the host."""
+    """End of a request. The engine sends it to the host process after the request's last store job."""
 
     request: str
     """The engine's request id."""
     manifest_id: str
-    """Unique across restarts of the engine."""
+    """Id of the manifest to write, unique across restarts of the engine."""
     group_keys: tuple[list[bytes], ...]
     """For each group, the keys of the whole context in order, including prefix hits."""
     tokens: int
@@ -121,13 +121,13 @@ class RequestEnd(msgspec.Struct, frozen=True, array_like=True, tag=True):
     block_size: int
     """Tokens of one block."""
     ordered: bool = True
-    """False: the keys are in order of arrival, not of the context."""
+    """Whether the keys are in the order of the context; False: in order of arrival."""
     labels: dict[str, str] = {}
     pin: bool = False
     """Whether the manifest is pinned with the commit that writes it."""
 
     @property
     def num_bytes(self) -> int:
-        """Approximate memory."""
+        """Approximate memory of this object in bytes."""
         keys = sum(len(keys) * (len(keys[0]) + _BYTES_OBJECT) for keys in self.group_keys if keys)
         return _END_BYTES + keys + sum(len(name) + len(value) for name, value in self.labels.items())

@@ -33,6 +33,7 @@ from persistkv_lmdb.allocator import Allocator, read_extents
 from persistkv_lmdb.commit import BatchCommit, StaleError, compact
 from persistkv_lmdb.environment import ENVIRONMENTS, Environment
 from persistkv_lmdb.files import (
+    INDEX_PREFIX,
     STATUS_DIRECTORY,
     STORE_FILES,
     allocated_bytes,
@@ -224,6 +225,9 @@ class LmdbBackend(CatalogBackend):
             with suppress(FileNotFoundError):  # no lock file on a read-only file system
                 total += allocated_bytes((self._path / name).stat())
         return total
+
+    def index_file(self, namespace: bytes) -> Path:
+        return self._path / f"{INDEX_PREFIX}{namespace.hex()}"
 
     def policy(self) -> Policy:
         with self.environment.transaction() as transaction:

@@ -25,6 +25,7 @@ from persistkv.errors import CorruptStoreError, StoreBusyError, StoreError, Stor
 DATA_FILE, LOCK_FILE = "data.mdb", "lock.mdb"  # names given by LMDB
 GUARD_FILE, WRITER_LOCK_FILE = "guard", "writer.lock"
 SEGMENT_DIRECTORY, STATUS_DIRECTORY = "segments", "status"
+INDEX_PREFIX = "index-"
 STORE_FILES = (DATA_FILE, LOCK_FILE, GUARD_FILE, WRITER_LOCK_FILE)
 
 OPENING_PATIENCE_S = 30.0
@@ -190,7 +191,8 @@ def _check_purpose(store: Path, *, read_only: bool) -> None:
     if any((store / name).exists() for name in (DATA_FILE, GUARD_FILE)):
         return
     own = {*STORE_FILES, SEGMENT_DIRECTORY, STATUS_DIRECTORY, "lost+found"}  # the last one: of a file system's root
-    others = sorted(entry.name for entry in store.iterdir() if entry.name not in own)
+    names = [entry.name for entry in store.iterdir() if not entry.name.startswith(INDEX_PREFIX)]
+    others = sorted(name for name in names if name not in own)
     if others:
         found = f"{store} is a directory with other files ({', '.join(others[:3])}) and no store"
         raise StoreUnavailableError(f"{found}: name a store, or a new or empty directory to create one")

@@ -417,6 +417,9 @@ class S3Backend(InspectableBackend):
         self._used_at = self._clock.monotonic()
         self.session(namespace).packs.read_frames(pack_id, frames, buffer, take)
 
+    def index_file(self, namespace: bytes) -> Path | None:
+        return None if self._is_dark() else self.session(namespace).catalogue.path.with_suffix(".index")
+
     def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
         return self.session(namespace).catalogue.tables(namespace, pack_ids)
 

@@ -308,7 +308,7 @@ class Catalogue(Catalog):
     """
 
     def __init__(self, path: Path, namespace: bytes) -> None:
-        self._path = path
+        self.path = path
         self._namespace = namespace
         self._idle: deque[sqlite3.Connection] = deque()
         self._closed = False
@@ -331,7 +331,7 @@ class Catalogue(Catalog):
             found = [rows.db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
             state = rows.get(STATES, self._namespace)
             if found != [APPLICATION_ID, VERSION] or state is None:
-                raise StoreError(f"{self._path} is not the catalogue of this namespace")
+                raise StoreError(f"{self.path} is not the catalogue of this namespace")
             NamespaceState.decode(state)
             read_clock(rows)
             _ = rows.position, rows.num_bytes
@@ -339,7 +339,7 @@ class Catalogue(Catalog):
     def _delete_file(self) -> None:
         self._release()
         for suffix in ("", "-wal", "-shm"):
-            Path(f"{self._path}{suffix}").unlink(missing_ok=True)
+            Path(f"{self.path}{suffix}").unlink(missing_ok=True)
 
     @contextmanager
     def rows(self, *, write: bool = False) -> Iterator[LocalRows]:
@@ -348,7 +348,7 @@ class Catalogue(Catalog):
         try:
             db = self._idle.pop() if self._idle else self._connect()
         except sqlite3.Error as error:
-            raise StoreError(f"{self._path}: {error}") from error
+            raise StoreError(f"{self.path}: {error}") from error
         try:
             db.execute("BEGIN IMMEDIATE" if write else "BEGIN")
             yield LocalRows(db)
@@ -364,7 +364,7 @@ class Catalogue(Catalog):
         self._give_back(db)
 
     def _connect(self) -> sqlite3.Connection:
-        db = sqlite3.connect(self._path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
+        db = sqlite3.connect(self.path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
         db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")
@@ -374,9 +374,9 @@ class Catalogue(Catalog):
         text = str(error)
         if "malformed" in text or "not a database" in text:
             for suffix in ("", "-wal", "-shm"):  # the next opening creates another file
-                Path(f"{self._path}{suffix}").unlink(missing_ok=True)
+                Path(f"{self.path}{suffix}").unlink(missing_ok=True)
         kind = StoreBusyError if "locked" in text else StoreFullError if "full" in text else StoreError
-        return kind(f"{self._path}: {text}")
+        return kind(f"{self.path}: {text}")
 
     def _give_back(self, db: sqlite3.Connection) -> None:
         self._idle.append(db)

@@ -1,7 +1,7 @@
-"""Optional powers of backends: small protocols in addition to ``Backend``, which callers query with ``isinstance``.
+"""Optional capabilities of drivers: small interfaces in addition to ``Backend``. Callers test them with ``isinstance``.
 
 As in ``Backend``, vendor exceptions are raised as ``StoreError``s. ``scan`` and ``read_frames`` may be called from any
-thread, concurrently with each other and with any other call. The other methods are called by one thread at a time.
+thread, concurrently with each other and with any other call. Only one thread at a time may call the other methods.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from persistkv.config import StoreUrl
@@ -23,19 +24,19 @@ class RequestUse:
     """Use of a stored request."""
 
     last_used: float
-    """Last use of the whole context, which is the last use of its last pack: seconds since the epoch, coarse."""
+    """Last use of the whole context, which is the last use of its last pack: seconds since the epoch, approximate."""
     reused: bool
     """Whether ``last_used`` is later than the writing of the request."""
     shared_by: int
-    """Number of other requests that name its last pack. Their contexts probably contain the whole context."""
+    """Number of other requests whose manifests name its last pack. They probably contain its whole context."""
     pinned: bool
-    """Whether the manifest is pinned."""
+    """Whether the manifest is pinned: its packs are then never evicted and never expire."""
     hits: int = 0
     """Number of requests in ``shared_by`` that were written later. Requests that are no longer held do not count."""
     packs_raw_bytes: int = 0
-    """Raw bytes of all packs that the manifest names, with all their blocks."""
+    """Bytes, before the codec, of all blocks in the packs that the manifest names, including blocks of others."""
     packs_stored_bytes: int = 0
-    """Payload bytes of the same packs."""
+    """Payload bytes of the same packs, padding included."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,16 @@ class BackendStats:
 
 
 class InspectableBackend(Backend):
-    """A backend that lists its requests, their use and totals. Tools need one."""
+    """A backend that lists its requests, their use and totals. The ``persistkv`` command needs one.
+
+    The head of a manifest (``RequestManifest``) describes the request; the keys (``ManifestKeys``) are read separately.
+    """
 
     @abstractmethod
     def manifests(self, namespace: bytes) -> Iterable[RequestManifest]:
         """Iterate over the heads of all manifests, in any order, except damaged ones.
 
-        No snapshot is held between items: manifests that are written or deleted during the iteration may be included or
-        not.
+        Manifests that are written or deleted during the iteration may be included or not: no snapshot is held.
         """
 
     @abstractmethod
@@ -83,8 +86,8 @@ class InspectableBackend(Backend):
 
     @abstractmethod
     def chain(self, namespace: bytes, manifest_id: str) -> list[bytes] | None:
-        """Return the ids of the packs that a manifest names, from the beginning of the context on; None if the manifest
-        is not held.
+        """Return the ids of the packs that a manifest names (its chain), from the beginning of the context on; None if
+        the manifest is not held.
         """
 
     @abstractmethod
@@ -95,7 +98,7 @@ class InspectableBackend(Backend):
 
     @abstractmethod
     def stats(self) -> BackendStats:
-        """Return totals, without a scan; exact after each commit.
+        """Return the totals. They are exact after each commit and are read without a scan of the packs.
 
         :raises StoreError: the totals could not be read.
         """
@@ -107,6 +110,19 @@ class SupportsNamespaceLookup(Protocol):
 
     def holds(self, namespace: bytes) -> bool:
         """Return whether there is a namespace with this id."""
+        ...
+
+
+@runtime_checkable
+class SupportsIndexFile(Protocol):
+    """A store with a directory on this machine."""
+
+    def index_file(self, namespace: bytes) -> Path | None:
+        """Return the path of a file in which an engine saves its index of a namespace for the next opening.
+
+        The file is a cache: it may be deleted at any time, and is not part of ``BackendStats.disk_bytes``. None: the
+        namespace is not read yet, because a remote store is not reachable.
+        """
         ...
 
 
@@ -136,11 +152,11 @@ class SupportsStatus(Protocol):
 
 @runtime_checkable
 class SupportsScan(Protocol):
-    """A medium that reads large amounts faster in an order of its own."""
+    """A medium on which large amounts are read faster in a certain order of the packs."""
 
     def scan(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-        """Read as ``Backend.read`` does, for large amounts that are read once: caches keep the data of other readers,
-        and neighbouring spans in the order of ``scan_order`` are read with one call.
+        """Read like ``Backend.read``, for large amounts that are read only once. The data does not displace that of
+        other readers from caches. Spans that are neighbours in the order of ``scan_order`` are read with one call.
 
         Fastest if offsets, lengths and buffer addresses are multiples of 4 KiB.
         """
@@ -163,11 +179,11 @@ class SupportsFrames(Protocol):
         buffer: memoryview,
         take: Callable[[int, memoryview], None],
     ) -> None:
-        """Read frames of a pack through one buffer, one after the other: stored bytes, unverified.
+        """Read frames of a pack into one buffer, one after the other: stored bytes, unverified.
 
         :param frames: frames of the pack's table, ascending by offset.
         :param buffer: at least as large as the largest frame's stored bytes.
-        :param take: called with the index of a frame in ``frames`` and its stored bytes, which are valid until the call
+        :param take: called with the index of a frame in ``frames`` and its stored bytes, which are valid until ``take``
             returns. Not called for missing frames. Must not raise.
         :raises StoreError: the medium failed; frames that were passed to ``take`` before are complete.
         """
@@ -259,15 +275,15 @@ class SupportsQuarantine(Protocol):
     def delete_quarantined(self) -> int:
         """Delete the renamed directories; return the bytes that they took on disk.
 
-        :raises StoreError: the store is open read-only, or a directory cannot be deleted. Directories before it are
-            deleted.
+        :raises StoreError: the store is open read-only, or a directory cannot be deleted. Other directories may have
+            been deleted before.
         """
         ...
 
 
 @dataclass(frozen=True)
 class FreeSpace:
-    """Free space within ``disk_bytes``, which the store reuses."""
+    """Unused space within ``BackendStats.disk_bytes``. Later commits reuse it."""
 
     catalogue_bytes: int
     """Free bytes in the catalogue. Includes space freed by payloads if they are stored in the catalogue."""
@@ -306,7 +322,7 @@ class SupportsCompaction(Protocol):
         Other processes may use the store meanwhile. The content does not change. If the iteration ends early, the steps
         up to then stay in effect.
 
-        :raises StoreFullError: there is no room to move anything.
+        :raises StoreFullError: a step has no room to move packs; the steps before it stay in effect.
         """
         ...
 
@@ -316,7 +332,7 @@ class PlainMedium(ABC):
 
     @abstractmethod
     def write(self, buffers: Sequence[memoryview]) -> None:
-        """Write the buffers one after the other, durably, outside the store's data. ``close`` deletes them.
+        """Write the buffers' bytes in order, durably, apart from the store's data. ``close`` deletes these bytes.
 
         :raises StoreError: the medium failed.
         """
@@ -347,7 +363,7 @@ class SupportsPlainMedium(Protocol):
 
 
 def scan(backend: Backend, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-    """Read as ``SupportsScan.scan`` does, from any backend."""
+    """Read with ``SupportsScan.scan``, or with ``Backend.read`` if the backend lacks it."""
     return backend.scan(namespace, spans) if isinstance(backend, SupportsScan) else backend.read(namespace, spans)
 
 
@@ -364,7 +380,7 @@ def read_frames(
     buffer: memoryview,
     take: Callable[[int, memoryview], None],
 ) -> None:
-    """Read as ``SupportsFrames.read_frames`` does, from any backend."""
+    """Read with ``SupportsFrames.read_frames``, or as it does with ``Backend.read`` if the backend lacks it."""
     if isinstance(backend, SupportsFrames):
         backend.read_frames(namespace, pack_id, frames, buffer, take)
         return

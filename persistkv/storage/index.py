@@ -1,35 +1,48 @@
-"""The index of one namespace: which packs may hold a key. No key is kept, only fingerprints and pack numbers.
+"""The index of one namespace: which packs may hold a key. It keeps no keys, only their 64-bit hashes (fingerprints) and
+pack numbers.
 
-The fingerprints are in a sealed memfd, which the host process writes and the engine maps read-only (``LookupTable``).
+The fingerprints are in shared anonymous memory of fixed size (a sealed memfd), which the host process writes and the
+engine maps read-only (``LookupTable``).
 
-1. Slots, then the number of entries. A slot is a 64-bit fingerprint; open addressing, linear probing. An entry never
-   moves within its table. ``_EMPTY`` ends a probe; ``_GONE`` replaces a removed entry before others. At most 60 % of
-   the slots are not empty, up to 80 % while a larger table is being filled.
+1. The memory is a hash table (slots with open addressing and linear probing), then the number of entries. An entry
+   never moves within its table. ``_EMPTY`` ends a probe; ``_GONE`` replaces a removed entry that probes must pass. At
+   most 60 % of the slots are not empty, up to 80 % while a larger table is being filled.
 2. An entry is a pair of fingerprint and pack. A key in several packs has several entries, and so do colliding keys.
 3. A fingerprint only hints: a probe may find a key that is not held. Callers compare full keys before they use a block.
-4. A reader needs no lock: a slot is written with one store of 8 bytes. A probe that races with a write may miss.
+4. A reader needs no lock: a slot is written with one 8-byte instruction. A probe that races with a write may miss.
+5. A large index is saved when its store closes, because loading the file takes a tenth of the time of reading the whole
+   catalogue. The file is a cache: it names a position in the change log, and is used only if the log still has all
+   later changes.
 """
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import mmap
 import os
+import stat
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from persistkv.errors import StoreError
-from persistkv.storage.format.pack import Frame, PackedKeys, PackTable
+from persistkv.storage.format.files import replace_file
+from persistkv.storage.format.pack import ID_BYTES, Frame, PackedKeys, PackTable
+
+logger = logging.getLogger(__name__)
 
 FULL_BITS = 64
 _EMPTY, _GONE = 0, 1
-_FIRST_FILL = 0.5  # of a table with as many keys as it was made for
-_FILL = 0.6
-_MOST_FILL = 0.8
-_LEAST_KEYS = 1 << 15
+_FIRST_FILL = 0.5  # share of slots that are used by as many keys as the table was made for
+_FILL = 0.6  # share of used slots above which entries are copied to a larger table, in slices
+_MOST_FILL = 0.8  # share of used slots above which all entries are copied at once
+_LEAST_KEYS = 1 << 15  # keys for which the smallest table has room
 _AT_ONCE = 1 << 17  # keys per step of a bulk insertion: its arrays stay in the cache
 _SLICE_SLOTS = 1 << 15  # slots copied per step of a replacement: about 3 ms
 _SLICE_BYTES = 4 << 20  # 4 MiB: memory released per step, in less than 1 ms
@@ -37,14 +50,20 @@ _FEW = 12  # keys; for fewer, NumPy is slower
 _MOST_COLLIDED = 4_096  # bound on remembered collisions
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
+_SAVED_FROM = 1 << 16  # entries; reading the catalogue of a smaller store takes less than 0.1 s
+_HEADER = struct.Struct("<8sIIQQ")  # magic, fingerprint bits, bytes of the cursor, packs, entries
+_MAGIC = b"PKVINDX1"
+_ENTRY = np.dtype([("fingerprint", "<u8"), ("pack", "<u4")])
+_CHECKSUM_BYTES = 8
+
 Fps = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]
 
 
 def fingerprint_function(bits: int = FULL_BITS) -> Callable[[bytes], int]:
-    """Return the fingerprint function of keys: xxh3 of the whole key, which takes 40 ns.
+    """Return the function that computes the fingerprint of a key: xxh3 of the whole key, which takes 40 ns.
 
-    :param bits: significant bits. With few bits keys collide often, for tests.
+    :param bits: significant bits of a fingerprint; fewer than 64 only in tests, where keys should collide often.
     """
     if bits >= FULL_BITS:
         return xxhash.xxh3_64_intdigest
@@ -58,9 +77,9 @@ def _all_of(function: Callable[[bytes], int], keys: Sequence[bytes]) -> Fps:
 
 
 def _stored(fingerprints: Fps, bits: int = FULL_BITS) -> Fps:
-    """Return fingerprints as a table stores them.
+    """Return fingerprints as a table stores them: the reserved values 0 and 1 become 2 and 3.
 
-    The reserved values, 2 of 2^64, are replaced: a key with one of them is never found.
+    Lookups of a single key do not replace them, so they miss such a key (2 of 2^64).
 
     :param bits: as in ``fingerprint_function``.
     """
@@ -70,7 +89,8 @@ def _stored(fingerprints: Fps, bits: int = FULL_BITS) -> Fps:
 
 
 class LookupTable:
-    """The engine's view of the fingerprints in a memfd of the host; empty until ``map`` and after ``clear``.
+    """The engine's read-only view of the fingerprints that the host process keeps in shared memory: it answers whether
+    the store may hold a key, without a message to the host. Empty until ``map`` and after ``clear``.
 
     Lookups may run in any thread. The other methods belong to one thread.
     """
@@ -85,10 +105,11 @@ class LookupTable:
         self._table: tuple[memoryview, int] = (memoryview(bytes(16)).cast("Q"), 1)
 
     def map(self, fd: int, slots: int) -> None:
-        """Use another table. The memory of the previous one is released by ``release_some``.
+        """Map a table that the host sent, and use it instead of the previous one, which ``release_some`` releases.
 
-        :param fd: the memfd; closed here.
-        :raises StoreError: it is not sealed, or too small; the previous table stays in use.
+        :param fd: descriptor of the memfd; this method always closes it.
+        :param slots: number of slots of the table.
+        :raises StoreError: the memfd is not sealed or too small, or cannot be mapped; the previous table stays in use.
         """
         try:
             if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS or not 0 < slots < os.fstat(fd).st_size // 8:
@@ -102,7 +123,7 @@ class LookupTable:
         self._memory, self._table = memory, (memoryview(memory).cast("Q"), slots)
 
     def clear(self) -> None:
-        """Find nothing until the next ``map``: the host is down."""
+        """Find no keys until the next ``map``, because the host process is down."""
         self._table = (memoryview(bytes(16)).cast("Q"), 1)
         self._collided.clear()
         self._retire()
@@ -113,7 +134,7 @@ class LookupTable:
         self._memory = None
 
     def release_some(self) -> bool:
-        """Unmap a slice of previous tables, because a whole one would take 27 ms; return whether some are left."""
+        """Release a slice of the previous tables' memory (a whole one takes 27 ms); return False if none was left."""
         if not self._retired:
             return False
         memory = self._retired[0]
@@ -126,7 +147,7 @@ class LookupTable:
         return True
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether the host's store may hold the key: one probe."""
+        """Whether the host's store probably holds the key: another key can have the same fingerprint."""
         fingerprint = self._fingerprint(key)
         table, slots = self._table
         slot = fingerprint % slots
@@ -141,12 +162,12 @@ class LookupTable:
     contains = __contains__
 
     def __len__(self) -> int:
-        """Number of blocks that the host's store holds."""
+        """Number of blocks in all packs of the host's index; a block in two packs counts twice."""
         table, slots = self._table
         return table[slots]
 
     def held(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return ``contains`` for each key, several times faster than single calls."""
+        """Return for each key what ``contains`` would return; several times faster than single calls."""
         if len(keys) < _FEW:
             return list(map(self.contains, keys))
         table, slots = self._table
@@ -157,19 +178,19 @@ class LookupTable:
         return found
 
     def prefix(self, keys: Sequence[bytes]) -> int:
-        """Return the number of keys before the first that is not held."""
+        """Return the number of keys before the first one for which ``contains`` returns False."""
         held = self.held(keys)
         return held.index(False) if False in held else len(held)
 
     def set_collided(self, keys: Iterable[bytes], *, collided: bool) -> None:
-        """Add or remove keys whose fingerprint only belongs to other keys: they are not held. Bounded: the oldest are
-        forgotten, and each of their lookups leads to a load that fails.
+        """Remember (True) or forget (False) that keys are not held although other keys have their fingerprints. Lookups
+        do not find remembered keys. Only the last 4,096 are remembered; a load of an older one fails as a miss.
         """
         set_bounded(self._collided, keys, present=collided)
 
 
 def set_bounded(some: dict[bytes, None], keys: Iterable[bytes], *, present: bool) -> None:
-    """Add or remove keys that are not held although their fingerprint is; the oldest above a bound are removed."""
+    """Add keys to an ordered set if ``present``, else remove them. Above 4,096 keys, the oldest are removed."""
     for key in keys:
         some.pop(key, None)
         if present:
@@ -203,10 +224,10 @@ def _next(place: Ints, which: Ints, slots: int) -> None:
 
 
 class _Table:
-    """Slots of fingerprints in a memfd, and for each the number of its pack."""
+    """Hash table: slots of fingerprints in a memfd, and in private memory the number of each slot's pack."""
 
     def __init__(self, keys: int) -> None:
-        """:param keys: number of keys for which it has room."""
+        """:param keys: number of keys to expect; the table has about twice as many slots."""
         self.slots = int(max(keys, _LEAST_KEYS) / _FIRST_FILL) | 1
         self.fd = os.memfd_create("persistkv-lookup", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, (self.slots + 1) * 8)
@@ -216,24 +237,24 @@ class _Table:
         self.packs = np.zeros(self.slots, np.uint32)
         """Number of the pack; 0 if the slot has no entry."""
         self.used = 0
-        """Slots that are not empty."""
+        """Number of slots that are not empty: entries and ``_GONE``."""
 
     @property
     def live(self) -> int:
-        """Number of entries, in the memfd after the slots."""
+        """Number of entries. It is in the memfd, after the slots, for readers."""
         return int(self._header[0])
 
     def prefault(self, start: int, stop: int) -> None:
-        """Allocate the memory of empty slots: much faster in order than by insertions at random."""
+        """Clear slots of a new table in order: allocating their memory during insertions would be much slower."""
         self.fingerprints[start:stop] = _EMPTY
         self.packs[start:stop] = 0
 
     def room(self, fill: float) -> int:
-        """Return how many slots may still become non-empty."""
+        """Return how many more slots may become non-empty up to this share of all; negative if too many are."""
         return int(self.slots * fill) - self.used
 
     def insert(self, fingerprints: Fps, packs: npt.NDArray[np.uint32]) -> Ints:
-        """Add entries and return their slots."""
+        """Add an entry for each pair of fingerprint and pack number; return their slots."""
         place = _homes(fingerprints, self.slots)
         left = np.arange(len(fingerprints))
         while len(left):
@@ -252,7 +273,7 @@ class _Table:
         return place
 
     def find(self, fingerprints: Fps, pack: int) -> Ints:
-        """Return the slots of a pack's entries; fingerprints without an entry are left out."""
+        """Return the slots of the pack's entries with these fingerprints; those without an entry are left out."""
         place = _homes(fingerprints, self.slots)
         left = np.arange(len(fingerprints))
         found: list[Ints] = []
@@ -265,7 +286,7 @@ class _Table:
         return np.unique(np.concatenate(found)) if found else left
 
     def remove(self, at: Ints) -> None:
-        """Remove the entries of different slots."""
+        """Remove the entries in these slots, which must be distinct."""
         self.fingerprints[at] = _GONE
         self.packs[at] = 0
         self._header[0] -= np.uint64(len(at))
@@ -276,7 +297,7 @@ class _Table:
             at = (at - 1) % self.slots
 
     def packs_of(self, fingerprint: int) -> Iterator[int]:
-        """Yield the packs of all entries with this fingerprint."""
+        """Yield the pack number of each entry with this fingerprint."""
         slot = fingerprint % self.slots
         while found := int(self.fingerprints[slot]):
             if found == fingerprint:
@@ -284,17 +305,32 @@ class _Table:
             slot = (slot + 1) % self.slots
 
     def shrink_to(self, num_bytes: int) -> None:
-        """Return all memory above this size to the system, also the pages that a reader has mapped."""
+        """Release the table's memory above this size. A reader that still maps it finds empty slots there."""
         start = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         end = self.slots * 8
         if start < end:
             self._memory.madvise(mmap.MADV_REMOVE, start, end - start)
 
     def close(self) -> None:
-        """Close the descriptor; idempotent. The memory is returned once no reader maps it."""
+        """Close the descriptor; idempotent. The memory is released when no process maps it any more."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def _is_intact(file: BinaryIO) -> bool:
+    """Return whether a file of an index is complete and undamaged."""
+    status = os.fstat(file.fileno())
+    left = status.st_size - _CHECKSUM_BYTES
+    if not stat.S_ISREG(status.st_mode) or left < _HEADER.size:
+        return False
+    digest = xxhash.xxh3_64()
+    is_ours = file.read(len(_MAGIC)) == _MAGIC
+    file.seek(0)
+    while is_ours and left and (part := file.read(min(left, _SLICE_BYTES))):
+        digest.update(part)
+        left -= len(part)
+    return is_ours and file.read() == digest.intdigest().to_bytes(_CHECKSUM_BYTES, "little")
 
 
 class HeldPack:
@@ -305,7 +341,7 @@ class HeldPack:
     def __init__(self, table: PackTable, number: int) -> None:
         self.table = table
         self.number = number
-        """As in ``Index.number_of``."""
+        """Number of the pack when this object was made, as in ``Index.number_of``."""
         self.keys = tuple(table.keys.unpack())
         """Keys of all blocks, frame after frame."""
         self._places: dict[bytes, int] | None = None
@@ -322,14 +358,14 @@ class HeldPack:
 
     @property
     def places(self) -> Mapping[bytes, int]:
-        """Position of each key."""
+        """Position of each key in ``keys``."""
         if self._places is None:
             self._places = {key: place for place, key in enumerate(self.keys)}
         return self._places
 
     def start_of(self, keys: Sequence[bytes]) -> int | None:
-        """Return the position of the first of consecutive keys; None if the keys are not consecutive in the pack. Much
-        faster than ``places``.
+        """Return the position of the first key if the pack holds all keys one after the other in this order; else None.
+        Much faster than ``places``.
         """
         if keys[0] not in self.keys:
             return None
@@ -338,13 +374,13 @@ class HeldPack:
 
 
 class Index:
-    """Entries of all packs of a namespace. Not thread-safe."""
+    """Index of a namespace: finds the packs that may hold a key, by its fingerprint. Not thread-safe."""
 
     def __init__(self, most_keys: int | None = None, bits: int = FULL_BITS) -> None:
         """Create an empty index.
 
-        :param most_keys: number of keys that the store's capacity allows: the table is not made larger while it holds
-            no more. None: unknown.
+        :param most_keys: number of keys for which the store's capacity has room. The table gets room for more keys only
+            if it holds more. None: unknown.
         :param bits: as in ``fingerprint_function``.
         """
         self._bits = bits
@@ -375,16 +411,16 @@ class Index:
         return list(self._numbers)
 
     def number_of(self, pack_id: bytes) -> int:
-        """Return the number of a pack; 0 if it is not in the index. A pack that is added again gets another number."""
+        """Return the pack's number; 0 if it is not in the index. A pack that is removed and added gets another one."""
         return self._numbers.get(pack_id, 0)
 
     def candidates(self, key: bytes) -> list[bytes]:
-        """Return the ids of all packs that may hold a key."""
+        """Return the ids of all packs that hold a key with the same fingerprint."""
         numbers = dict.fromkeys(self._table.packs_of(self._fingerprint(key)))
         return [self._ids[number] for number in numbers if number in self._ids]
 
     def first_candidates(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """Return, for each key, a pack that may hold it; None if no pack holds it."""
+        """Return, for each key, the id of one pack that may hold it; None if no pack holds it."""
         if len(keys) < _FEW:
             return [next(iter(self.candidates(key)), None) for key in keys]
         table = self._table
@@ -394,16 +430,16 @@ class Index:
         return list(map(self._ids.get, numbers.tolist()))
 
     def absent(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Return the keys that no pack holds, in order."""
+        """Return the keys that are in no pack, in order. A key whose fingerprint a held key has is left out."""
         keys = list(keys)
         return [key for key, pack in zip(keys, self.first_candidates(keys), strict=True) if pack is None]
 
     # Changes
 
     def reload(self, tables: Iterable[PackTable], blocks: int | None = None) -> None:
-        """Replace the whole content.
+        """Replace the whole content. If iterating over ``tables`` raises, only some of the packs are in the index.
 
-        :param blocks: number of blocks of ``tables``, an estimate; None: counted, which keeps all tables in memory.
+        :param blocks: estimated number of blocks in ``tables``. None: they are counted, with all tables in memory.
         """
         if blocks is None:
             tables = list(tables)
@@ -421,7 +457,7 @@ class Index:
         return more if self._most_keys is None else max(keys, min(more, self._most_keys))
 
     def add(self, tables: Iterable[PackTable]) -> None:
-        """Add packs; packs that the index has already are ignored."""
+        """Add packs by their tables; packs that the index has already are ignored."""
         some: list[PackedKeys] = []
         numbers: list[int] = []
         counts: list[int] = []
@@ -466,8 +502,8 @@ class Index:
     def remove(self, packs: Mapping[bytes, bytes]) -> None:
         """Remove packs by id; unknown ids are ignored.
 
-        :param packs: id → ``PackedKeys.fingerprints``. If they are not those of the pack's entries, as after damage,
-            all slots are searched, once for all such packs.
+        :param packs: pack id → ``PackedKeys.fingerprints``. If these are missing or wrong, as after damage, all slots
+            are searched for the pack's entries, which is slow; one search serves all such packs.
         """
         searched: list[int] = []
         for pack_id, fingerprints in packs.items():
@@ -487,6 +523,71 @@ class Index:
             for one in (self._table,) if self._new is None else (self._table, self._new):
                 one.remove(np.flatnonzero(np.isin(one.packs, np.array(searched, np.uint32))))
 
+    # The file
+
+    def save(self, path: Path, cursor: bytes) -> None:
+        """Write the index to a file for the next opening; a small one is not written. Failures are only logged.
+
+        :param cursor: position in the change log that the index corresponds to.
+        """
+        size = len(self) * _ENTRY.itemsize + len(self._ids) * (ID_BYTES + 4)
+        if len(self) < _SAVED_FROM:
+            return
+        try:
+            space = os.statvfs(path.parent)
+            if size > space.f_bavail * space.f_frsize // 2:
+                raise StoreError(f"it takes {size} bytes, more than half of the free space")
+            replace_file(path, self._pieces(cursor))
+        except (OSError, StoreError) as error:
+            logger.info("the index is not saved in %s: %s", path, error)
+
+    def _pieces(self, cursor: bytes) -> Iterator[bytes]:
+        """Yield the content of the file: header, cursor, numbers and ids of the packs, entries, checksum."""
+        numbers = np.fromiter(self._ids, np.uint32, len(self._ids))
+        header = _HEADER.pack(_MAGIC, self._bits, len(cursor), len(numbers), len(self))
+        digest = xxhash.xxh3_64()
+        for piece in (header, cursor, numbers.astype("<u4").tobytes(), b"".join(self._ids.values())):
+            digest.update(piece)
+            yield piece
+        table = self._table
+        for start in range(0, table.slots, _AT_ONCE):
+            at = start + np.flatnonzero(table.packs[start : start + _AT_ONCE])
+            entries = np.empty(len(at), _ENTRY)
+            entries["fingerprint"], entries["pack"] = table.fingerprints[at], table.packs[at]
+            digest.update(piece := entries.tobytes())
+            yield piece
+        yield digest.intdigest().to_bytes(_CHECKSUM_BYTES, "little")
+
+    def load(self, path: Path) -> bytes | None:
+        """Fill an empty index from a file that ``save`` wrote.
+
+        :returns: the cursor; None if the file is absent, damaged or of other options: the index is still empty.
+        """
+        try:
+            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+                if not _is_intact(file):
+                    return None
+                file.seek(0)
+                _, bits, cursor_bytes, packs, entries = _HEADER.unpack(file.read(_HEADER.size))
+                if bits != self._bits:
+                    return None
+                cursor = file.read(cursor_bytes)
+                numbers = np.frombuffer(file.read(4 * packs), "<u4").tolist()
+                ids = PackedKeys(file.read(ID_BYTES * packs), ID_BYTES).unpack()
+                table = _Table(self._size_for(entries))
+                table.prefault(0, table.slots)
+                for start in range(0, entries, _AT_ONCE):
+                    some = np.frombuffer(file.read(min(_AT_ONCE, entries - start) * _ENTRY.itemsize), _ENTRY)
+                    table.insert(some["fingerprint"].copy(), some["pack"].copy())
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError):
+                logger.info("the index is not loaded from %s: %s", path, error)
+            return None
+        self._replace(table)
+        self._numbers, self._ids = dict(zip(ids, numbers, strict=True)), dict(zip(numbers, ids, strict=True))
+        self._last = max(numbers, default=0)
+        return cursor
+
     # Replacement of the table
 
     @property
@@ -500,7 +601,7 @@ class Index:
             self._prefaulted = self._copied = 0
 
     def replace_some(self) -> None:
-        """Do a slice of pending work: allocate the next table, copy entries to it, or return memory of the last one."""
+        """Do a slice, of a few ms, of a table's replacement: allocate memory, copy entries, or release memory."""
         if self._new is not None and self._prefaulted < self._new.slots:
             stop = self._prefaulted + _SLICE_BYTES // 16
             self._new.prefault(self._prefaulted, stop)
@@ -532,19 +633,19 @@ class Index:
             old.close()
 
     def share(self) -> tuple[int, int]:
-        """Return a new descriptor of the table, which the caller closes, and the number of its slots. From now on a
-        replaced table is kept until ``release_retired``.
+        """Return a new descriptor of the table, which the caller must close, and the number of slots. From now on,
+        replaced tables are kept until ``release_retired``, because a reader may map them.
         """
         self._shared = True
         return os.dup(self._table.fd), self._table.slots
 
     def release_retired(self) -> None:
-        """Return the memory of replaced tables, in slices: the reader maps the present one."""
+        """Let ``replace_some`` release replaced tables. Call this when the reader has mapped the present table."""
         if self._retired and self._release_at is None:
             self._release_at = self._retired[0].slots * 8
 
     def close(self) -> None:
-        """Close all descriptors; idempotent. Readers keep what they have mapped."""
+        """Close all descriptors; idempotent. Mappings of readers stay valid."""
         for table in (self._table, *self._retired, *((self._new,) if self._new else ())):
             table.close()
         self._retired, self._new, self._release_at = [], None, None

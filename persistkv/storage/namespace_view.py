@@ -1,7 +1,8 @@
 """One namespace of an open backend: its blocking calls, the index of durable keys, pending news, and the construction
 of manifests.
 
-The coroutines of this file run as flows of ``Executor.begin_write``, so their results are applied in call order.
+Coroutines that commit or refresh must run as flows of ``Executor.begin_write``, so that the index applies changes in
+order. ``holders`` may run in any flow.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -22,7 +24,7 @@ from persistkv.errors import StoreError, StoreFullError
 from persistkv.memory.budget import give_back, no_collections
 from persistkv.storage.backend import Backend, Changes, CommitBatch, CommitResult, ManifestWrite
 from persistkv.storage.executor import Executor
-from persistkv.storage.extensions import InspectableBackend, SupportsPolicy
+from persistkv.storage.extensions import InspectableBackend, SupportsIndexFile, SupportsPolicy
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest, context_digest
 from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.format.pack_writer import NewPack, PackWriter
@@ -35,14 +37,14 @@ _COMPLAIN_S = 60.0  # seconds between warnings that blocks are dropped
 _QUARANTINE_ATTEMPTS = 3
 _MOST_RECENT_KEYS = 16_384  # keys of the packs whose tables are kept: 2 MB
 SHORTENED_AT_ONCE = 64
-"""Manifests that one commit shortens. Many requests may share a bad pack: they are shortened in several short commits.
-The last commit deletes the pack."""
+"""Number of manifests that one commit shortens. If more name a bad pack, several short commits shorten them, and the
+last one deletes the pack."""
 
 T = TypeVar("T")
 
 
 class NamespaceView:
-    """One namespace of an open backend, with its index; see the module docstring."""
+    """One namespace of an open backend, with its index and pending news. Not thread-safe."""
 
     def __init__(
         self,
@@ -53,17 +55,17 @@ class NamespaceView:
         layout: RowLayout,
         options: StoreOptions,
     ) -> None:
-        """Read the whole catalogue, blocking. Its keys are not reported as news.
+        """Read the catalogue into the index, on the caller's thread. Its keys are not reported as news.
 
-        :raises StoreError: the catalogue could not be read.
+        :raises StoreError: the catalogue could not be read; the backend stays open.
         """
         self.backend = backend
         self.namespace = namespace
         self.executor = executor
         self.index = Index(_most_keys(backend, layout), options.fingerprint_bits)
         self.cursor: bytes | None = None
-        """Position in the backend's change log; None: the index is out of date and the next refresh reads the whole
-        catalogue."""
+        """Position in the backend's change log up to which the index is complete. None: unknown, so the next refresh
+        reads the whole catalogue."""
         self.news = News()
         self._counters = counters
         self._events = options.events
@@ -72,30 +74,57 @@ class NamespaceView:
         self._recent_keys = 0
         self._collided: dict[bytes, None] = {}
         self._distrusted: dict[bytes, PackTable] = {}
-        """Packs that were removed from the index because they failed to read, until the backend reports their removal
-        or replacement, or ``quarantine`` decides about them."""
+        """Packs that were removed from the index because a read of them failed, by id. They stay here until the backend
+        reports their removal or replacement, or ``quarantine`` decides about them."""
         self._complained_at: float | None = None
+        self._dropped = False
+        """Whether packs were removed from the index that the store may still hold."""
+        self._file: Path | None = None
+        self._saved: bytes | None = None
+        """Cursor of the file's content."""
         try:
             with no_collections():
-                self._learn(backend.changes(namespace, None))
+                self._open()
         except BaseException:
             self.index.close()
             raise
         give_back()  # about 50 bytes per block
 
-    def call(self, call: Callable[[], T]) -> Awaitable[T]:
-        """Run a blocking call on the backend with ``Executor.write``.
+    def _open(self) -> None:
+        if isinstance(self.backend, SupportsIndexFile):
+            self._file = self.backend.index_file(self.namespace)
+        self._saved = self.cursor = None if self._file is None else self.index.load(self._file)
+        changes = self.backend.changes(self.namespace, self.cursor)
+        self._learn(changes)
+        self.news = News()
+        if self._file is not None and changes.reset:
+            with suppress(OSError):  # its cursor must not become valid later, in a store that is restored from a copy
+                self._file.unlink(missing_ok=True)
 
-        :raises StoreError: the call failed, with an exception of any kind.
+    def close(self) -> None:
+        """Close the backend, then save the index for the next opening. Idempotent."""
+        self.backend.close()
+        is_whole = self.backend.capabilities.writable and not self._distrusted and not self._dropped
+        if self._file is not None and is_whole and self.cursor is not None and self.cursor != self._saved:
+            self.index.save(self._file, self.cursor)
+        self._file = None
+        self.index.close()
+
+    def call(self, call: Callable[[], T]) -> Awaitable[T]:
+        """Run a blocking call with ``Executor.write``.
+
+        :raises StoreError: the call raised an exception of any kind; one of another kind is the ``__cause__``.
         """
         return self.executor.write(_translated()(call))
 
     def commit(self, batch: CommitBatch) -> Awaitable[CommitResult]:
-        """Run ``Backend.commit``. After it ends, also with an error, the blocks of its packs are no longer read."""
+        """Run ``Backend.commit`` as ``call`` does. When it has ended, even with an error, no thread reads the blocks of
+        its packs any more.
+        """
         return self.call(partial(_commit, self.backend, self.namespace, batch))
 
     def complain(self, error: StoreError) -> None:
-        """Log a warning, at most one per minute, so that a full store does not flood the log."""
+        """Log a failure as a warning that new blocks are dropped, at most once per minute: a full store fails often."""
         now = time.monotonic()
         if self._complained_at is None or now - self._complained_at >= _COMPLAIN_S:
             self._complained_at = now
@@ -110,7 +139,7 @@ class NamespaceView:
         self._learn(await self.call(partial(_changes, self.backend, self.namespace, self.cursor)))
 
     async def refresh_or_complain(self) -> None:
-        """Refresh; log a failure instead of raising it."""
+        """Call ``refresh``, and log a ``StoreError`` instead of raising it."""
         try:
             await self.refresh()
         except StoreError as error:
@@ -137,10 +166,10 @@ class NamespaceView:
         self.index.add(tables)
 
     def _forget(self, packs: Mapping[bytes, PackTable | bytes]) -> None:
-        """Remove packs from the index.
+        """Remove packs from the index, and record their keys in ``news``.
 
-        :param packs: id → table, or ``PackedKeys.fingerprints``: then the keys cannot be reported, unless the pack was
-            used recently.
+        :param packs: pack id → table, or ``PackedKeys.fingerprints``. Without a table, the keys are known only if the
+            pack was used recently; if not, ``News.lost`` is set instead.
         """
         fingerprints: dict[bytes, bytes] = {}
         tables: list[PackTable | None] = []
@@ -160,7 +189,7 @@ class NamespaceView:
     # Full keys
 
     async def holders(self, keys: Sequence[bytes]) -> list[HeldPack | None]:
-        """Return, for each key, a pack that holds it; None if the key is not held. Compares full keys.
+        """Return, for each key, a pack that holds it; None if no pack does. Compares full keys, not fingerprints.
 
         :raises StoreError: the key tables could not be read.
         """
@@ -191,7 +220,9 @@ class NamespaceView:
         return found
 
     async def _find_others(self, keys: Sequence[bytes], unsure: Sequence[int], found: list[HeldPack | None]) -> None:
-        """Look for keys in all packs with their fingerprint, and remember those that are in none."""
+        """Search all packs with the fingerprints of the keys at the positions ``unsure``, and enter in ``found`` those
+        that hold the keys. Remember keys that are in none of them, so that lookups no longer find them.
+        """
         named = {place: self.index.candidates(keys[place]) for place in unsure}
         packs = await self._packs({pack_id: None for pack_ids in named.values() for pack_id in pack_ids})
         collided: list[bytes] = []
@@ -207,7 +238,10 @@ class NamespaceView:
             self.executor.begin_write(self._drop_unread(unread))
 
     async def _packs(self, pack_ids: Iterable[bytes]) -> dict[bytes, HeldPack]:
-        """Return the packs whose tables can be read."""
+        """Return these packs by id, without those whose tables are missing or damaged.
+
+        :raises StoreError: the medium failed.
+        """
         numbers = {pack_id: self.index.number_of(pack_id) for pack_id in pack_ids}
         found = {pack_id: self._recent[number] for pack_id, number in numbers.items() if number in self._recent}
         unread = [pack_id for pack_id in numbers if pack_id not in found]
@@ -219,7 +253,7 @@ class NamespaceView:
         return found
 
     def _remember(self, pack: HeldPack) -> HeldPack:
-        """Keep the tables of the packs that were used last, such as those of one long context."""
+        """Keep the pack's table in memory, enough for one long context, and drop the oldest ones above the bound."""
         if pack.number and pack.number not in self._recent:
             self._recent[pack.number] = pack
             self._recent_keys += len(pack.keys)
@@ -228,13 +262,17 @@ class NamespaceView:
         return pack
 
     async def _drop_unread(self, packs: Mapping[bytes, int]) -> None:
-        """Remove packs without a table from the index: another process removed them, or their rows are damaged."""
+        """Remove packs whose tables are missing from the index: another process removed them, or they are damaged.
+
+        :param packs: pack id → ``Index.number_of`` at the time of the failed read. Packs added since then are kept.
+        """
         await self.refresh_or_complain()
         left = [pack_id for pack_id, number in packs.items() if number and self.index.number_of(pack_id) == number]
         with suppress(StoreError):
             if not left:
                 return
             there = {table.pack_id for table in await self.call(partial(self.backend.tables, self.namespace, left))}
+            self._dropped = True
             self._forget({pack_id: b"" for pack_id in left if pack_id not in there})
 
     def _set_collided(self, keys: Sequence[bytes], *, collided: bool) -> None:
@@ -245,8 +283,8 @@ class NamespaceView:
     async def committed(self, writers: Sequence[NewPack], result: CommitResult, *, followed: bool) -> None:
         """Apply the result of this store's own commit to the index, the counters and the news.
 
-        :param followed: no other process committed between the last refresh and this commit, so its cursor can be
-            adopted.
+        :param followed: whether it is certain that no other process committed between the last refresh and this commit.
+            If not, this method refreshes.
         """
         self._counters.commits += 1
         unknown = not all(writer.written for writer in writers)
@@ -265,8 +303,8 @@ class NamespaceView:
             await self.refresh_or_complain()
 
     def count_held(self, writers: Iterable[NewPack]) -> None:
-        """Count the blocks of packs that the backend held already: another process stored them, or an earlier commit of
-        this store took effect although it reported an error.
+        """Count the blocks of packs that the backend held already and did not write again: another process stored them,
+        or an earlier commit of this store took effect although it reported an error.
         """
         self._counters.held_blocks += sum(len(writer.keys) for writer in writers)
 
@@ -279,17 +317,17 @@ class NamespaceView:
         self._counters.stored_bytes += table.payload_length
 
     def distrust(self, packs: Iterable[HeldPack]) -> None:
-        """Remove packs that failed to read from the index. A pack that was replaced since then is kept."""
+        """Remove from the index the packs of which a read failed. A pack that was replaced since that read is kept."""
         bad = {pack.pack_id: pack.table for pack in packs if self.index.number_of(pack.pack_id) == pack.number}
         self._forget(bad)
         self._distrusted.update(bad)
 
     async def quarantine(self) -> None:
-        """Decide about the distrusted packs.
+        """Refresh, and delete the packs of ``distrust`` that no process has removed or replaced since, if the store is
+        writable.
 
-        Packs that were removed or replaced since then need no action. Packs that are unchanged are deleted if the store
-        is writable, and the requests that name them are shortened to the part before the pack. If the backend cannot be
-        read, all distrusted packs are restored to the index.
+        Manifests that name a deleted pack are shortened to the part before it. If the backend cannot be read, all these
+        packs are restored to the index: a later read decides. If a deletion fails, they stay out of the index.
         """
         for _ in range(_QUARANTINE_ATTEMPTS):
             try:
@@ -305,10 +343,8 @@ class NamespaceView:
                 return
 
     async def _delete(self, bad: Sequence[bytes]) -> bool:
-        """Delete packs. Return False if another process has committed since the last refresh: it may have replaced
-        the packs.
-
-        A failure of the store is logged, and the packs stay distrusted.
+        """Delete packs. Return False, and delete nothing, if another process has committed since the last refresh: it
+        may have replaced the packs. A failure of the store is logged, and the packs stay in ``_distrusted``.
         """
         try:
             batch: CommitBatch | None = CommitBatch()
@@ -330,9 +366,10 @@ class NamespaceView:
         return True
 
     async def _shorten(self, backend: InspectableBackend, bad: Sequence[bytes]) -> CommitBatch | None:
-        """Shorten the requests that name packs, in commits of ``SHORTENED_AT_ONCE``.
+        """Shorten the manifests that name these packs, in commits of ``SHORTENED_AT_ONCE`` manifests.
 
-        :returns: the last commit, which is still to be done; None if others have committed since our last look.
+        :returns: the last of these commits, which the caller must execute; None if another process has committed since
+            the last refresh.
         """
         heads = await self.call(partial(backend.manifests_naming, self.namespace, bad))
         batch = CommitBatch()
@@ -351,7 +388,7 @@ class NamespaceView:
     async def manifest_maker(self, keys: Sequence[bytes], writers: Sequence[PackWriter]) -> ManifestMaker:
         """Return a builder for manifests of these keys.
 
-        :param writers: the packs that the same transaction writes.
+        :param writers: the packs that the same transaction writes; their keys count as durable.
         :raises StoreError: the key tables could not be read.
         """
         pack_of = {key: writer.pack_id for writer in writers for segment in writer.segments for key in segment.keys}
@@ -366,7 +403,7 @@ class NamespaceView:
 
 
 def _most_keys(backend: Backend, layout: RowLayout) -> int | None:
-    """Return how many blocks the store's capacity allows; None if it is unbounded, or if the medium does not answer."""
+    """Return how many blocks fit into the store's capacity; None if it is unbounded or unknown."""
     capacity = None
     if isinstance(backend, SupportsPolicy):
         with suppress(StoreError):
@@ -381,8 +418,8 @@ def _changes(backend: Backend, namespace: bytes, cursor: bytes | None) -> Change
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """Convert exceptions of other kinds (no memory to encode a frame, a bug in a driver) to ``StoreError``s: they fail
-    the call, and the store stays usable.
+    """Convert other exceptions to ``StoreError``, such as a lack of memory or a bug in a driver: only the call fails,
+    and the store stays usable.
     """
     try:
         yield
@@ -414,7 +451,7 @@ class ManifestMaker:
         self._block_bytes = block_bytes
 
     def make(self, end: RequestEnd) -> tuple[ManifestWrite | None, bool]:
-        """Return the manifest of each group's longest durable prefix, and whether it covers the whole context.
+        """Return a manifest of the longest durable prefix of each group, and whether it covers the whole context.
 
         The manifest is None if no group has a durable prefix.
         """
@@ -438,8 +475,7 @@ class ManifestMaker:
     def shorten(self, manifest: RequestManifest, keys: ManifestKeys) -> ManifestWrite | None:
         """Return a manifest as ``make`` would build it now, with the same creation time; None if no block is left.
 
-        The number of tokens per block is estimated from the manifest. For a request of few blocks, the estimate may be
-        too high.
+        Its number of tokens is estimated from the present manifest. For a request of few blocks it may be too high.
         """
         block_size = manifest.tokens // max([1, *manifest.group_blocks])
         chains = tuple(chain.unpack() for chain in keys)
@@ -491,11 +527,11 @@ def read_requests(
 
 
 def shortened(requests: Iterable[NamedRequest], maker: ManifestMaker, seen: bytes | None) -> CommitBatch:
-    """Return the commit that shortens requests and keeps their pins.
+    """Return the commit that shortens the manifests of requests and keeps their pins.
 
     A request of which no block is left is not part of the commit: it is deleted with the bad pack.
 
-    :param maker: does not know the bad packs.
+    :param maker: builder for which the keys of bad packs are not durable.
     :param seen: as in ``CommitBatch``.
     """
     shorter: list[ManifestWrite] = []

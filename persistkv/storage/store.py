@@ -3,16 +3,16 @@
 Invariants of this file:
 
 1. A key is in the index if and only if a committed pack holds it and no read has found that pack bad.
-2. Rows passed to ``put`` are read until it returns True, or until ``in_flight`` returns none of their keys.
+2. The store may read the rows passed to ``put`` until ``put`` returns True or ``in_flight`` returns none of their keys.
 3. When ``begin_read`` reports its outcome, a row holds the bytes stored under its key, or the outcome lists the key as
-   failed. The rows are not written after that.
-4. A key is absent, in flight (a transaction reads its row, or will), staged (copied), or held (durable). Only absent
-   keys are accepted. If a transaction fails, its keys are absent again, except staged keys with a claim (``Staging``).
-5. A failed transaction costs the blocks in it, never the store: they are dropped and counted, and are absent.
+   failed. The store does not write the rows after that.
+4. A key is absent, in flight (a transaction reads its row, or will), staged (the block was copied to staging memory),
+   or held (durable). Only absent keys are accepted. If a transaction fails, its keys are absent again, except staged
+   keys that another request offered meanwhile: they are staged again (a claim, see ``Staging``).
+5. If a transaction fails, its blocks are dropped and counted in ``StoreCounters``. The store stays usable.
 
 Uses of packs (loads, touches, stores of keys that are held already, manifests) are sent to the backend with the next
-commit; packs with recent uses are evicted later. All state belongs to one thread. Calls that may block run on the
-``Executor``.
+commit, because eviction is by last use. All state belongs to one thread. Calls that may block run on the ``Executor``.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from persistkv.storage.load import ReadOutcome, make_scratch, part_bytes, plan_r
 from persistkv.storage.namespace_view import NamespaceView
 from persistkv.storage.records import Choice, News, RequestEnd, StoreCounters, StoreOptions
 
-_STALE_RETRIES = 2
-_TOUCH_S = 2.0  # seconds that uses wait for a commit of blocks
+_STALE_RETRIES = 2  # repetitions of a commit that another process overtook; the last one does not check for that
+_TOUCH_S = 2.0  # seconds since the last commit after which uses of packs are committed without blocks
 _MAX_TOUCHED = 4096  # bound on packs with a pending use: each costs the commit about 10 µs
 _COMPARED_REMOTELY = 16  # namespaces of a remote store with which a new identity is compared: each costs a request
 _EXPIRE_S = 30.0  # seconds between empty commits, which give the backend a chance to expire old packs
 
 
 class Store:
-    """See the top of this file."""
+    """One open namespace of a store: accepts blocks, commits them as packs, loads them into rows. Not thread-safe."""
 
     def __init__(
         self,
@@ -72,13 +72,16 @@ class Store:
         url: str,
         executor: Executor | None = None,
     ) -> None:
-        """Open a namespace of an open backend. This object then owns the backend.
+        """Open or create the namespace of ``identity``. This object then owns and closes the backend; if this raises,
+        the caller still owns it.
 
+        :param rows: the primary tier, from which blocks are stored and into which they are loaded.
+        :param url: URL of the store, for messages only.
         :param executor: runs the blocking calls; by default they run on the caller's thread. The caller closes it.
-        :raises ConfigurationError: invalid codec or durability; nothing was written.
+        :raises ConfigurationError: ``options`` has an invalid codec or durability; nothing was written.
         :raises IdentityMismatchError: ``strict_identity`` is set and the store holds only other identities; nothing
             was written.
-        :raises StoreError: as ``Backend.open_namespace``.
+        :raises StoreError: the namespace cannot be opened, created or read; it may exist, empty.
         """
         self.codec = parse_codec(options.codec)
         self._interval_s = parse_durability(options.durability)
@@ -86,7 +89,8 @@ class Store:
         self.rows = rows
         self.counters = StoreCounters()
         self.notice = _notice(backend, identity, options, url)
-        """Differences from the nearest namespace if this one is new and the store has others; else empty."""
+        """If the namespace is new and the store has others: message with the fields in which its identity differs from
+        the most similar one. Otherwise empty."""
         backend.open_namespace(identity)
         self.namespace = identity.digest
         executor = executor or InPlaceExecutor()
@@ -123,15 +127,15 @@ class Store:
         return key in self.catalogue.index
 
     def took(self, key: bytes) -> bool:
-        """Whether the key's bytes are durable or staged, so that its row is no longer needed."""
+        """Whether the key's block is durable or was copied to staging memory, so that its row is no longer needed."""
         return key in self.catalogue.index or key in self._staging
 
     def took_all(self, keys: Iterable[bytes]) -> bool:
-        """Whether ``took`` is true of all keys."""
+        """Whether ``took`` returns True for each of the keys."""
         return all(key in self._staging for key in self.catalogue.index.absent(keys))
 
     def in_flight(self, keys: Iterable[bytes]) -> set[bytes]:
-        """Return the keys that are still to be written from their rows. The caller of ``put`` must keep these rows."""
+        """Return those of the keys whose blocks are still to be written from their rows. These rows must not change."""
         return self._flying.intersection(keys)
 
     # Writing
@@ -144,12 +148,13 @@ class Store:
         depths: Sequence[int] | None,
         then: Callable[[bool, set[bytes]], None],
     ) -> None:
-        """Start to accept blocks for storage. Keys that are held are skipped, small packs are copied, large packs are
-        written from the rows by the next commit.
+        """Start to accept blocks for storage. Keys that are held, staged or in flight are skipped. Small packs are
+        copied to staging memory; the next commit writes large packs from the rows. A read-only store accepts nothing.
 
+        :param block_ids: for each key, the row that holds its block.
         :param depths: for each key, the number of blocks of its group before it in the context; None if unknown.
-        :param then: called with whether the rows are free already, and the keys that another job has in flight. Rows
-            that are not free are read while any of the keys is ``in_flight``.
+        :param then: called, possibly before this method returns, with two values: whether the rows may be reused now
+            (if not, they are read until no key is ``in_flight``), and the keys that an earlier call has in flight.
         :raises ValueError: a row or a group does not exist; nothing is accepted.
         """
         self.rows.check(block_ids)
@@ -187,8 +192,8 @@ class Store:
         then(self._flying.isdisjoint(keys), borrowed)
 
     def _take_in(self, request: str, pack: PlannedPack) -> None:
-        """Copy a pack into the staging memory if it is small, or if commits are delayed or remote. A large
-        pack, and one for which the staging memory has no room, is written directly from its rows of the primary tier.
+        """Copy a pack to staging memory if it is small, or if commits are delayed or remote. Other packs, and packs for
+        which staging memory has no room, are queued to be written directly from their rows.
         """
         small = pack.raw_length < DIRECT_BYTES
         if (small or self._copies_all) and self._staging.fits(pack.raw_length):
@@ -204,18 +209,18 @@ class Store:
 
     @property
     def has_room(self) -> bool:
-        """Whether memory is left for the copies of ``put`` and the keys of ``end_request``."""
+        """Whether memory is left for another ``put`` or ``end_request``. They do not check it: callers must wait."""
         next_one = min(DIRECT_BYTES, self._shares.staged)
         return self._staging.fits(next_one) and self._ends_bytes < self._shares.ends
 
     def drop_direct(self) -> None:
-        """Drop the packs that are to be written from rows and that no commit has begun to write."""
+        """Drop packs that wait to be written from rows and that no commit has begun. Count their blocks as dropped."""
         outgoing, self._direct = self._direct, []
         for one in outgoing:
             self._ended(one, False)
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Record a use of blocks; keys that are not held are ignored. Durable with the next commit."""
+        """Record a use of blocks, for the order of eviction; ignore keys that are not held. Durable after a commit."""
         candidates = self.catalogue.index.first_candidates(list(keys))
         self._touch({pack_id: None for pack_id in candidates if pack_id is not None})
 
@@ -225,9 +230,10 @@ class Store:
         self._touched.update(dict.fromkeys(islice(pack_ids, _MAX_TOUCHED - len(self._touched))))
 
     def end_request(self, end: RequestEnd) -> None:
-        """End a request. The next commit writes its staged blocks and its manifest.
+        """End a request. The next commit writes its staged blocks and its manifest, and reports it in
+        ``News.persisted``. A read-only store writes nothing and reports it at once.
 
-        :raises ValueError: the number of key chains is not the number of groups; nothing was accepted.
+        :raises ValueError: ``end.group_keys`` has more or fewer groups than the rows; nothing was accepted.
         """
         if len(end.group_keys) != len(self.rows.layout.groups):
             raise ValueError(f"keys of {len(end.group_keys)} groups; there are {len(self.rows.layout.groups)}")
@@ -245,7 +251,7 @@ class Store:
         return bool(self._direct or self._flying or self._ends or self._staging.num_bytes)
 
     def wants_commit(self) -> bool:
-        """Whether packs or ends of requests are due to be written."""
+        """Whether packs or manifests of ended requests are due to be written."""
         return bool(self._direct or (self._staging.num_bytes and self._staging.due()) or self._ends_due())
 
     def _ends_due(self) -> bool:
@@ -254,7 +260,7 @@ class Store:
         return self._ends_bytes >= self._shares.ends or time.monotonic() - self._ends_since >= self._interval_s
 
     def seconds_to_work(self) -> float | None:
-        """Return the seconds until ``tick`` has work; None while a write runs: its end wakes the owner."""
+        """Return the seconds until ``tick`` has work; None while a write runs: the executor reports its end."""
         if self.index.replacing:
             return 0.0
         if self.catalogue.executor.writing:
@@ -270,18 +276,18 @@ class Store:
         return max(0.0, min(waits))
 
     def _seconds_to_upkeep(self) -> float:
-        """Return the seconds until pending uses are due, or an empty commit that lets the backend expire old packs."""
+        """Return the seconds until a commit without blocks is due: it records uses or lets the backend expire packs."""
         if not self._writable:
             return math.inf
         touch_s = max(_TOUCH_S, self._interval_s or 0.0)
         return max(0.0, self._committed_at + (touch_s if self._touched else _EXPIRE_S) - time.monotonic())
 
     def begin_commit(self, *, everything: bool = False, then: Callable[[], None] | None = None) -> None:
-        """Start a commit of pending blocks and requests when running writes have ended. It includes work accepted until
-        then.
+        """Queue a commit of due packs and ended requests. It also includes work that is accepted before it starts.
 
         :param everything: also write staged packs that are not due yet.
-        :param then: called when all of them are durable, or dropped and counted.
+        :param then: called when this work is durable, or dropped and counted. Exception: blocks of a failed transaction
+            that another request offered meanwhile are staged again.
         """
         self._everything |= everything
         if then is not None:
@@ -291,11 +297,11 @@ class Store:
             self.catalogue.executor.begin_write(self._commit())
 
     async def _commit(self) -> None:
-        """Commit the due work: together first, one by one if that fails.
+        """Commit the due work in as few transactions as possible.
 
-        A transaction that fails is split into one for each pack and each end of a request, so that one pack too many
-        costs only itself. A pack or end that fails in a transaction of its own is dropped. The first transaction that
-        succeeds also commits the uses. A pack's blocks are read until ``_ended`` is called with it.
+        A transaction that fails is split into one for each pack and each end of a request, so that a pack that does not
+        fit is dropped alone. A pack or end that fails in a transaction of its own is dropped. The first transaction
+        that succeeds also commits the uses. A pack's blocks are read until ``_ended`` is called with it.
         """
         self._commit_waits = False
         everything, self._everything = self._everything, False
@@ -379,10 +385,12 @@ class Store:
     # Reading
 
     def begin_read(self, keys: Sequence[bytes], block_ids: Sequence[int], then: Callable[[ReadOutcome], None]) -> None:
-        """Start to load verified blocks into rows.
+        """Start to load blocks into rows, and verify them. A bad pack is deleted after a refresh of the catalogue has
+        shown that no process replaced it meanwhile.
 
-        :param then: called with the outcome. The content of a failed key's row is undefined. A bad pack is deleted
-            after a refresh of the catalogue has shown that it was not replaced meanwhile.
+        :param block_ids: for each key, the row to fill.
+        :param then: called, possibly before this method returns, with the outcome. An error of the medium fails keys
+            and is not raised. The content of a failed key's row is undefined.
         :raises ValueError: a row does not exist, or there is not one row for each key; no row is written.
         """
         if len(keys) != len(block_ids):
@@ -419,7 +427,7 @@ class Store:
     # Periodic work and totals
 
     def tick(self) -> None:
-        """Start due work: a commit, or a refresh that reads the changes of other processes."""
+        """Start due work: a commit, a refresh that reads changes of other processes, or ``Index.replace_some``."""
         executor = self.catalogue.executor
         if self.index.replacing:
             self.index.replace_some()
@@ -437,9 +445,9 @@ class Store:
         return self._staging.num_bytes
 
     async def stats(self) -> BackendStats:
-        """Return totals of the whole store after running writes have ended; as ``Backend.stats``.
+        """Return totals of the whole store, over all namespaces, after running writes have ended.
 
-        :raises StoreError: the medium failed, or the backend does not count.
+        :raises StoreError: the medium failed, or the backend keeps no totals.
         """
         backend = self.catalogue.backend
         if not isinstance(backend, InspectableBackend):
@@ -449,7 +457,9 @@ class Store:
     async def recent(
         self, max_blocks: int, engine: str = "", *, only_asked: bool = False, choice: Choice | None = None
     ) -> list[list[bytes]]:
-        """Return the contexts requested for prewarming, then the most recently used; see ``recent_contexts``."""
+        """Return the keys of stored requests to prewarm, one list per request; see ``recent_contexts``. Empty if the
+        backend cannot list requests.
+        """
         backend = self.catalogue.backend
         if not isinstance(backend, InspectableBackend):
             return []
@@ -459,30 +469,30 @@ class Store:
 
     @property
     def news(self) -> News:
-        """Changes since the last ``take_news``. The owner may drop keys from it to bound memory."""
+        """Changes since the last ``take_news``. The caller may drop keys from it to bound memory."""
         return self.catalogue.news
 
     def take_news(self) -> News:
-        """Return the changes since the last call. Keys found at opening are not included."""
+        """Return and clear ``news``. Keys that the store held when it was opened are not included."""
         return self.catalogue.take_news()
 
     # Blocking calls
 
     def put(self, request: str, keys: Sequence[bytes], block_ids: Sequence[int], depths: Sequence[int] | None) -> bool:
-        """Accept blocks and wait; return whether the rows are free already. See ``begin_put``."""
+        """Call ``begin_put`` and wait; return whether the rows may be reused now. If not, see ``in_flight``."""
         ended: list[bool] = []
         self.begin_put(request, keys, block_ids, depths, lambda free, borrowed: ended.append(free))
         self.catalogue.executor.run_until(lambda: bool(ended))
         return ended[0]
 
     def commit(self, *, everything: bool = False) -> None:
-        """Commit and wait. On return the work is durable, or dropped and counted. See ``begin_commit``."""
+        """Call ``begin_commit``, and wait until its work is durable, or dropped and counted. Errors are not raised."""
         ended: list[bool] = []
         self.begin_commit(everything=everything, then=partial(ended.append, True))
         self.catalogue.executor.run_until(lambda: bool(ended))
 
     def flush(self) -> None:
-        """Commit all accepted work and wait. On return it is durable, or dropped and counted."""
+        """Commit all accepted work, and wait as ``commit`` does."""
         self.commit(everything=True)
 
     def refresh(self) -> None:
@@ -495,19 +505,18 @@ class Store:
         executor.run_until(lambda: not executor.writing)
 
     def read(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> list[bytes]:
-        """Load blocks into rows and wait; return the keys that failed. See ``begin_read``."""
+        """Call ``begin_read``, and wait; return the keys that failed. The content of their rows is undefined."""
         outcomes: list[ReadOutcome] = []
         self.begin_read(keys, block_ids, outcomes.append)
         self.catalogue.executor.run_until(lambda: bool(outcomes))
         return outcomes[0].failed
 
     def close(self) -> None:
-        """Flush, then close the backend, also if the flush raises. Idempotent."""
+        """Flush, then close the catalogue, also if the flush raises. Idempotent."""
         try:
             self.flush()
         finally:
-            self.catalogue.backend.close()
-            self.index.close()
+            self.catalogue.close()
 
 
 def _notice(backend: Backend, identity: Identity, options: StoreOptions, url: str) -> str:

@@ -129,8 +129,10 @@ def test_store_as_documented(open_store: Opener, identity: Identity, placement: 
     else:
         check_extents(rows, namespace + kept.pack_id, payload, path / "segments" / "00000000.seg", (total, free, aging))
 
+    fingerprints = b"".join(struct.pack("<Q", xxhash.xxh3_64_intdigest(key)) for key in gone.keys.unpack())
+    removal = b"-" + gone.pack_id + fingerprints
     log = {namespace + struct.pack(">Q", number): entry for number, entry in
-           enumerate([b"+" + gone.pack_id, b"+" + kept.pack_id, b"-" + gone.pack_id], start=1)}  # fmt: skip
+           enumerate([b"+" + gone.pack_id, b"+" + kept.pack_id, removal], start=1)}  # fmt: skip
     assert rows["log"] == log
     assert struct.unpack("<8s6Q", rows["states"][namespace])[1:] == (3, 1, 30, 2, 30 * 70_000, len(payload))
 

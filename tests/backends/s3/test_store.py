@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from mmap import mmap
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreOptions
 from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import sample_identity
+from persistkv.testing.faulty import FaultyBackend
 from persistkv.testing.samples import sample_pack
 from persistkv_s3 import S3Backend
 from persistkv_s3.client.transport import LateError
@@ -279,3 +281,31 @@ def wait_for(client: StoreClient, happened: Callable[[], bool]) -> None:
         client.poll()
         time.sleep(0.01)
         assert time.monotonic() < until
+
+
+def test_next_opening_loads_the_index_from_its_file(open_store: Opener, tmp_path: Path) -> None:
+    """The local catalogue is not read then."""
+    packs = [sample_pack(sample_identity().digest, seed, blocks=4096, block_bytes=1) for seed in range(17)]
+    layout = RowLayout(4096, (GroupLayout(((0, 1),)),))
+    options = f"refresh=0s&cache={tmp_path}"
+    asked: list[list[bytes | None]] = []
+    for number in range(3):
+        inner, _ = open_store(options)
+        inner.open_namespace(sample_identity())
+        if number == 0:
+            inner.commit(sample_identity().digest, CommitBatch(packs[:16]))
+        backend = FaultyBackend.of(inner)
+        cursors: list[bytes | None] = []
+        backend.before("changes", lambda namespace, cursor, seen=cursors: seen.append(cursor))
+        rows = Rows(memoryview(bytearray(4096)), layout)
+        store = Store(backend, sample_identity(), rows, StoreOptions(), url="s3://test")
+        assert all(store.contains(key) for pack in packs[: 16 + (number == 2)] for key in pack.keys.unpack())
+        assert len(store.index) == 4096 * (16 + (number == 2))
+        asked.append(cursors)
+        store.close()
+        if number == 1:  # another engine, with a catalogue of its own
+            other, _ = open_store(f"refresh=0s&cache={tmp_path / 'other'}")
+            other.commit(sample_identity().digest, CommitBatch(packs[16:]))
+            other.close()
+    assert None in asked[0]
+    assert None not in asked[1] + asked[2]

@@ -1,0 +1,184 @@
+"""The file in which a store that closes saves its index for the next opening."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from persistkv.memory.rows import Rows
+from persistkv.storage import open_backend
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage.format.pack_writer import PackWriter
+from persistkv.storage.records import StoreOptions
+from persistkv.storage.store import Store
+from persistkv.testing.faulty import FaultyBackend
+from persistkv.testing.samples import sample_pack
+from tests.storage.conftest import IDENTITY
+
+PACKS, BLOCKS = 17, 4096  # enough keys for a file
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"lmdb://{tmp_path}/store?capacity=256MiB"
+
+
+@pytest.fixture(scope="module")
+def packs() -> list[PackWriter]:
+    return [sample_pack(IDENTITY.digest, seed, blocks=BLOCKS, block_bytes=1) for seed in range(PACKS + 1)]
+
+
+@contextmanager
+def opened(url: str, make_rows: Callable[..., Rows]) -> Iterator[tuple[Store, list[bytes | None]]]:
+    """Open a store; yield it, with the cursors for which it has asked for changes. None: the whole catalogue."""
+    inner = open_backend(url)
+    assert isinstance(inner, InspectableBackend)
+    backend = FaultyBackend.of(inner)
+    cursors: list[bytes | None] = []
+    backend.before("changes", lambda namespace, cursor: cursors.append(cursor))
+    store = Store(backend, IDENTITY, make_rows(1, 4096, (((0, 1),),)), StoreOptions(events=True), url=url)
+    yield store, cursors
+    store.close()
+
+
+def commit(url: str, batch: CommitBatch) -> None:
+    """Commit as a process that has no index, such as a tool."""
+    for pack in batch.packs:
+        pack.restart()
+    backend = open_backend(url)
+    backend.open_namespace(IDENTITY)
+    backend.commit(IDENTITY.digest, batch)
+    backend.close()
+
+
+def index_file(url: str) -> Path:
+    backend = open_backend(url, read_only=True)
+    path: Path = backend.index_file(IDENTITY.digest)  # type: ignore[attr-defined]
+    backend.close()
+    return path
+
+
+def holds(store: Store, packs: list[PackWriter]) -> list[bool]:
+    """Return for each pack whether the index finds all of its keys; it finds all or none."""
+    found = [{store.contains(key) for key in pack.keys.unpack()} for pack in packs]
+    assert all(len(one) == 1 for one in found)
+    return [one.pop() for one in found]
+
+
+def fill(url: str, packs: list[PackWriter], make_rows: Callable[..., Rows]) -> None:
+    """Make a store of all packs except the last one, and its file."""
+    commit(url, CommitBatch(packs[:PACKS]))
+    with opened(url, make_rows):
+        pass
+    assert index_file(url).stat().st_mode & 0o777 == 0o600
+
+
+def test_next_opening_reads_the_file_instead_of_the_catalogue(
+    url: str, packs: list[PackWriter], make_rows: Callable[..., Rows]
+) -> None:
+    fill(url, packs, make_rows)
+    before = index_file(url).stat()
+    with opened(url, make_rows) as (store, cursors):
+        assert None not in cursors
+        assert holds(store, packs) == [True] * PACKS + [False]
+        assert len(store.index) == PACKS * BLOCKS
+        news = store.take_news()
+        assert (news.stored, news.removed, news.lost) == ([], [], False)
+        assert store.read(packs[3].keys.unpack()[:1], [0]) == []
+    assert index_file(url).stat() == before, "nothing has changed, so it is not written again"
+
+
+def test_changes_after_the_file_was_written_are_applied(
+    url: str, packs: list[PackWriter], make_rows: Callable[..., Rows]
+) -> None:
+    fill(url, packs, make_rows)
+    commit(url, CommitBatch(packs[PACKS:], deletions=[packs[0].pack_id, packs[5].pack_id]))
+    for _ in range(2):  # the second time from the file that the first one writes
+        with opened(url, make_rows) as (store, cursors):
+            assert None not in cursors
+            assert holds(store, packs) == [number not in (0, 5) for number in range(PACKS + 1)]
+            assert len(store.index) == (PACKS - 1) * BLOCKS
+
+
+def test_file_that_is_too_old_is_deleted(url: str, packs: list[PackWriter], make_rows: Callable[..., Rows]) -> None:
+    """Otherwise its position in the log could become valid again, in a store that was restored from a copy."""
+    fill(url, packs, make_rows)
+    path = index_file(url)
+    saved = path.read_bytes()
+    for name in ("data.mdb", "lock.mdb", "guard"):
+        (path.parent / name).unlink()
+    with opened(url, make_rows) as (store, cursors):
+        assert cursors[-1] is None or len(store.index) == 0
+        assert not path.exists()
+    commit(url, CommitBatch(packs[:PACKS]))
+    path.write_bytes(saved)
+    with opened(url, make_rows) as (store, _):
+        assert holds(store, packs) == [True] * PACKS + [False]
+
+
+@pytest.mark.parametrize("damage", ["cut", "longer", "empty", "flipped", "garbage", "link", "fifo", "directory"])
+def test_damaged_file_is_ignored(
+    url: str, packs: list[PackWriter], make_rows: Callable[..., Rows], damage: str
+) -> None:
+    fill(url, packs, make_rows)
+    path = index_file(url)
+    saved = bytearray(path.read_bytes())
+    path.unlink()
+    if damage == "link":
+        (path.parent / "other").write_bytes(saved)
+        path.symlink_to(path.parent / "other")
+    elif damage == "fifo":
+        os.mkfifo(path)
+    elif damage == "directory":
+        path.mkdir()
+    else:
+        flipped = bytearray(saved)
+        flipped[len(saved) // 2] ^= 1
+        contents = {"cut": saved[:-9], "longer": saved + b"x", "empty": b"", "flipped": flipped, "garbage": b"?" * 999}
+        path.write_bytes(bytes(contents[damage]))
+    commit(url, CommitBatch(packs[PACKS:]))
+    with opened(url, make_rows) as (store, cursors):
+        assert None in cursors
+        assert holds(store, packs) == [True] * (PACKS + 1)
+
+
+def test_store_of_which_packs_failed_to_read_writes_no_file(
+    url: str, packs: list[PackWriter], make_rows: Callable[..., Rows]
+) -> None:
+    """They are not in the index, but may be in the store."""
+    fill(url, packs, make_rows)
+    path = index_file(url)
+    path.unlink()
+    with opened(url, make_rows) as (store, _):
+        backend = store.catalogue.backend
+        assert isinstance(backend, FaultyBackend)
+        backend.after("tables", lambda found, namespace, pack_ids: [])
+        assert store.read(packs[2].keys.unpack()[:1], [0]) == packs[2].keys.unpack()[:1]
+        store.flush()
+    assert not path.exists()
+
+
+def test_read_only_store_uses_the_file_and_writes_none(
+    url: str, packs: list[PackWriter], make_rows: Callable[..., Rows]
+) -> None:
+    fill(url, packs, make_rows)
+    commit(url, CommitBatch(packs[PACKS:]))
+    before = index_file(url).stat()
+    backend = open_backend(url, read_only=True)
+    assert isinstance(backend, InspectableBackend)
+    store = Store(backend, IDENTITY, make_rows(1, 4096, (((0, 1),),)), StoreOptions(), url=url)
+    assert holds(store, packs) == [True] * (PACKS + 1)
+    store.close()
+    assert index_file(url).stat() == before
+
+
+def test_small_store_has_no_file(url: str, packs: list[PackWriter], make_rows: Callable[..., Rows]) -> None:
+    commit(url, CommitBatch(packs[:1]))
+    with opened(url, make_rows):
+        pass
+    assert not index_file(url).exists()

@@ -17,6 +17,7 @@ from tests.tools.signals import interrupt, obey_ctrl_c, wait_for_store
         (("warm", "{url}", "one", "--wait", "5m"), 130),
         (("top", "{url}", "--interval", "5m"), 130),
         (("verify", "{url}", "--rate", "1KiB"), 130),
+        (("pull", "lmdb://{tmp}/pulled", "{url}", "--rate", "1KiB"), 130),
         (("bench", "lmdb://{tmp}/bench", "--size", "4MiB", "--rounds", "1000"), 130),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",

@@ -22,7 +22,7 @@ from typer.core import TyperCommand
 
 from persistkv import __version__
 from persistkv.config import StoreUrl
-from persistkv.errors import MissingOptionError, PersistKVError, ProcessIdInUseError, StoreError, printable
+from persistkv.errors import HostError, MissingOptionError, PersistKVError, ProcessIdInUseError, StoreError, printable
 from persistkv_tools.options import STORE_VARIABLE
 
 _BAD_INPUT = 2
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None, *, may_retry: bool = False) -> 
         if may_retry and isinstance(error, ProcessIdInUseError):
             sys.exit(RETRY)
         typer.echo(f"persistkv: {printable(' '.join(str(error).split()))}", err=True)
-        sys.exit(_STORE_FAILED if isinstance(error, StoreError) else _BAD_INPUT)
+        sys.exit(_STORE_FAILED if isinstance(error, (StoreError, HostError)) else _BAD_INPUT)
 
 
 class _Command(TyperCommand):

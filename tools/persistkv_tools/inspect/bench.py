@@ -349,10 +349,17 @@ class _Job:
     """Block buffers of a job in shared memory, in shuffled order: stores read the first half, loads fill the second."""
 
     def __init__(self, num_bytes: int) -> None:
+        """Allocate the buffers.
+
+        :raises ConfigurationError: they do not fit the memory.
+        """
         self.num_bytes = num_bytes
         self._fd = os.memfd_create("persistkv-bench")
-        os.ftruncate(self._fd, 2 * num_bytes)
-        memory = mmap.mmap(self._fd, 2 * num_bytes)
+        try:
+            os.ftruncate(self._fd, 2 * num_bytes)
+            memory = mmap.mmap(self._fd, 2 * num_bytes)
+        except (OSError, OverflowError):
+            raise ConfigurationError("--size", render.format_size(num_bytes), "half of the memory at most") from None
         self._rows: npt.NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8).reshape(-1, _BLOCK_BYTES)
         random = np.random.default_rng(0)
         self._count = len(self._rows) // 2
@@ -466,15 +473,26 @@ class _PlainDisk(PlainMedium):
         self._end = 0
 
     def write(self, buffers: Sequence[memoryview]) -> None:
-        """Append past the page cache, durably."""
-        self._end += transfer(os.pwritev, self._direct, buffers, self._end)
-        os.fdatasync(self._direct)
+        """Append past the page cache, durably.
+
+        :raises StoreError: the disk is full, or failed.
+        """
+        try:
+            self._end += transfer(os.pwritev, self._direct, buffers, self._end)
+            os.fdatasync(self._direct)
+        except OSError as error:
+            raise StoreError(f"the plain file cannot be written: {error.strerror}") from error
 
     def read(self, buffers: Sequence[memoryview]) -> None:
         """Fill buffers with the bytes of the last ``write`` through the page cache. Also compute a checksum of each, as
         a load does; it is not compared.
+
+        :raises StoreError: the disk failed.
         """
-        transfer(os.preadv, self._buffered, buffers, self._end - sum(map(len, buffers)))
+        try:
+            transfer(os.preadv, self._buffered, buffers, self._end - sum(map(len, buffers)))
+        except OSError as error:
+            raise StoreError(f"the plain file cannot be read: {error.strerror}") from error
         for buffer in buffers:
             xxhash.xxh3_64_intdigest(buffer)
 

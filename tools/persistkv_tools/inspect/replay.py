@@ -117,6 +117,7 @@ def replay_(
         if not 0 < wanted <= 1:
             raise ConfigurationError("--share", wanted, "a share above 0 and up to 1")
     chains = read_trace(trace, requests)
+    _buffers(max(map(len, chains)), block_bytes).close()  # fails before a store is made
     asked, distinct = sum(map(len, chains)), distinct_blocks(chains)
     urls = [_with_share(url, wanted, distinct * block_bytes) for wanted in share] if share else [url]
     with byte_progress() as progress:
@@ -192,6 +193,8 @@ def read_trace(path: Path, limit: int | None = None) -> list[Request]:
 
 def _check_prefixes(path: Path, chain: Request, parents: dict[int, int]) -> None:
     for parent, block in zip([-1, *chain], chain, strict=False):
+        if not 0 <= block < 1 << 64:
+            raise ValueError(f"{block} is not a number of 64 bits without a sign")
         if parents.setdefault(block, parent) != parent:
             expected = f"ids that identify prefixes; block {block} follows both {parents[block]} and {parent}"
             raise ConfigurationError("trace", str(path), expected)
@@ -235,7 +238,7 @@ class _Replay:
 
     def __init__(self, run: Replayed, block_bytes: int, longest: int, pack_blocks: int) -> None:
         self._run = run
-        memory = mmap.mmap(-1, 2 * longest * block_bytes)
+        memory = _buffers(longest, block_bytes)
         self._words = np.frombuffer(memory, dtype=np.uint64).reshape(2 * longest, -1)
         self._pattern = np.random.default_rng(0).integers(1, 1 << 63, block_bytes // 8, dtype=np.uint64)
         self._block_bytes = block_bytes
@@ -299,6 +302,18 @@ class _Replay:
     def close(self) -> None:
         """Write pending blocks and close the store."""
         self._client.close()
+
+
+def _buffers(longest: int, block_bytes: int) -> mmap.mmap:
+    """Return memory for twice the blocks of the longest request.
+
+    :raises ConfigurationError: it is not available.
+    """
+    try:
+        return mmap.mmap(-1, 2 * longest * block_bytes)
+    except (OSError, OverflowError):
+        expected = f"less: memory must hold the longest request, {longest:,} blocks, twice"
+        raise ConfigurationError("--block-size", render.format_size(block_bytes), expected) from None
 
 
 def key_of(block: int) -> bytes:

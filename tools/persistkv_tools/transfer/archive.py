@@ -171,13 +171,16 @@ class ArchiveReader:
     def __init__(self, path: Path) -> None:
         """Open the file.
 
-        :raises ConfigurationError: the file cannot be opened.
+        :raises ConfigurationError: the file cannot be opened, or is a pipe. All methods raise it if a read fails.
         """
         self._path = path
         try:
             self._file = path.open("rb")
         except OSError as error:
             raise FileError("read", path, error) from None
+        if not self._file.seekable():
+            self._file.close()
+            raise FileError("read", path, ValueError("it is a pipe, and import reads a file twice"))
         self._size = os.fstat(self._file.fileno()).st_size
         self._heads: dict[int, bytes] = {}
         """Head of each record, by its position."""
@@ -190,7 +193,7 @@ class ArchiveReader:
 
         :raises CorruptArchiveError: the file does not read; nothing that was yielded before is known to be complete.
         """
-        if self._file.read(len(_MAGIC)) != _MAGIC:
+        if self._read(len(_MAGIC)) != _MAGIC:
             raise CorruptArchiveError(f"{self._path} is no file of persistkv export")
         heads, at = xxhash.xxh3_64(), len(_MAGIC)
         kind, body = self._record()
@@ -206,7 +209,7 @@ class ArchiveReader:
                 break
             yield at, self._parsed(at, kind, body)
         end = self._decoded(body, _End)
-        if (end.records, end.heads) != (len(self._heads) - 1, heads.hexdigest()) or self._file.read(1):
+        if (end.records, end.heads) != (len(self._heads) - 1, heads.hexdigest()) or self._read(1):
             raise self.corrupt(at, "records are missing, or something follows the last one")
 
     def again(self, at: int) -> Record:
@@ -219,7 +222,7 @@ class ArchiveReader:
 
     def _record(self) -> tuple[bytes, memoryview]:
         at = self._file.tell()
-        head = self._file.read(_RECORD.size)
+        head = self._read(_RECORD.size)
         if len(head) < _RECORD.size:
             raise self.corrupt(at, "the file ends before its last record")
         if self._heads.setdefault(at, head) != head:
@@ -229,10 +232,16 @@ class ArchiveReader:
             raise self.corrupt(at, f"{reserved:#x} where 0 belongs")
         if length > self._size - at - _RECORD.size:
             raise self.corrupt(at, f"{length:,} bytes do not fit the file")
-        body = memoryview(self._file.read(length))
+        body = memoryview(self._read(length))
         if len(body) != length or xxhash.xxh3_64_intdigest(body) != checksum:
             raise self.corrupt(at, "its checksum does not match")
         return kind, body
+
+    def _read(self, length: int) -> bytes:
+        try:
+            return self._file.read(length)
+        except OSError as error:
+            raise FileError("read", self._path, error) from None
 
     def _decoded(self, body: memoryview, kind: type[M]) -> M:
         try:

@@ -1,0 +1,337 @@
+"""Exit codes of the commands and the objects that they write with them, compared with docs/json.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from persistkv import open_store
+from persistkv.storage import open_backend, open_inspectable
+from persistkv.storage.backend import Backend
+from persistkv.storage.extensions import SupportsStatus
+from persistkv.storage.host.prewarm import acknowledge_warm, pending_warm
+from persistkv.storage.identity import Identity
+from tests.storage.statuses import make_status
+from tests.tools.conftest import Run
+from tests.tools.contexts import Contexts
+from tests.tools.damage import Damage
+from tests.tools.json_fields import check_documented, documented_codes
+
+BLOCK = 64 << 10
+SMALL = ("--size", "4MiB", "--rounds", "1")
+HUGE = "999PiB"  # more than any address space
+
+
+class Case(NamedTuple):
+    """A command, and how it ends."""
+
+    arguments: tuple[str, ...]
+    """``{made}``: directory of ``made``; ``{tmp}``: directory of the test."""
+    code: int
+    part: str = ""
+    """Part of the output, or of the error."""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of stores and files that no test changes."""
+    place = tmp_path_factory.mktemp("made")
+    urls = {name: f"lmdb://{place}/{name}?placement=inline" for name in ("store", "damaged", "other")}
+    with closing(open_inspectable(urls["store"])) as backend:
+        writer = Contexts(backend, block_bytes=BLOCK)
+        for number in range(10):  # 1.25 MiB: enough for a sample of the codecs
+            writer.add(f"r{number}", f"{number}-a {number}-b", labels={"user": "anna"}, age_s=100.0 + number)
+        writer.add("longer", "0-a 0-b c", age_s=10.0)
+    with closing(open_inspectable(urls["damaged"])) as backend:
+        writer = Contexts(backend)
+        writer.add("one", "a b")
+        writer.add("two", "c d")
+    with Damage(urls["damaged"], writer.namespace) as damage:
+        damage.flip_payload(writer.packs["one"], 5000)
+    with closing(open_inspectable(urls["other"])) as backend:
+        Contexts(backend, Identity.of({"weights": "theirs"})).add("theirs", "a")
+    with open_store(urls["store"]) as store:
+        store.export(place / "all.pkv")
+    data = (place / "all.pkv").read_bytes()
+    (place / "flipped.pkv").write_bytes(data[:9_000] + bytes([data[9_000] ^ 1]) + data[9_001:])
+    (place / "cut.pkv").write_bytes(data[:-1])
+    shutil.copytree(place / "store", place / "cut")
+    os.truncate(place / "cut" / "data.mdb", 3 * 4096)
+    (place / "trace.jsonl").write_text('{"hash_ids": [1, 2]}\n{"hash_ids": [1, 2, 3]}\n')
+    (place / "negative.jsonl").write_text('{"hash_ids": [1]}\n{"hash_ids": [-1]}\n')
+    (place / "large.jsonl").write_text(f'{{"hash_ids": [{1 << 64}]}}\n')
+    (place / "text").write_text("hello\n")
+    return place
+
+
+FINDINGS = [
+    Case(("verify", "{made}/damaged"), 1),
+    Case(("doctor", "{tmp}/absent"), 1, "absent"),
+    Case(("doctor", "{made}/cut"), 1, "{made}/cut"),
+    Case(("doctor", "{made}/text"), 1, "is a file"),
+    Case(("doctor", "tape:///kv"), 1, "url scheme"),
+    Case(("doctor", "lmdb://{made}/store?color=red"), 1, "color"),
+    Case(("why", "{made}/store", "--against", "{made}/other"), 1),
+    Case(("prune", "{copy}", "--request", "r0", "--yes"), 1),
+    Case(("export", "{made}/damaged", "--all", "-o", "{tmp}/out.pkv"), 1, '"one"'),
+    Case(("import", "{made}/all.pkv", "{tmp}/small?capacity=1MiB", "--newest"), 1, '"r9"'),
+    Case(("push", "{made}/damaged", "{tmp}/copy"), 1, '"one"'),
+    Case(("pull", "{tmp}/copy", "{made}/damaged"), 1, '"one"'),
+    Case(("pull", "{tmp}/copy", "{made}/damaged", "--dry-run"), 0),
+    Case(("pull", "{tmp}/small?capacity=1MiB", "{made}/store", "--newest"), 1, '"r9"'),
+]
+SUCCESSES = [
+    Case(("replay", "{tmp}/new", "{made}/trace.jsonl"), 0),
+    Case(("replay", "{tmp}/new", "{made}/trace.jsonl", "--share", "1", "--block-size", "1MiB"), 0),
+    Case(("import", "{made}/all.pkv", "{tmp}/copy"), 0, '"requests": 11'),
+    Case(("import", "{made}/all.pkv", "{made}/store"), 0, '"requests_held": 11'),
+    Case(("import", "{made}/all.pkv", "{other}"), 0, "weights: 'checkpoint:1' here, 'theirs' stored"),
+    Case(("pull", "{tmp}/copy", "{made}/store"), 0, '"requests": 11'),
+    Case(("pull", "{tmp}/absent", "{made}/store", "--dry-run"), 0, '"requests": 11'),
+    Case(("pull", "{tmp}/copy", "{made}/store", "--label", "user=nobody"), 0, '"requests": 0'),
+    Case(("push", "{made}/store", "{copy}"), 0, '"requests_held": 11'),
+    Case(("pull", "{copy}", "{made}/store"), 0, '"requests_held": 11'),
+]
+REFUSALS = [
+    Case(("doctor", "somewhere"), 2, "scheme://"),
+    Case(("doctor", "--no-such-option"), 2, "--no-such-option"),
+    Case(("doctor", "{made}/store", "{made}/other"), 2, "unexpected extra argument"),
+    Case(("bench",), 2, "requires a store"),
+    Case(("bench", "tape:///kv", *SMALL), 2, "url scheme"),
+    Case(("bench", "lmdb://{tmp}/new?color=red", *SMALL), 2, "color"),
+    Case(("bench", "{tmp}/new", "--size", "5000KB"), 2, "--size"),
+    Case(("bench", "{tmp}/new", "--size", HUGE), 2, "--size"),
+    Case(("bench", "{tmp}/new", "--size", "9999999PiB"), 2, "--size"),
+    Case(("bench", "{tmp}/new", "--rounds", "0"), 2, "--rounds"),
+    Case(("bench", "{made}/text/new", *SMALL), 3, "Not a directory"),
+    Case(("replay", "{tmp}/new"), 2, "TRACE"),
+    Case(("replay", "tape:///kv", "{made}/trace.jsonl"), 2, "url scheme"),
+    Case(("replay", "{tmp}/new", "{tmp}/absent"), 2, "No such file"),
+    Case(("replay", "{tmp}/new", "{made}"), 2, "Is a directory"),
+    Case(("replay", "{tmp}/new", "{made}/text"), 2, "line 1"),
+    Case(("replay", "{tmp}/new", "{made}/negative.jsonl"), 2, "line 2: -1"),
+    Case(("replay", "{tmp}/new", "{made}/large.jsonl"), 2, "line 1: 18446744073709551616"),
+    Case(("replay", "{tmp}/new", "{made}/trace.jsonl", "--block-size", HUGE), 2, "--block-size"),
+    Case(("replay", "{tmp}/new", "{made}/trace.jsonl", "--share", "2"), 2, "--share"),
+    Case(("replay", "{made}/store", "{made}/trace.jsonl"), 2, "holds nothing yet"),
+    Case(("replay", "{made}", "{made}/trace.jsonl"), 3, "no store"),
+    Case(("replay", "{made}/text", "{made}/trace.jsonl"), 3, "is a file"),
+    Case(("import", "{made}/all.pkv"), 2, "requires a store"),
+    Case(("import", "{made}/all.pkv", "tape:///kv"), 2, "url scheme"),
+    Case(("import", "{tmp}/absent", "{tmp}/new"), 2, "No such file"),
+    Case(("import", "{made}", "{tmp}/new"), 2, "Is a directory"),
+    Case(("import", "/proc/self/mem", "{tmp}/new"), 2, "Input/output error"),
+    Case(("import", "{made}/text", "{tmp}/new"), 2, "no file of persistkv export"),
+    Case(("import", "{made}/flipped.pkv", "{tmp}/new"), 2, "at byte"),
+    Case(("import", "{made}/cut.pkv", "{tmp}/new"), 2, "at byte"),
+    Case(("import", "{made}/all.pkv", "{tmp}/new?capacity=1MiB"), 2, "--newest"),
+    Case(("import", "{made}/all.pkv", "{made}/other", "--strict"), 2, "the nearest differs in"),
+    Case(("import", "{made}/all.pkv", "{made}/text"), 3, "is a file"),
+    Case(("import", "{made}/all.pkv", "{made}"), 3, "no store"),
+    Case(("import", "{made}/all.pkv", "{made}/cut"), 3, "truncated"),
+    Case(("pull", "{tmp}/new"), 2, "SRC"),
+    Case(("pull", "{tmp}/new", "tape:///kv"), 2, "url scheme"),
+    Case(("pull", "tape:///kv", "{made}/store"), 2, "url scheme"),
+    Case(("pull", "{made}/store", "{made}/store"), 2, "another store"),
+    Case(("pull", "{tmp}/new", "{made}/store", "--namespace", "0000"), 2, "0000"),
+    Case(("pull", "{tmp}/new", "{made}/store", "--rate", "fast"), 2, "--rate"),
+    Case(("pull", "{tmp}/new?capacity=1MiB", "{made}/store"), 2, "--newest"),
+    Case(("push", "{made}/store", "{tmp}/new?capacity=1MiB"), 2, "--newest"),
+    Case(("pull", "{tmp}/new", "{tmp}/absent"), 3, "absent"),
+    Case(("pull", "{tmp}/new", "{made}/cut"), 3, "truncated"),
+    Case(("pull", "{made}/text", "{made}/store"), 3, "is a file"),
+    Case(("pull", "{made}", "{made}/store"), 3, "no store"),
+]
+
+
+def name_of(case: Case) -> str:
+    return " ".join((*case.arguments, str(case.code)))
+
+
+def files_below(*places: Path) -> set[Path]:
+    return {path for place in places for path in place.rglob("*") if path.name != "lock.mdb"}
+
+
+def filled_in(text: str, made: Path, tmp_path: Path) -> str:
+    """Replace the names of places; ``{copy}``, ``{other}`` and ``{damaged}`` are copies that the command may change."""
+    for name, source in (("copy", "store"), ("other", "other"), ("damaged", "damaged")):
+        if f"{{{name}}}" in text:
+            shutil.copytree(made / source, tmp_path / name)
+            return text.replace(f"{{{name}}}", str(tmp_path / name))
+    return text.replace("{made}", str(made)).replace("{tmp}", str(tmp_path))
+
+
+@pytest.mark.parametrize("case", [*FINDINGS, *SUCCESSES], ids=name_of)
+def test_command_that_ends_writes_documented_json(run: Run, made: Path, tmp_path: Path, case: Case) -> None:
+    done = run(*(filled_in(text, made, tmp_path) for text in case.arguments), "--json")
+    assert (done.returncode, done.stderr) == (case.code, "")
+    assert filled_in(case.part, made, tmp_path) in done.stdout
+    check_documented(case.arguments[0], json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("case", REFUSALS, ids=name_of)
+def test_command_that_is_refused_writes_an_error_and_nothing_else(
+    run: Run, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Case
+) -> None:
+    monkeypatch.delenv("PERSISTKV_STORE", raising=False)
+    before = files_below(made, tmp_path)
+    done = run(*(filled_in(text, made, tmp_path) for text in case.arguments), "--json")
+    assert (done.returncode, done.stdout) == (case.code, ""), done.stderr
+    assert case.part in done.stderr
+    assert done.stderr.startswith("Usage: ") or done.stderr.count("\n") == 1
+    assert files_below(made, tmp_path) == before
+
+
+def test_every_documented_case_of_an_exit_code_is_tested() -> None:
+    elsewhere = {("serve-metrics", 0), ("top", 0)}  # test_metrics.py and test_top.py
+    elsewhere |= {("bench", 0), ("warm", 1)}  # below
+    tested = {(case.arguments[0], case.code) for case in (*FINDINGS, *SUCCESSES, *REFUSALS)}
+    assert tested >= documented_codes() - elsewhere
+
+
+def test_doctor_exits_1_only_for_a_warning_or_a_problem(run: Run, made: Path) -> None:
+    done = run("doctor", f"{made}/store", "--json")
+    found = json.loads(done.stdout)
+    check_documented("doctor", found, complete=True)
+    assert {finding["level"] for finding in found["findings"] if "store" in finding["check"]} == {"ok"}
+    bad = [finding for finding in found["findings"] if finding["level"] in ("warning", "problem")]
+    assert (done.returncode, done.stderr) == (int(bool(bad)), "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("ls", "{made}/store"),
+        ("stat", "{made}/store"),
+        ("show", "{made}/store", "longer", "--tree"),
+        ("report", "{made}/store", "-o", "{tmp}/report.html"),
+        ("serve-metrics", "{made}/store", "--once"),
+        ("verify", "{damaged}", "--repair", "--yes"),
+        ("prune", "{copy}", "--older-than", "50s", "--yes"),
+        ("set", "{copy}", "ttl=7d", "--yes"),
+        ("pin", "{copy}", "r0"),
+        ("unpin", "{copy}", "r0"),
+        ("label", "{copy}", "r0", "a=b"),
+        ("why", "{made}/store", "--against", "{made}/other"),
+        ("export", "{made}/store", "--all", "-o", "{tmp}/out.pkv"),
+        ("import", "{made}/all.pkv", "{other}"),
+        ("push", "{made}/store", "{tmp}/copy"),
+        ("pull", "{tmp}/copy", "{made}/store"),
+        ("replay", "{tmp}/new", "{made}/trace.jsonl"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_json_has_every_documented_field(run: Run, made: Path, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    if arguments[0] == "serve-metrics":
+        pytest.importorskip("prometheus_client")
+    done = run(*(filled_in(text, made, tmp_path) for text in arguments), "--json")
+    left_out = {"address"} if "--once" in arguments else set()
+    check_documented(arguments[0], json.loads(done.stdout), left_out=left_out, complete=True)
+
+
+@pytest.fixture
+def engine(contexts: tuple[str, Contexts]) -> Iterator[str]:
+    """URL of a store with a request ``one`` and an engine, which lacks a block of what it is asked to promote."""
+    url, writer = contexts
+    writer.add("one", "a b c d")
+    stop = threading.Event()
+
+    def show(backend: Backend) -> None:
+        assert isinstance(backend, SupportsStatus)
+        status = make_status("e1", namespace=writer.namespace.hex(), time=time.time())
+        backend.publish_status("e1", status.encode())
+
+    def run_engine() -> None:
+        with closing(open_backend(url)) as backend:
+            while not stop.is_set():
+                show(backend)
+                for asked in pending_warm(backend, writer.namespace, "e1"):
+                    acknowledge_warm(backend, asked, "e1", blocks=3, missing=1)
+                time.sleep(0.01)
+
+    show(writer.backend)
+    thread = threading.Thread(target=run_engine)
+    thread.start()
+    try:
+        yield url
+    finally:
+        stop.set()
+        thread.join(60)
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "code"), [("top", ("--interval", "0.4s"), 0), ("warm", ("one", "--wait", "100s"), 1)]
+)
+def test_json_about_an_engine_has_every_documented_field(
+    run: Run, engine: str, command: str, options: tuple[str, ...], code: int
+) -> None:
+    done = run(command, engine, *options, "--json")
+    assert (done.returncode, done.stderr) == (code, "")
+    check_documented(command, json.loads(done.stdout), complete=True)
+
+
+def test_bench_exits_0_with_every_documented_field(run: Run, made: Path) -> None:
+    before = files_below(made)
+    done = run("bench", f"{made}/store", *SMALL, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    check_documented("bench", json.loads(done.stdout), complete=True)
+    assert files_below(made) == before
+
+
+def test_bench_of_a_damaged_store_exits_0_and_notes_it(run: Run, made: Path) -> None:
+    done = run("bench", f"{made}/cut", *SMALL, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    check_documented("bench", found)
+    assert (found["codecs"], found["advice"]) == ([], None)
+    assert any("codecs were not compared" in note and "truncated" in note for note in found["notes"])
+
+
+def test_bench_exits_3_where_its_host_does_not_start(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "absent"))
+    done = run("bench", f"{tmp_path}/new", *SMALL, "--json")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (3, "", 1)
+    assert "does not start" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bench_exits_3_where_the_disk_is_full(tmp_path: Path) -> None:
+    """A limit on file sizes stops the plain file as a full disk does; the store evicts before it is as large."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (18 << 20, 18 << 20))
+
+    options = ("--size", "4MiB", "--rounds", "5", "--json")
+    command = [sys.executable, "-m", "persistkv_tools", "bench", f"{tmp_path}/new?capacity=16MiB", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, preexec_fn=limit)
+    if "there are no ratios" in done.stdout:
+        pytest.skip("the file system has no O_DIRECT, and bench writes no plain file")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (3, "", 1), done.stderr
+    assert "plain file" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def pipe(made: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["cat", f"{made}/all.pkv"], stdout=subprocess.PIPE) as process:
+        yield process
+
+
+def test_import_of_a_pipe_exits_2(pipe: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "persistkv_tools", "import", "/dev/stdin", f"{tmp_path}/new", "--json"]
+    done = subprocess.run(command, stdin=pipe.stdout, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert "it is a pipe" in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -24,7 +24,8 @@ from rich.text import Text
 from benchmarks.tools_beside import Engine
 from persistkv.storage import open_backend
 from persistkv.storage.format.codec import ZstdCodec
-from tests.tools.contexts import Contexts
+from persistkv.storage.identity import Identity
+from tests.tools.contexts import LLAMA, Contexts
 from tests.tools.terminals import on_terminal
 
 PICTURES = Path(__file__).parents[2] / "docs" / "screens"
@@ -39,6 +40,7 @@ COMMANDS = {
     "top": ("top", "{engine}", "--count", "1", "--interval", "4s"),
 }
 WIDTHS = {"ls": (80, 160), "stat": (80,), "show": (80, 160), "verify": (80,), "prune": (80,), "top": (80, 160)}
+MODEL = Identity.of({**LLAMA.fields, "model_name": "/models/llama-3.2-1b"})
 USERS = ("anna", "bert", "carl")
 HOUR_S = 3600.0
 
@@ -74,7 +76,7 @@ def fill(url: str) -> None:
     prompt = " ".join(f"s{word}" for word in range(12))
     talks: dict[int, str] = {}
     with closing(open_backend(url)) as backend:
-        writer = Contexts(backend, groups=2, codec=ZstdCodec(1), block_bytes=65_536)
+        writer = Contexts(backend, MODEL, groups=2, codec=ZstdCodec(1), block_bytes=65_536)
         for number in range(40):
             talk = draw_.randrange(12)
             words = " ".join(f"t{talk}-{number}-{word}" for word in range(draw_.randint(4, 16)))

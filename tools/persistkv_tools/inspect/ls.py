@@ -189,8 +189,8 @@ def _print(page: Page) -> None:
     optional = "by group,stored,copies,hits,pinned,labels"
     render.show_table(columns, page.requests, left="pinned,labels,model,namespace", optional=optional)
     held = f"{render.count(page.total, 'request')} in {render.count(len(models), 'namespace')} of {page.url}"
-    if distinct == 1 and models:
-        held += f", of {min(models.values())}"
+    if distinct == 1 and (name := next(space.model for space in page.namespaces)):
+        held += f", of {render.format_model(name)}"
     matched = "" if page.matched == page.total else f"; {page.matched:,} match"
     render.say(held + matched)
     end = page.offset + len(page.requests)
@@ -200,7 +200,7 @@ def _print(page: Page) -> None:
 
 
 def _hits(request: RequestView) -> str:
-    """Return the number of hits of a row. At least 1 if used, even if the request that used it is not held."""
+    """Return how many held requests reused a row's context; at least 1 if one did that is not held; ``-``: unknown."""
     if request.hits is None:
         return "-"
     return f"{max(request.hits + request.copies - 1, int(request.reused or False)):,}"
@@ -265,6 +265,7 @@ def _merged(
     """Return the best request of each table row. Rows that cannot be among the ``keep`` best may be left out.
 
     :param copies: counts the requests of each row; updated.
+    :param best: returns a number of requests that are first in the order of the list.
     :param keep: number of best rows that the result must contain; None: all.
     """
     found: dict[_Context, RequestView] = {}

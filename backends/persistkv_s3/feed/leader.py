@@ -71,14 +71,17 @@ class _Publication(NamedTuple):
 
     feed: Feed
     snapshot: str = ""
+    """Name of the new snapshot; empty: none."""
     snapshot_position: int = 0
     swept: float = 0.0
+    """Start of the sweep that this round completes; 0: none."""
 
 
 class _Dumping(NamedTuple):
     """A snapshot in progress whose segments contain all table rows of a catalogue."""
 
     segments: Iterator[tuple[str, int]]
+    """Writes the next segment object, and yields its (name, bytes)."""
     replaced: Snapshot
     """The earlier snapshot, whose base and tails the new one replaces."""
     done: list[tuple[str, int]]
@@ -90,6 +93,7 @@ class Leader:
 
     :param session: returns this handle's session with a namespace; None if the store has no such namespace.
     :param opened: open sessions of this handle, by namespace id.
+    :param grace_s: seconds between the publication of an object's removal and its deletion.
     """
 
     def __init__(
@@ -368,14 +372,14 @@ class Leader:
             logger.info("evicting %d packs", len(gone))
 
     def _fresh(self, namespace: bytes, held: NamespaceHead) -> tuple[int, float]:
-        """Return bytes and oldest use of a namespace: from the local catalogue if it is up to date, else ``held``."""
+        """Return bytes and oldest use of a namespace: from the local catalogue if it is up to date, else the head."""
         session = self._opened.get(namespace)
         if session is None or session.catalogue.position.position != held.position:
             return held.num_bytes, held.oldest
         return session.catalogue.disk_bytes(), session.catalogue.oldest
 
     def _take_snapshot(self, namespace: bytes, session: NamespaceSession, target: NamespaceHead) -> None:
-        """Continue a snapshot of all rows if one is in progress; else, if due, snapshot the latest feed objects."""
+        """Continue a snapshot of all rows if one is in progress; else write one with the latest feed objects if due."""
         if namespace in self._dumping:
             self._continue_dump(namespace, session, target, self._dumping[namespace])
             return
@@ -412,12 +416,13 @@ class Leader:
     def _continue_dump(
         self, namespace: bytes, session: NamespaceSession, target: NamespaceHead, dumping: _Dumping
     ) -> None:
-        """Write the next segment of table rows; after the last one, write the snapshot that names the segments."""
+        """Write the next segment object of table rows; after the last one, write the snapshot that names them all."""
+        del self._dumping[namespace]  # also if the upload fails: an iterator that raised ends, as after the last segment
         segment = next(dumping.segments, None)
         if segment is not None:
             dumping.done.append(segment)
+            self._dumping[namespace] = dumping
             return
-        del self._dumping[namespace]
         before, base = session.snapshot(target), dumping.replaced
         if before is None or before.tails[: len(base.tails)] != base.tails:
             return
@@ -431,7 +436,7 @@ class Leader:
         self._put_snapshot(namespace, session, target, snapshot, [*before.base, *base.tails])
 
     def _dump(self, session: NamespaceSession) -> Iterator[tuple[str, int]]:
-        """Write all table rows of a catalogue; each step writes one segment and yields its name and bytes."""
+        """Write all table rows of a catalogue; each step writes one segment object, and yields its (name, bytes)."""
         nonce = self._clock.random.randbytes(NONCE_BYTES).hex()
         for number, (position, dump) in enumerate(session.catalogue.dump(_SEGMENT_BYTES)):
             name, data = f"segments/{position.position:012x}-{nonce}-{number:04x}", seal(dump)
@@ -464,7 +469,7 @@ class Leader:
         feed.collected = max(feed.collected, garbage[-1][0])
 
     def _sweep(self, namespace: bytes, session: NamespaceSession, target: NamespaceHead) -> None:
-        """List one page of the namespace's objects, and delete those older than a day that nothing refers to."""
+        """Continue the daily sweep: of the next 1,000 objects, delete those over a day old that nothing refers to."""
         now = self._bucket.now()
         if namespace in self._behind:  # commits in the inbox may name old objects
             return
@@ -473,15 +478,16 @@ class Leader:
                 return
             names = session.objects.names
             self._sweeping[namespace] = (now, self._bucket.list(names.base))
-        began, listing = self._sweeping[namespace]
+        began, listing = self._sweeping.pop(namespace)  # a sweep that fails begins again
         page = list(islice(listing, _DELETED_AT_ONCE))
         base, before = session.objects.names.base, self._confirmed - _SWEEP_S
         old = [info.key for info in page if info.modified < before]
         self._bucket.delete([key for key in old if not self._is_named(namespace, session, key.removeprefix(base))])
-        if len(page) < _DELETED_AT_ONCE:
-            del self._sweeping[namespace]
-            held = self._addition(namespace, session)
-            self._unpublished[namespace] = held._replace(swept=began)
+        if len(page) == _DELETED_AT_ONCE:
+            self._sweeping[namespace] = began, listing
+            return
+        held = self._addition(namespace, session)
+        self._unpublished[namespace] = held._replace(swept=began)
 
     def _is_named(self, namespace: bytes, session: NamespaceSession, name: str) -> bool:
         """Return whether the catalogue, an unpublished feed object or the head refers to an object; True if unsure."""

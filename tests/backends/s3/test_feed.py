@@ -452,6 +452,35 @@ def lose_replies(engine: S3Backend, engines: Engines, part: str, error: type[Bro
     engines.clients[engine].after = lose
 
 
+@pytest.mark.parametrize("error", [BrokenError, LateError])
+def test_snapshot_whose_upload_fails_is_begun_again(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, error: type[BrokenError | LateError]
+) -> None:
+    """A part of it must not become the whole one: a fresh reader would lack the other packs."""
+    monkeypatch.setattr(leader, "SNAPSHOT_AFTER", 4)
+    monkeypatch.setattr(leader, "_MOST_TAILS", 2)
+    engine = opened(engines)
+    failed: list[str] = []
+
+    def fail(verb: str, key: str) -> None:
+        of_all_rows = "/segments/" in key and key.rpartition("/")[2].count("-") == 2  # position, nonce, number
+        if verb == "PUT" and of_all_rows and len(failed) < 8:
+            failed.append(key)
+            raise error("the server does not answer")
+
+    engines.clients[engine].before = fail
+    for seed in range(40):
+        try:
+            store(engine, seed)
+        except StoreError:
+            engines.run(40)  # the breaker may be open
+            store(engine, seed)
+        engines.run(2)
+    assert failed
+    engines.run(60)
+    assert held(opened(engines)) == names(*range(40))
+
+
 @pytest.mark.parametrize(
     "part", ["/packs/", "/keys/", "inbox", "/feed/", "store/persistkv", "/segments/", "/snapshots/"]
 )

@@ -29,6 +29,7 @@ from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.testing.conformance.suite import read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_s3 import S3Backend
+from persistkv_s3.feed import leader
 from persistkv_s3.options import Place, S3Options
 from tests.backends.s3.simulation import CALM, Faults, Process, SimulatedTransport, World
 
@@ -358,12 +359,16 @@ class Engine:
 
 
 def run_histories(directory: Path, first: int, count: int) -> str:
-    """Run histories; return their steps."""
+    """Run histories; return their steps. Half of them write snapshots of all rows every few seconds."""
     steps: list[str] = []
     for seed in range(first, first + count):
         history = History(seed, directory / str(seed))
         try:
-            history.run()
+            with pytest.MonkeyPatch.context() as patch:
+                if seed % 2:
+                    patch.setattr(leader, "SNAPSHOT_AFTER", 3)
+                    patch.setattr(leader, "_MOST_TAILS", 2)
+                history.run()
         except Exception as error:
             lines = "\n".join(history.world.steps or ())
             pytest.fail(f"history {seed}: {type(error).__name__}: {error}\nsteps:\n{lines}")

@@ -228,7 +228,7 @@ def check(world: World, load: Load) -> tuple[int, int, int]:
 
 def open_client(world: World, rig: Rig, options: str) -> StoreClient:
     where = f"s3://{world.bucket}/store?endpoint_url=http://127.0.0.1:{world.proxy.port}"
-    client = rig.client(f"{where}&{COMMON}&{options}", max_age_s=0.2)
+    client = rig.client(f"{where}&{COMMON}&{options}", max_age_s=0.2, events=True)
     client.open()
     return client
 
@@ -255,7 +255,7 @@ def try_fault(world: World, fault: Fault, seconds: float) -> Outcome:
     p99 = (percentile(before, 0.99), percentile(beside, 0.99))
     counts = (misses, wrong + load.wrong, missing, twice, said.opened, said.closed)
     found = Outcome(fault.name, *counts, p99, "")
-    return found._replace(problem=problem_of(found, fault))
+    return found._replace(problem=problem_of(found, fault) if load.loaded else "NO: nothing was loaded")
 
 
 def problem_of(found: Outcome, fault: Fault) -> str:

@@ -27,8 +27,9 @@ GROUP_INDEX_BYTES = 4
 
 
 def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
-    """Return the key of one block of one KV cache group; the hash may have any length.
+    """Return the key of one block of one KV cache group.
 
+    :param block_hash: hash of the block's tokens and of all tokens before them, as the engine computes it; any length.
     :raises OverflowError: if the index is negative or does not fit 4 bytes.
     """
     return OffloadKey(block_hash + group_idx.to_bytes(GROUP_INDEX_BYTES, "big"))
@@ -121,7 +122,7 @@ class RequestOffloadingContext:
 
 
 class LoadStoreSpec(ABC):
-    """Source or destination of a transfer."""
+    """Source or destination of a transfer: blocks on the GPU, or in the primary tier."""
 
     @staticmethod
     @abstractmethod
@@ -132,7 +133,7 @@ class LoadStoreSpec(ABC):
 class BlockIDsLoadStoreSpec(LoadStoreSpec):
     """Source or destination of a transfer that is given as a list of block numbers.
 
-    :param block_ids: numbers of the blocks in the order of the transfer; copied.
+    :param block_ids: numbers of GPU blocks or of rows, depending on the subclass, in the order of the transfer; copied.
     """
 
     def __init__(self, block_ids: Sequence[int] | npt.NDArray[np.int64]) -> None:
@@ -302,7 +303,10 @@ class OffloadingManager(ABC):
         """
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """End the engine step and return the events since the last call. Must be called once per engine step."""
+        """Return the events since the last call. Must be called once per engine step, even if events are disabled.
+
+        The call ends the step: a manager with secondary tiers processes their results and submits promotions in it.
+        """
         return ()
 
     @abstractmethod
@@ -336,6 +340,7 @@ class OffloadingHandler(ABC):
         """Start a transfer. The caller must not change source or destination until ``get_finished`` has reported it.
 
         :param job_id: unique among the transfers in flight.
+        :param spec: source and destination of the transfer.
         :returns: False if the transfer could not be started. Then it is not reported and copies nothing; the same holds
             for a call that raises.
         :raises ValueError: source and destination do not match each other, or the handler's direction.

@@ -77,8 +77,9 @@ def parse_duration(value: str, *, name: str) -> float:
 def parse_durability(text: str) -> float | None:
     """Parse the durability level; return the interval in seconds, or None for ``commit``.
 
-    ``commit`` (None): a pack is written as soon as it is large enough. Jobs of 4 MiB and more are on disk when they
-    end. Smaller jobs are written when their request ends, or when they are ``max_age_s`` old, whichever is first.
+    ``commit`` (None): a pack is written as soon as it is large enough. Write jobs of 4 MiB and more are on disk when
+    they end. Smaller ones are written when their request ends, or at the age of the store option ``max_age_s``
+    (seconds), whichever is first.
 
     ``interval:5s`` (5.0): accepted blocks wait until the oldest is 5 s old, and are then written together: one
     transaction and one sync, which cost little even if many requests end. A crash of the machine loses the blocks
@@ -152,6 +153,7 @@ class StoreUrl:
 def convert_options(kind: type[OptionsT], options: Mapping[str, Any], *, where: str) -> OptionsT:
     """Build the typed options ``kind`` from untyped ones; strings are converted to numbers and flags.
 
+    :param where: owner of the options, for errors, such as ``offloading``.
     :raises ConfigurationError: if an option is unknown, missing or invalid; the error contains ``where`` and its name.
     """
     known = {f.encode_name: f for f in msgspec.structs.fields(kind)}
@@ -188,7 +190,7 @@ def _expected(message: str, kind: Any) -> str:
 
 
 def _plain_boolean(value: Any) -> Any:
-    """Convert ``yes``, ``on``, ``no`` and ``off`` of URL options, which msgspec's lax mode does not know, to flags."""
+    """Return the flag for ``yes``, ``on``, ``no`` and ``off``, which msgspec's lax mode lacks, else ``value``."""
     return {"yes": True, "on": True, "no": False, "off": False}.get(value, value) if isinstance(value, str) else value
 
 

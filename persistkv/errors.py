@@ -30,7 +30,11 @@ class PersistKVError(Exception):
 
 
 class ConfigurationError(PersistKVError, ValueError):
-    """A value given by the caller is invalid. Nothing was opened, and no stored data was changed."""
+    """A value given by the caller is invalid. Nothing was opened, and no stored data was changed.
+
+    :param field: name of the setting or argument.
+    :param expected: the valid values, in words.
+    """
 
     def __init__(self, field: str, value: object, expected: str) -> None:
         super().__init__(f"{field}: {value!r} is not valid; expected {expected}")
@@ -123,7 +127,10 @@ class RegionError(PersistKVError):
 
 
 class IdentityMismatchError(PersistKVError):
-    """``strict_identity`` is set and the store contains only other identities."""
+    """``strict_identity`` is set and the store contains only other identities.
+
+    :param differences: fields in which the requested identity differs from the most similar stored one.
+    """
 
     def __init__(self, url: str, differences: Sequence[FieldDifference]) -> None:
         lines = "; ".join(str(difference) for difference in differences)
@@ -149,15 +156,18 @@ class StoreBusyError(StoreError):
 
 
 class StoreFullError(StoreError):
-    """A commit did not fit; it was rolled back completely."""
+    """A commit did not fit the capacity or the disk, even after eviction; it was rolled back completely."""
 
 
 class CorruptStoreError(StoreError):
-    """The catalogue of a store is invalid; it was not changed."""
+    """The catalogue of a store (its tables of packs, manifests and totals) is invalid; it was not changed."""
 
 
 class CorruptPackError(StoreError):
-    """A pack, a frame or a manifest is invalid. None of its content is used."""
+    """A pack, a frame or a manifest is invalid. None of its content is used.
+
+    :param field: the invalid part, such as ``frame checksum``.
+    """
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")

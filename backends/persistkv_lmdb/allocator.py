@@ -45,17 +45,19 @@ def decode_extents(row: Buffer) -> list[Extent]:
 
 
 def read_extents(rows: Rows, name: bytes) -> list[Extent] | None:
-    """Return the extents of a pack's payload; None if it is not stored in extents."""
+    """Return the extents of the pack ``name`` (namespace and pack id); None if its payload is not in extents."""
     row = rows.get(EXTENTS, name)
     return None if row is None else decode_extents(row)
 
 
 class Space(NamedTuple):
-    """Numbers of pages in all segments, as the last transaction recorded them."""
+    """Numbers of 4 KiB pages in all segments, as the last transaction recorded them."""
 
     total: int = 0
     free: int = 0
+    """Pages that can be allocated."""
     aging: int = 0
+    """Released pages that cannot be allocated yet, because readers may still see them."""
 
     @property
     def used_bytes(self) -> int:
@@ -90,7 +92,7 @@ class Allocator:
         }
 
     def publish(self, name: bytes, extents: Iterable[Extent]) -> None:
-        """Record in which extents a pack's payload is stored."""
+        """Record in which extents the payload of the pack ``name`` (namespace and pack id) is stored."""
         self._rows.put(EXTENTS, name, b"".join([_EXTENT.pack(*extent) for extent in extents]))
 
     def largest(self) -> int:
@@ -149,7 +151,7 @@ class Allocator:
             self.free += extent.pages
 
     def retire(self, name: bytes) -> bool:
-        """Release the extents of a pack: they age before they are free. Return False if it has none."""
+        """Release the extents of the pack ``name``: they age before they are free. Return False if it has none."""
         extents = read_extents(self._rows, name)
         if extents is None:
             return False
@@ -179,9 +181,11 @@ class Allocator:
                 self.untake([extent])
 
     def resize(self, segment: int, before: int, pages: int) -> None:
-        """Record a new number of pages of a segment.
+        """Record a new number of pages of a segment. Added pages become free; removed pages must be free.
 
-        Pages after ``before`` become free, or those after ``pages``, which must be free, are removed.
+        :param before: present number of pages.
+        :param pages: new number of pages.
+        :raises CorruptStoreError: the pages to remove are not free.
         """
         self._rows.put(SEGMENTS, _SEGMENT.pack(segment), _PAGES.pack(pages))
         self.total += pages - before
@@ -280,11 +284,14 @@ class Allocator:
 
 
 class Payloads:
-    """Payload storage of one write transaction. Implements ``persistkv.storage.catalog.Payloads``."""
+    """Payload storage of one write transaction. Implements ``persistkv.storage.catalog.Payloads``.
+
+    :param placement: whether payloads of new packs are stored inline (as values in LMDB) or in extents of segments.
+    :param limit: bound on the bytes of all segments.
+    """
 
     def __init__(self, transaction: Transaction, placement: Placement, files: SegmentFiles, limit: int) -> None:
         self.limit = limit
-        """Bound on the bytes of all segments."""
         self.allocator = Allocator(transaction)
         self.freed = 0
         """Payload bytes that this transaction deleted from LMDB."""
@@ -294,7 +301,9 @@ class Payloads:
         self._is_inline = placement is Placement.INLINE
 
     def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
-        """Store a pack's payload inline or in extents, as the placement says; file writes may end after the call."""
+        """Store a pack's payload of up to ``at_most`` bytes inline or in extents, as the placement says. File writes
+        may end after the call.
+        """
         if self._is_inline:
             self._inline.write(name, stream, at_most)
             return
@@ -320,7 +329,7 @@ class Payloads:
     def delete(self, name: bytes, length: int) -> None:
         """Delete a pack's payload from extents or from LMDB.
 
-        :param length: bytes of the payload; added to ``freed`` if it is deleted from LMDB.
+        :param length: bytes of the payload. If it is inline, they are added to ``freed``, a total of the transaction.
         """
         if not self.allocator.retire(name):
             self._inline.delete(name, length)
@@ -378,7 +387,8 @@ class Payloads:
             wanted -= count
 
     def _step(self, most: int, pages: int) -> int:
-        """Return the pages of a growth step: few in a store with little content, to keep its files small.
+        """Return by how many pages to grow the segments: few in a store with little content, to keep its files small.
+        All segments may have ``most`` pages; the next payload takes ``pages``.
 
         A large pack raises the step to four times its size, within the bounds: the next packs are likely to be large,
         too, and a commit that grows a file takes half a millisecond longer, regardless of the step.

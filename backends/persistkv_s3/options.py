@@ -52,7 +52,8 @@ class S3Options(msgspec.Struct, frozen=True):
     deadline_s: float = msgspec.field(default=30.0, name="deadline")
     """Maximum time of one operation in seconds, including retries."""
     slow_s: float = msgspec.field(default=10.0, name="slow")
-    """Seconds, plus 1 for each MiB, after which an answer is bad for the breaker (see ``bucket``), even if correct."""
+    """Seconds, plus 1 for each MiB, after which even a correct answer counts as bad: bad answers stop requests for a
+    while (see ``bucket``)."""
     refresh_s: float = msgspec.field(default=1.0, name="refresh")
     """Seconds between polls for packs that others stored; each interval is 75 % to 125 % of it, and 30 s in an idle
     engine. 0: at every call, and commits that no leader has merged are read, too."""

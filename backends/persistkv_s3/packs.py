@@ -133,7 +133,8 @@ class PackObjects:
 
 
 def _adjacent(frames: Sequence[Frame], payload_length: int) -> Iterator[list[int]]:
-    """Yield indices of frames, grouped by GET; skip empty frames and frames beyond the payload."""
+    """Yield the indices of frames that one GET reads, with gaps up to 128 KiB between them. Skip frames that are empty
+    or end beyond the payload."""
     run: list[int] = []
     end = 0
     for number, frame in enumerate(frames):
@@ -149,7 +150,7 @@ def _adjacent(frames: Sequence[Frame], payload_length: int) -> Iterator[list[int
 
 
 class _RangedGet:
-    """One ranged GET of bytes ``start`` to ``end`` (exclusive) of a pack; ``held`` is its object."""
+    """One ranged GET of bytes ``start`` to ``end`` (exclusive) of the pack whose object is ``held``; empty at first."""
 
     def __init__(self, pack_id: bytes, held: PackObject, start: int) -> None:
         self.pack_id = pack_id
@@ -160,7 +161,7 @@ class _RangedGet:
         """(index among the requested spans, first byte in the payload, end)."""
 
     def add(self, index: int, span: ReadSpan, length: int) -> None:
-        """Append a span to the request, after a buffer for the bytes between, which are discarded."""
+        """Append requested span ``index``, of ``length`` bytes. Bytes between it and the span before are discarded."""
         self._skip(span.offset - self.end)
         self.buffers += span.buffers
         self.end = span.offset + length

@@ -91,7 +91,7 @@ class NamespaceSession:
 
     @property
     def writer(self) -> bytes:
-        """Writer id of the next commit."""
+        """Writer id of the next commit, see ``InboxName``. A failed commit changes it."""
         return self._writer
 
     @property
@@ -150,7 +150,7 @@ class NamespaceSession:
         return Entry(writer=self._writer, number=number, time=started, packs=packs, manifests=manifests, pins=plan.pins)
 
     def _publish(self, entry: Entry) -> tuple[bytes, bytes]:
-        """Write a commit to the inbox and apply it to the catalogue; return the cursors before and after it."""
+        """Write a commit to the inbox and apply it to the catalogue; return cursors of ``changes`` before and after."""
         name = InboxName(self._namespace, entry.writer, entry.number)
         data = self.objects.authenticator.signed(self._namespace, _signed_as(name), [seal(entry)])
         if sum(len(memoryview(piece)) for piece in data) > MAX_INBOX_BYTES:
@@ -271,7 +271,10 @@ class NamespaceSession:
                 raise ObjectMissingError(f"{self.objects.names.feed_prefix}: the feed does not follow the snapshot")
 
     def _follow(self, target: NamespaceHead, at: Position) -> bool:
-        """Apply the feed objects after ``at``, up to the head's position; return False if they do not follow ``at``."""
+        """Apply the feed objects after ``at``, up to the head's position.
+
+        :returns: False if the head does not name all of them, or if one does not follow its predecessor.
+        """
         todo = list(range(at.position + 1, target.position + 1))
         for start in range(0, len(todo), _AT_ONCE):
             terms = [(position, target.term_of(position)) for position in todo[start : start + _AT_ONCE]]
@@ -435,7 +438,7 @@ def is_rejected(entry: Entry, info: ObjectInfo) -> bool:
 
 
 def _keys_of(manifest_id: str) -> str:
-    """Return the name that the authentication tag of a manifest's keys covers."""
+    """Return the name of a manifest's keys, which their authentication tag covers in addition to their bytes."""
     return f"keys of {manifest_id}"
 
 

@@ -114,7 +114,11 @@ def longest_that_fits(geometries: Sequence[GroupGeometry], unit: int, start: int
 
 
 class _WindowRun:
-    """Search state of a window group: the contiguous blocks found last. The search only moves to earlier tokens."""
+    """Search of ``longest_match`` in one sliding-window group. Keeps the contiguous blocks found last, so that no block
+    is looked up twice; therefore a call must not pass a greater length than the previous call returned.
+
+    ``unit`` and ``start`` are those of ``longest_match``.
+    """
 
     def __init__(self, group: GroupBlocks, unit: int, start: int) -> None:
         self._group = group
@@ -125,7 +129,7 @@ class _WindowRun:
     def longest(self, length: int) -> int:
         """Return the longest prefix of at most ``length`` tokens whose window blocks are found, in tokens.
 
-        A prefix that does not exceed ``start`` needs no block.
+        The result is ``length`` or a smaller multiple of ``unit``. A prefix of up to ``start`` tokens needs no block.
         """
         geometry, keys, is_there, _ = self._group
         while length > self._start:

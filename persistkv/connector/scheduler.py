@@ -261,8 +261,10 @@ class OffloadingConnectorScheduler:
         store: bool = True,
         pin: bool = False,
     ) -> ReqContext:
-        """Announce a request. Must be the first call for each request.
+        """Announce a request, and return the context for calls of the manager. Must be the first call for each request.
 
+        :param kv_transfer_params: parameters that the caller of the engine attached to the request.
+        :param labels: name-value pairs that are stored with the request's manifest.
         :param store: False: the request's blocks are looked up and loaded, but not stored.
         :param pin: True: the stored blocks of the request are neither evicted nor expire, until they are unpinned.
         :raises ValueError: a request of this id exists. A finished request exists until its transfers have ended.
@@ -299,7 +301,7 @@ class OffloadingConnectorScheduler:
     def needed_device_blocks(self, req_id: str, num_external_tokens: int) -> list[range]:
         """Return, for each group, the indices of the request's device blocks that a load of so many tokens fills.
 
-        :param num_external_tokens: a whole number of blocks after the tokens on the device.
+        :param num_external_tokens: tokens to load after those on the device; a multiple of each group's device block.
         """
         start = self._requests[req_id].num_local_tokens
         return [geometry.device_blocks(start + num_external_tokens, start) for geometry in self._geometries]
@@ -395,7 +397,7 @@ class OffloadingConnectorScheduler:
         return output
 
     def take_events(self) -> list[OffloadingEvent]:
-        """End the engine step and return its events. Must be called once per engine step."""
+        """Call ``take_events`` of the manager, and return the events. Must be called once per engine step."""
         return list(self.manager.take_events())
 
     @property
@@ -443,7 +445,10 @@ class OffloadingConnectorScheduler:
         return matched - local
 
     def _prepare_load(self, state: _Request) -> LoadStoreSpec | None:
-        """Protect the blocks to load from eviction. If some were evicted since the match, match again, once."""
+        """Protect the blocks to load from eviction and return their locations; None: there is nothing to load.
+
+        If some were evicted since the match, match again, once.
+        """
         for _ in range(2):
             if not state.num_external_tokens:
                 return None
@@ -459,7 +464,7 @@ class OffloadingConnectorScheduler:
         return None
 
     def _plan_store(self, state: _Request) -> TransferJob | None:
-        """Plan the store of newly full blocks; each block is offered to the manager once.
+        """Plan the store of newly full blocks; each block is offered to the manager once. None: nothing to store.
 
         If there is not enough room, retry with the front half of each group, because a prefix is worth more than a
         suffix.

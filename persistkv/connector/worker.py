@@ -18,7 +18,7 @@ class OffloadingConnectorWorker:
     A handler that raises affects no other transfer: the exception is logged, and the transfers concerned are reported
     as failed.
 
-    :param handlers: one entry per direction; owned by the worker.
+    :param handlers: (source spec type, destination spec type, handler) per direction; owned by the worker.
     """
 
     def __init__(self, handlers: Iterable[HandlerEntry]) -> None:

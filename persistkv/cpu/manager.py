@@ -122,8 +122,8 @@ class CPUOffloadingManager(OffloadingManager):
     def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Allocate rows for the blocks that are not held.
 
-        A block in use by a job of an earlier epoch is left out, although it is a miss for ``lookup``; it can be stored
-        once that job has ended. Held blocks in ``keys`` are not evicted for the others.
+        A block from before the last ``reset_cache`` that a job still uses is left out, although it is a miss for
+        ``lookup``; it can be stored once that job has ended. Held blocks in ``keys`` are not evicted for the others.
 
         :returns: the blocks to write and their rows; None if there is no room even after eviction, with no effect.
         """
@@ -154,8 +154,8 @@ class CPUOffloadingManager(OffloadingManager):
     def end_writes(self, keys: Sequence[OffloadKey], success: bool) -> tuple[list[OffloadKey], list[OffloadKey]]:
         """Do the work of ``complete_store`` and return the blocks whose writes ended.
 
-        :returns: distinct blocks that were being written: the blocks of this epoch, which are readable now if
-            ``success``, and the blocks of an earlier epoch, which are misses.
+        :returns: distinct blocks that were being written: those allocated since the last ``reset_cache``, which are
+            readable now if ``success``, and those allocated before it, which are misses.
         :raises KeyError: a block is not held; nothing changed.
         """
         distinct, writing = dict.fromkeys(keys), self._being_written

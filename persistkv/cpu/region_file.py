@@ -49,7 +49,10 @@ def remove_leftover_regions(directory: str = SHARED_MEMORY_DIRECTORY) -> list[st
 
 
 class RegionFile:
-    """An allocated file and this process's lock on it, created with ``open``. Not thread-safe."""
+    """An allocated shared memory file and this process's lock on it, created with ``open``. Not thread-safe.
+
+    :param lock_fd: descriptor that holds a shared ``flock``; ``close`` closes it.
+    """
 
     def __init__(self, path: str, lock_fd: int, fd: int, created: bool) -> None:
         self.path = path
@@ -97,9 +100,9 @@ class RegionFile:
 
     @classmethod
     def _create_or_attach(cls, path: str, size: int) -> RegionFile | None:
-        """Try once to create or attach to the file. Return None if the caller must retry.
+        """Try once to create or attach to the file.
 
-        It must if the file is not ready, or was a leftover and has been removed.
+        :returns: None if the caller must retry, because the file is not ready or was removed.
         """
         created = True
         try:

@@ -66,8 +66,9 @@ class FilterReusedOffloadingManager(OffloadingManager):
 
     @staticmethod
     def _uncounted(key: OffloadKey, counted: set[OffloadKey], description: RequestDescription) -> list[OffloadKey]:
-        """Return the blocks of a request that were not counted for it yet, deepest first: the tracker forgets these
-        first.
+        """Return the blocks of a request that are not in ``counted``, deepest first: the tracker forgets these first.
+
+        :param key: block that is looked up; included even if ``description`` lacks it.
         """
         new = [block for chain in description.group_keys for block in chain if block not in counted]
         if description.depth(key) is None:

@@ -121,7 +121,9 @@ def prefault(memory: memoryview, first: int, length: int, stride: int) -> None:
     threads = min(16, os.cpu_count() or 1, len(parts))
 
     def populate(thread: int) -> int:
-        """Return 0, or the errno of the first part that the kernel refused."""
+        """Make every part whose index is ``thread`` modulo ``threads`` resident. Return 0, or the errno of the first
+        part that the kernel refused.
+        """
         problem = 0
         for begin, end in parts[thread::threads]:
             problem = problem or libc.madvise(address + begin, end - begin, libc.MADV_POPULATE_WRITE)

@@ -68,7 +68,7 @@ class ManifestWrite:
     keys: ManifestKeys
     """For each KV cache group, the keys of the whole context in order."""
     packs: Sequence[bytes] = ()
-    """Ids of the packs that hold the keys, from the beginning of the context on. The commit uses these packs."""
+    """Ids of the packs that hold the keys, from the beginning of the context on. The commit counts as their use."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,13 @@ class CommitBatch:
     """Content of one transaction."""
 
     packs: Sequence[NewPack] = ()
-    """Packs to write, each streamed at most once per attempt. One that is held with an intact table is only used."""
+    """Packs to write, each streamed at most once per attempt. One held with an intact table is only marked used."""
     manifests: Sequence[ManifestWrite] = ()
     """Manifests to write. Each replaces the manifest with the same id and keeps its pin."""
     deletions: Sequence[bytes] = ()
     """Ids of packs to delete before ``packs`` are written. Here and below, ids that are not held are ignored."""
     bad: Sequence[bytes] = ()
-    """Ids of packs to delete because their bytes do not verify. Unlike in rule 3, intact packs after them are kept."""
+    """Ids of damaged packs (bytes do not verify) to delete. Despite module rule 3, intact packs after them are kept."""
     touches: Sequence[bytes] = ()
     """Ids of packs that were used, all at one moment: name a pack together with the packs that it depends on."""
     pins: Sequence[tuple[str, bool]] = ()
@@ -114,8 +114,8 @@ class Changes:
     added: Iterable[PackTable]
     """Tables of added packs that are still held. Iterate once: with ``reset``, this may read and raise a StoreError."""
     removed: Mapping[bytes, bytes] = field(default_factory=dict)
-    """Id of each removed pack → ``PackedKeys.fingerprints``; empty if the driver does not know them. Apply before
-    ``added``: a pack that was removed and written again is in both."""
+    """Id of each removed pack → xxh3-64 of each key (``PackedKeys.fingerprints``); empty bytes if the driver does not
+    know them. Apply before ``added``: a pack that was removed and written again is in both."""
     reset: bool = False
     """``added`` is the whole catalogue: there was no cursor, or it is too old or invalid."""
     blocks: int | None = None
@@ -128,7 +128,7 @@ class ReadSpan:
 
     pack_id: bytes
     offset: int
-    """Offset of the first byte in the pack."""
+    """Offset of the first byte in the pack's payload."""
     buffers: Sequence[memoryview] = field(repr=False)
     """Writable and contiguous, filled one after the other; their total size is the number of bytes to read."""
 

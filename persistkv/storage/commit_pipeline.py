@@ -34,9 +34,12 @@ class StagedPack:
     """Copies of blocks of one request that will be written as one pack."""
 
     request: str
+    """Id of the request."""
     since: float
+    """Time of creation, by ``time.monotonic``."""
     segments: list[Segment] = field(default_factory=list)
     num_bytes: int = 0
+    """Raw bytes of all segments."""
     closed: bool = False
     """Complete: blocks are no longer added."""
     claims: dict[bytes, str] = field(default_factory=dict)
@@ -245,7 +248,7 @@ def divide(
     the ends of requests.
 
     :param max_bytes: bound on the raw bytes of one transaction, which the driver may hold in memory until it ends.
-    :param lends: the driver holds at most ``CommitBatch.memory`` bytes at once, so the bound is 16 times as large.
+    :param lends: allow 16 times ``max_bytes``, because the driver holds at most ``CommitBatch.memory`` bytes at once.
     """
     slices: list[list[Outgoing]] = [[]]
     most = max_bytes * (_LENT_SHARE if lends else 1)
@@ -265,7 +268,9 @@ class Blocks(NamedTuple):
 
     keys: Sequence[bytes]
     groups: Sequence[int]
+    """For each block, the number of its KV cache group."""
     rows: Sequence[int]
+    """For each block, the number of its row in the primary tier."""
     depths: Sequence[int]
     """For each block, the number of blocks of its group before it in the context; UNKNOWN_DEPTH if not known."""
 
@@ -283,13 +288,12 @@ class Blocks(NamedTuple):
 
 
 class Block(NamedTuple):
-    """One block of a job."""
+    """One block of a job; the fields are as in ``Blocks``."""
 
     key: bytes
     group: int
     row: int
     depth: int
-    """As in ``Blocks``."""
 
 
 @dataclass
@@ -305,18 +309,22 @@ class PlannedPack:
 
 
 def blocks_per_pack(rows: Rows, max_bytes: int = TARGET_PACK_BYTES) -> int:
-    """Return how many depths one pack covers: the largest power of two for which that many blocks of each group fit
-    into ``max_bytes`` and 32 MiB, and at least 1.
+    """Return the maximum number of blocks of each group in a pack that is cut at fixed depths: the largest power of two
+    for which these blocks of all groups take at most ``max_bytes`` and 32 MiB; at least 1.
+
+    :param rows: rows of the primary tier; their layout contains the bytes of one block of each group.
     """
     one_of_each = sum(group.block_bytes for group in rows.layout.groups)
     return 1 << max(0, (min(TARGET_PACK_BYTES, max_bytes) // one_of_each).bit_length() - 1)
 
 
 def plan_packs(rows: Rows, blocks: Blocks, max_bytes: int = MAX_PACK_BYTES) -> list[PlannedPack]:
-    """Cut blocks into packs: at fixed depths if they are known; blocks of unknown depth fill one pack after another.
+    """Cut blocks into packs: at depths that are multiples of ``blocks_per_pack``. Blocks of unknown depth fill one pack
+    after another.
 
-    :param max_bytes: bound on the raw bytes of a pack, unless one block is larger. Two stores cut the same packs of a
-        prefix if ``max_bytes`` is at least 32 MiB in both, or equal in both.
+    :param rows: rows of the primary tier, which contain the blocks.
+    :param max_bytes: bound on the raw bytes of a pack, unless one block of each group takes more. Two stores cut the
+        same packs of a prefix if ``max_bytes`` is at least 32 MiB in both, or equal in both.
     """
     cut = blocks_per_pack(rows, max_bytes)
     if blocks.chained:
@@ -335,7 +343,7 @@ def plan_packs(rows: Rows, blocks: Blocks, max_bytes: int = MAX_PACK_BYTES) -> l
 
 
 def _parts(blocks: Blocks, cut: int) -> Iterator[Blocks]:
-    """Cut blocks of one group with consecutive depths into packs: after each multiple of ``cut`` depths."""
+    """Cut blocks of one group with consecutive depths into packs, before each depth that is a multiple of ``cut``."""
     start = 0
     while start < len(blocks.keys):
         stop = start + cut - blocks.depths[start] % cut

@@ -29,8 +29,8 @@ Flow = Coroutine[Any, None, None]
 
 
 class Executor(ABC):
-    """Runs blocking calls for flows, which are coroutines that share one thread, the owner's. All methods except
-    ``ahead`` must be called on that thread.
+    """Runs blocking calls for flows: coroutines that await ``write`` and ``read``, and share one thread, the owner's.
+    All methods except ``ahead`` must be called on that thread.
     """
 
     threads: int = 0
@@ -60,7 +60,9 @@ class Executor(ABC):
 
     @abstractmethod
     def begin(self, flow: Flow) -> None:
-        """Run a flow until it first waits for a call. Its exceptions are raised here, or where the flow is resumed."""
+        """Run a flow until it first waits for a call; ``run_ready`` and ``run_until`` resume it. The method that runs
+        the flow raises its exceptions.
+        """
 
     def begin_write(self, flow: Flow) -> None:
         """Start a flow when all earlier flows of this method have ended, now if none is left. If a flow raises, the
@@ -89,7 +91,7 @@ class Executor(ABC):
 
     @abstractmethod
     def run_until(self, ended: Callable[[], bool]) -> None:
-        """Wait for calls and resume their flows until ``ended`` returns True."""
+        """Wait for calls and resume their flows until ``ended``, called before each wait, returns True."""
 
     @abstractmethod
     def longest_s(self) -> float:

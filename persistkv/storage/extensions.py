@@ -139,6 +139,7 @@ class SupportsStatus(Protocol):
         Rows may be lost at any time, in particular by a crash.
 
         :param engine: unique name of the row, of letters and digits.
+        :param row: content, which the store does not interpret.
         :raises StoreError: the row was not published; always raised if the store is open read-only.
         """
 
@@ -158,7 +159,8 @@ class SupportsScan(Protocol):
         """Read like ``Backend.read``, for large amounts that are read only once. The data does not displace that of
         other readers from caches. Spans that are neighbours in the order of ``scan_order`` are read with one call.
 
-        Fastest if offsets, lengths and buffer addresses are multiples of 4 KiB.
+        Return for each span whether it was filled. Fastest if offsets, lengths and buffer addresses are multiples of
+        4 KiB.
         """
         ...
 
@@ -195,7 +197,7 @@ class SupportsCounters(Protocol):
 
     @property
     def requests(self) -> Mapping[str, int]:
-        """Number of requests sent so far, by kind."""
+        """Number of requests sent so far, by HTTP method or other kind; empty if they are not counted."""
         ...
 
     @property
@@ -213,7 +215,8 @@ class Policy:
     ttl_s: float | None
     """Seconds from their last use until packs and requests expire; None: they never expire."""
     placement: str | None = None
-    """Storage of payloads: one of ``Capabilities.placements``. Fixed; None: the driver has one placement."""
+    """How payloads are stored: one of ``Capabilities.placements``, which ``set_policy`` cannot change. None: the driver
+    has only one way."""
 
     def __post_init__(self) -> None:
         """:raises ConfigurationError: capacity or ttl is not positive."""
@@ -380,7 +383,7 @@ def read_frames(
     buffer: memoryview,
     take: Callable[[int, memoryview], None],
 ) -> None:
-    """Read with ``SupportsFrames.read_frames``, or as it does with ``Backend.read`` if the backend lacks it."""
+    """As ``SupportsFrames.read_frames``. If the backend lacks it, each frame is read with one ``Backend.read``."""
     if isinstance(backend, SupportsFrames):
         backend.read_frames(namespace, pack_id, frames, buffer, take)
         return

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class NamespaceView:
-    """One namespace of an open backend, with its index and pending news. Not thread-safe."""
+    """One namespace of an open backend, with the index of its durable keys and ``News`` to report. Not thread-safe."""
 
     def __init__(
         self,
@@ -57,6 +57,8 @@ class NamespaceView:
     ) -> None:
         """Read the catalogue into the index, on the caller's thread. Its keys are not reported as news.
 
+        :param executor: runs the blocking calls of the backend, except those of this constructor.
+        :param counters: the store's counters, to which this object adds.
         :raises StoreError: the catalogue could not be read; the backend stays open.
         """
         self.backend = backend
@@ -168,8 +170,8 @@ class NamespaceView:
     def _forget(self, packs: Mapping[bytes, PackTable | bytes]) -> None:
         """Remove packs from the index, and record their keys in ``news``.
 
-        :param packs: pack id → table, or ``PackedKeys.fingerprints``. Without a table, the keys are known only if the
-            pack was used recently; if not, ``News.lost`` is set instead.
+        :param packs: pack id → the pack's table or, if the caller does not have it, ``PackedKeys.fingerprints``, from
+            which no keys can be read. If ``_remember`` does not hold the table either, ``News.lost`` is set instead.
         """
         fingerprints: dict[bytes, bytes] = {}
         tables: list[PackTable | None] = []
@@ -220,8 +222,10 @@ class NamespaceView:
         return found
 
     async def _find_others(self, keys: Sequence[bytes], unsure: Sequence[int], found: list[HeldPack | None]) -> None:
-        """Search all packs with the fingerprints of the keys at the positions ``unsure``, and enter in ``found`` those
-        that hold the keys. Remember keys that are in none of them, so that lookups no longer find them.
+        """Search all packs that may hold the keys at the positions ``unsure``, by their fingerprints, and enter in
+        ``found`` those that hold the keys. Remember keys that are in none of them, so that lookups no longer find them.
+
+        :param unsure: positions in ``keys`` whose key is not in the first pack with its fingerprint.
         """
         named = {place: self.index.candidates(keys[place]) for place in unsure}
         packs = await self._packs({pack_id: None for pack_ids in named.values() for pack_id in pack_ids})
@@ -253,7 +257,7 @@ class NamespaceView:
         return found
 
     def _remember(self, pack: HeldPack) -> HeldPack:
-        """Keep the pack's table in memory, enough for one long context, and drop the oldest ones above the bound."""
+        """Keep the pack's table in memory and return the pack. Above 16,384 keys in all, drop the oldest tables."""
         if pack.number and pack.number not in self._recent:
             self._recent[pack.number] = pack
             self._recent_keys += len(pack.keys)
@@ -517,8 +521,9 @@ class NamedRequest(NamedTuple):
 def read_requests(
     backend: InspectableBackend, namespace: bytes, heads: Sequence[RequestManifest]
 ) -> list[NamedRequest]:
-    """Read the keys of requests; skip requests whose keys are missing or damaged.
+    """Read the keys and pins of stored requests; skip requests whose keys are missing or damaged.
 
+    :param heads: manifests of the requests.
     :raises StoreError: the medium failed.
     """
     names = [head.id for head in heads]

@@ -119,10 +119,11 @@ class RequestEnd(msgspec.Struct, frozen=True, array_like=True, tag=True):
     tokens: int
     """Tokens of the whole context; 0 if the engine did not report them."""
     block_size: int
-    """Tokens of one block."""
+    """Tokens of one block, one value for all groups; used to count the tokens of a prefix of the context."""
     ordered: bool = True
     """Whether the keys are in the order of the context; False: in order of arrival."""
     labels: dict[str, str] = {}
+    """Name-value pairs to store in the manifest; ``Choice`` selects by them."""
     pin: bool = False
     """Whether the manifest is pinned with the commit that writes it."""
 

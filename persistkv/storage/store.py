@@ -151,6 +151,7 @@ class Store:
         """Start to accept blocks for storage. Keys that are held, staged or in flight are skipped. Small packs are
         copied to staging memory; the next commit writes large packs from the rows. A read-only store accepts nothing.
 
+        :param request: the engine's request id. ``end_request`` with this id writes the staged blocks.
         :param block_ids: for each key, the row that holds its block.
         :param depths: for each key, the number of blocks of its group before it in the context; None if unknown.
         :param then: called, possibly before this method returns, with two values: whether the rows may be reused now
@@ -427,7 +428,7 @@ class Store:
     # Periodic work and totals
 
     def tick(self) -> None:
-        """Start due work: a commit, a refresh that reads changes of other processes, or ``Index.replace_some``."""
+        """Start due work: a commit, a step of resizing the index, or a refresh that reads other processes' changes."""
         executor = self.catalogue.executor
         if self.index.replacing:
             self.index.replace_some()
@@ -457,8 +458,13 @@ class Store:
     async def recent(
         self, max_blocks: int, engine: str = "", *, only_asked: bool = False, choice: Choice | None = None
     ) -> list[list[bytes]]:
-        """Return the keys of stored requests to prewarm, one list per request; see ``recent_contexts``. Empty if the
-        backend cannot list requests.
+        """Return the held keys of stored requests to prewarm, one list per request, with ``recent_contexts``. Empty if
+        the backend cannot list requests.
+
+        :param max_blocks: most keys to return, over all requests.
+        :param engine: name under which the engine answers ``persistkv warm``; empty: it does not answer.
+        :param only_asked: only requests that ``persistkv warm`` selected; no effect if ``choice`` is set.
+        :param choice: only requests that this filter includes; None: no filter.
         """
         backend = self.catalogue.backend
         if not isinstance(backend, InspectableBackend):
@@ -512,7 +518,7 @@ class Store:
         return outcomes[0].failed
 
     def close(self) -> None:
-        """Flush, then close the catalogue, also if the flush raises. Idempotent."""
+        """Flush, then close the backend, also if the flush raises. Idempotent."""
         try:
             self.flush()
         finally:

@@ -23,13 +23,13 @@ class MemoryOptions(msgspec.Struct, frozen=True):
     """Options of a URL such as ``memory://test?capacity=64MiB``."""
 
     capacity: str | None = None
-    """Bound on the bytes of all rows, including payloads; None: no bound."""
+    """Bound on the bytes of all data, keys and payloads included, a size such as ``64MiB``; None: no bound."""
     ttl: str | None = None
     """Time after its last use until content expires, a duration such as ``7d``; None: never."""
 
 
 class MemoryRows(Rows):
-    """Tables of rows in memory, sorted by key. Tests can damage stored data through ``put``."""
+    """Tables of database rows in memory, sorted by key. Tests can damage stored data through ``put``."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -72,7 +72,11 @@ class MemoryRows(Rows):
 
 
 class MemoryBackend(RowBackend):
-    """Storage driver that keeps all data in this process's memory."""
+    """Storage driver that keeps all data in this process's memory.
+
+    :param capacity: bound on the bytes of all data; None: no bound.
+    :param ttl_s: seconds after its last use until content expires; None: never.
+    """
 
     capabilities = Capabilities(persistent=False, shared=False)
     status_interval_s: float | None = None

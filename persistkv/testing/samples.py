@@ -51,7 +51,7 @@ class FailingSource(ArraySource):
 
 
 def sample_keys(seed: int, count: int, *, group: int = 0, hash_bytes: int = 32) -> list[bytes]:
-    """Return ``count`` offload keys of one KV cache group, generated from the seed."""
+    """Return ``count`` block keys, generated from the seed: each is a hash of ``hash_bytes`` and the group's index."""
     rng = np.random.default_rng(seed)
     return [make_offload_key(rng.bytes(hash_bytes), group) for _ in range(count)]
 
@@ -74,9 +74,10 @@ def sample_segment(
     content: int | None = None,
     depth: int = 0,
 ) -> Segment:
-    """Return a segment of consecutive blocks.
+    """Return consecutive blocks of one group, for a pack. They are no segment file of an LMDB store.
 
-    :param content: seed of the bytes; None: the seed of the keys.
+    :param content: seed of the blocks' bytes; None: the seed of the keys.
+    :param depth: number of blocks before the first one in its request.
     """
     source = ArraySource(sample_blocks(seed if content is None else content, blocks, block_bytes))
     keys = sample_keys(seed, blocks, group=group, hash_bytes=hash_bytes)
@@ -93,7 +94,7 @@ def sample_pack(
     content: int | None = None,
     depth: int = 0,
 ) -> PackWriter:
-    """Return a pack of one segment."""
+    """Return a pack of consecutive blocks of group 0; see ``sample_segment``. The default codec is ``raw``."""
     segment = sample_segment(seed, blocks=blocks, block_bytes=block_bytes, content=content, depth=depth)
     return PackWriter(namespace, codec or RawCodec(), [segment])
 

@@ -25,7 +25,7 @@ TIMEOUT_S = 90.0
 
 
 class TierRig:
-    """A secondary tier under test, and the primary tier's rows that it uses."""
+    """A secondary tier under test, and the primary tier's rows that it uses, shape (rows, bytes of a row)."""
 
     def __init__(self, tier: SecondaryTierManager, rows: npt.NDArray[np.uint8]) -> None:
         self.tier = tier
@@ -33,11 +33,11 @@ class TierRig:
         self._job_ids = itertools.count()
 
     def store(self, keys: Sequence[OffloadKey], block_ids: Sequence[int], req: ReqContext) -> int:
-        """Submit a store; return the job's id."""
+        """Submit a store of the blocks in the rows ``block_ids``; return the job's id."""
         return self._submit(keys, block_ids, req, is_promotion=False)
 
     def load(self, keys: Sequence[OffloadKey], block_ids: Sequence[int], req: ReqContext) -> int:
-        """Submit a load; return the job's id."""
+        """Submit a load of blocks into the rows ``block_ids``; return the job's id."""
         return self._submit(keys, block_ids, req, is_promotion=True)
 
     def _submit(self, keys: Sequence[OffloadKey], rows: Sequence[int], req: ReqContext, *, is_promotion: bool) -> int:
@@ -73,7 +73,7 @@ class TierRig:
 
 
 def block_bytes(rows: npt.NDArray[np.uint8], key: OffloadKey, row: int) -> bytes:
-    """Return the bytes of a row that belong to the block."""
+    """Return the bytes of a row that the key's block uses. They depend on the group in the key."""
     return b"".join(rows[row, offset : offset + size].tobytes() for offset, size in LAYOUT.groups[key[-1]].ranges)
 
 
@@ -85,7 +85,7 @@ class SecondaryTierConformance(ABC):
 
     @abstractmethod
     def open_tier(self, config: OffloadingConfig, view: memoryview) -> SecondaryTierManager:
-        """Create an empty tier with these rows."""
+        """Create an empty tier with the primary tier's rows: (num_blocks, row_stride) bytes, writable."""
 
     @pytest.fixture
     def rig(self) -> Iterator[TierRig]:
@@ -116,7 +116,7 @@ class SecondaryTierConformance(ABC):
 
     @staticmethod
     def keys_of(context: ReqContext) -> list[OffloadKey]:
-        """Return all keys of a request with a description."""
+        """Return the keys of all groups, one group after the other, from ``context.description``, which must be set."""
         assert context.description is not None
         return [key for chain in context.description.group_keys for key in chain]
 

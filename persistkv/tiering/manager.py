@@ -71,13 +71,16 @@ class _Promotion:
     """Blocks to load from one secondary tier for one request, all KV cache groups together; not submitted yet."""
 
     context: ReqContext
-    keys: dict[OffloadKey, None] = field(default_factory=dict)  # in the order of the lookups
-    since: float = field(default_factory=time.monotonic)  # bounds the time that the promotion waits for rows
+    keys: dict[OffloadKey, None] = field(default_factory=dict)
+    """In the order of the lookups."""
+    since: float = field(default_factory=time.monotonic)
+    """Time of creation, in seconds of ``time.monotonic``. It bounds how long the promotion waits for rows."""
 
     def in_prefix_order(self) -> list[OffloadKey]:
         """Return the keys sorted by their position in the request, KV cache groups interleaved.
 
-        If the list is cut, each group keeps a prefix. Without a description, the order of the lookups is kept.
+        If the list is cut, each group keeps a prefix. If ``context.description`` is None, the positions are unknown and
+        the order of the lookups is kept.
         """
         description = self.context.description
         if description is None:
@@ -103,6 +106,7 @@ class _Request:
 
     context: ReqContext
     request_level_tiers: list[IsolatedTier]
+    """Tiers with ``OffloadPolicy.REQUEST_LEVEL``: they receive every block of the request, including prefix hits."""
     storing: int = 0
     """Number of blocks of the request that are being written to the primary tier."""
     awaiting: set[OffloadKey] = field(default_factory=set)
@@ -124,7 +128,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     :param primary_tier: owned by the manager, which shuts it down last.
     :param secondary_tiers: in the order of lookups; owned by the manager. May be empty.
-    :param enable_events: whether ``take_events`` returns events; it ends the step either way.
+    :param enable_events: whether ``take_events`` returns events. Call it in each step either way: it starts promotions.
     :param cascade_share: part of the primary tier's rows that cascades may keep from eviction, divided evenly among the
         tiers. A job may exceed it if its tier has no other job.
     :param hold_s: seconds that promoted rows wait for their request, and that a promotion waits for rows.
@@ -196,7 +200,10 @@ class TieringOffloadingManager(OffloadingManager):
     def _lookup(
         self, key: OffloadKey, req_context: ReqContext, tier_of: Mapping[OffloadKey, IsolatedTier] | None
     ) -> bool | None:
-        """:param tier_of: tiers that are known to hold keys."""
+        """Look up one block as ``lookup`` does. If only a secondary tier holds it, queue its promotion and return None.
+
+        :param tier_of: key → a tier that holds it, so that this tier need not be probed again; None: no such tiers.
+        """
         answer = self.primary_tier.lookup(key, req_context)
         if answer:
             return True

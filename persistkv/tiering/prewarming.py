@@ -20,7 +20,10 @@ class RecentContexts(Protocol):
     """Optional interface of a tier that lists recently used contexts; see ``PersistentTier``."""
 
     def ask_recent(self, max_blocks: int, *, only_asked: bool = False) -> bool:
-        """Ask for recently used requests, at most ``max_blocks`` keys in all; return False if the tier is not ready."""
+        """Ask for recently used requests, at most ``max_blocks`` keys in all; return False if the tier is not ready.
+
+        :param only_asked: ask only for requests that were explicitly selected, such as with ``persistkv warm``.
+        """
         ...
 
     def take_recent(self) -> list[list[OffloadKey]] | None:
@@ -29,9 +32,10 @@ class RecentContexts(Protocol):
 
 
 class Prewarming:
-    """Queue of contexts, the most recently used first; afterwards the contexts requested with ``persistkv warm``.
+    """Queue of stored contexts to promote: at the start those requested with ``persistkv warm``, then the most recently
+    used ones; afterwards those that are requested later.
 
-    :param max_blocks: blocks to request at the start, and again in each later request.
+    :param max_blocks: most blocks to ask the tier for, in each call of ``RecentContexts.ask_recent``.
     """
 
     def __init__(self, tier: RecentContexts, max_blocks: int) -> None:
@@ -57,7 +61,7 @@ class Prewarming:
         return self._contexts.popleft() if self._contexts else None
 
     def look_now(self) -> None:
-        """Request contexts with the next call of ``next_context``."""
+        """Let ``next_context`` ask for newly requested contexts now, instead of 5 s after the tier's last answer."""
         self._next_look = min(self._next_look, time.monotonic())
 
     @property

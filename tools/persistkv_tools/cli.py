@@ -76,9 +76,10 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
 
 
 def main(arguments: Sequence[str] | None = None, *, may_retry: bool = False) -> None:
-    """Run the command line; always ends by SystemExit.
+    """Run the command line; always ends by SystemExit, with an exit code from the top of this file.
 
-    :param may_retry: exit with ``RETRY`` if another process uses the store with this process's PID.
+    :param may_retry: exit with ``RETRY`` (75) if another process uses the store with this process's PID, so that the
+        caller can run the command in another process.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     debug = _DEBUG in given  # accepted before and after the command

@@ -172,7 +172,7 @@ class BotoClient(Transport):
 
 
 class PlainBucket(BotoClient, PlainMedium):
-    """Plain use of boto3, for comparison: an object per ``write``, one request at a time, buffers joined and copied."""
+    """Baseline of ``persistkv bench``: plain boto3, an object per ``write``, one request at a time, buffers copied."""
 
     def __init__(self, place: Place, options: S3Options) -> None:
         super().__init__(place, options)
@@ -225,7 +225,7 @@ def _receive(body: Any, sink: Sink) -> None:
 
 @contextmanager
 def _cut_off(body: Any, deadline: Deadline) -> Iterator[None]:
-    """Shut a download down at its deadline: it may trickle for ever although no single read times out."""
+    """Shut down the connection of ``body`` if the block exceeds the deadline: slow bytes never make a read time out."""
 
     def cut() -> None:
         with suppress(Exception):  # it has just ended
@@ -241,7 +241,7 @@ def _cut_off(body: Any, deadline: Deadline) -> Iterator[None]:
 
 
 def _ours(error: Exception, what: str, deadline: Deadline) -> S3Error:
-    """Translate an error of botocore into an ``S3Error``. It is not chained, because it may hold request headers."""
+    """Translate an error of the request ``what`` into an ``S3Error``, unchained: it may hold request headers."""
     from botocore.exceptions import (
         ClientError,
         ConnectionError,

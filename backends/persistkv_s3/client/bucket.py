@@ -68,7 +68,7 @@ class Breaker:
     """Circuit breaker, see the top of this file. Thread-safe.
 
     :param name: of the server, for the log.
-    :param slow_s: seconds after which even a correct answer without bytes is bad.
+    :param slow_s: seconds, plus 1 for each MiB transferred, after which even a correct answer is bad.
     :param jitter: returns a number from 0 to 1, which shortens a pause by up to a half.
     """
 
@@ -116,7 +116,10 @@ class Breaker:
             return True
 
     def record(self, *, well: bool, seconds: float, num_bytes: int = 0) -> None:
-        """Record that an admitted request ended; ``well`` is False if it failed because of the server."""
+        """Record that an admitted request, which took ``seconds`` and transferred ``num_bytes``, has ended.
+
+        :param well: False if it failed because of the server.
+        """
         bad = not well or seconds > self._slow_s + num_bytes / _SLOW_BYTES_PER_S
         with self._lock:
             self._recent.append(bad)
@@ -147,6 +150,7 @@ class Bucket:
     :param transport: makes single attempts; closed with the bucket.
     :param deadline_s: of each operation in seconds, including retries.
     :param connections: maximum of concurrent operations in one call of ``all``.
+    :param clock: source of monotonic time, pauses and random numbers.
     """
 
     def __init__(
@@ -252,7 +256,7 @@ class Bucket:
         self._get(key, sink.start, sink.stop, sink)
 
     def _get(self, key: str, start: int | None, stop: int | None, sink: SinkT) -> SinkT:
-        """Download bytes as ``Transport.get`` does; an attempt after an interrupted one fetches the remainder."""
+        """Download bytes as ``Transport.get`` does; return the sink. A retry fetches only the missing bytes."""
 
         def attempt(deadline: Deadline) -> None:
             done = sink.position
@@ -284,9 +288,9 @@ class Bucket:
             self._run(partial(self._transport.delete, keys[start : start + MOST_DELETED]))
 
     def _run(self, attempt: Callable[[Deadline], R], num_bytes: Callable[[], int] = int) -> R:
-        """Repeat an attempt until it succeeds, its error is not retryable, or no attempt or time is left.
+        """Call ``attempt`` until it succeeds, its error is not retryable, or no attempt or time is left.
 
-        :param num_bytes: called after each attempt: the bytes that the operation has transferred.
+        :param num_bytes: called after each attempt; returns the bytes that all attempts so far have transferred.
         """
         deadline = Deadline(self._deadline_s, self.clock)
         bound = _FIRST_BOUND_S

@@ -177,7 +177,7 @@ class Sink(ABC):
         """Bytes that have arrived."""
 
     def expect(self, length: int) -> None:
-        """Check the length of an answer, whose bytes will arrive from ``position`` on.
+        """Check the number of bytes that an answer will deliver; ``position`` bytes of the download have arrived.
 
         :raises BrokenError: ``length`` is not the number of bytes that are left.
         """
@@ -216,7 +216,8 @@ class RowSink(Sink):
 class FrameSink(Sink):
     """Download of ranges of an object through one buffer: passes each complete range on, discards bytes in between.
 
-    :param ranges: (offset, length), ascending; no length is 0.
+    :param ranges: (offset, length) in bytes of the object, ascending; no length is 0.
+    :param buffer: holds one range at a time; at least as long as the longest one.
     :param take: called with the index of a range and its bytes, which are valid until it returns.
     """
 
@@ -333,7 +334,7 @@ class Transport(ABC):
 
     @abstractmethod
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
-        """Delete objects, at most ``MOST_DELETED``; missing ones are ignored."""
+        """Delete objects, at most ``MOST_DELETED`` (1,000); missing ones are ignored."""
 
     @abstractmethod
     def close(self) -> None:

@@ -53,11 +53,11 @@ _Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 
 
 class InboxName(NamedTuple):
-    """Identifies one commit in the inbox."""
+    """Identifies one commit in the inbox, from which the leader merges commits into the feed."""
 
     namespace: bytes
     writer: bytes
-    """16 random bytes, drawn by each session of a handle with a namespace."""
+    """16 random bytes that each session with a namespace draws, and draws again after a failed commit."""
     number: int
     """Number of the commit: each writer counts from 1, without gaps."""
 
@@ -80,7 +80,7 @@ class Names:
         return f"{self.packs_prefix}{pack_id.hex()}-{nonce.hex()}"
 
     def feed(self, position: int, term: bytes) -> str:
-        """Return the S3 key of the feed object that the leader of ``term`` writes at ``position``."""
+        """Return the S3 key of the feed object that the leader elected in ``term`` writes at ``position``, from 1."""
         return f"{self.feed_prefix}{position:012x}-{term.hex()}"
 
 
@@ -164,16 +164,19 @@ class Entry(msgspec.Struct, array_like=True, kw_only=True):
     manifests_gone: list[_Id] = []
     """Digests of the ids of manifests that are removed without their packs."""
     uses: list[bytes] = []
-    """Uses of packs, oldest first: each item has the concatenated ids of packs that were used together."""
+    """Uses of packs, oldest first: each item has the concatenated ids of packs that were used together. The last
+    item is the use by this commit itself."""
     packs: list[PackRow] = []
     manifests: list[ManifestRow] = []
     pins: list[tuple[str, bool]] = []
+    """(manifest id, True to pin or False to unpin)."""
 
 
 class Feed(msgspec.Struct, array_like=True, kw_only=True):
-    """A feed object: the commits that the feed contains at one position, in order."""
+    """A feed object: the commits that the feed contains at one position, in order. Positions count from 1."""
 
     generation: _Nonce
+    """Random id of the namespace's feed, drawn with its first feed object."""
     position: _Number
     term: _Term
     previous: bytes
@@ -190,7 +193,10 @@ class Feed(msgspec.Struct, array_like=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, array_like=True, kw_only=True):
-    """State of a namespace at a position of the feed: table rows in ``base``, then feed objects in ``tails``."""
+    """State of a namespace at a position of the feed: table rows in ``base``, then feed objects in ``tails``.
+
+    Position, term and time are those of the last feed object in it. A segment is an object of several records.
+    """
 
     generation: _Nonce
     position: _Number
@@ -226,7 +232,7 @@ class NamespaceHead(msgspec.Struct, array_like=True, kw_only=True):
     oldest: float = 0.0
     """Time of the least recent use of a pack or manifest; 0: nothing can expire."""
     swept: float = 0.0
-    """Time of the last complete sweep."""
+    """Start of the last complete sweep (deletion of objects that nothing refers to); initially time of a merge."""
 
     def term_of(self, position: int) -> bytes | None:
         """Return the term of the feed object at a position; None if ``spans`` does not contain the position."""
@@ -241,7 +247,7 @@ class Head(msgspec.Struct, array_like=True, kw_only=True):
     epoch: _Number = 0
     """Number of elections of a leader so far."""
     leader: bytes = b""
-    """Term of the leader; empty: no leader."""
+    """Term of the leader: id of its election, see ``TERM_BYTES``; empty: no leader."""
     beat: _Number = 0
     """Counts writes, so that no two versions have the same ETag."""
     capacity: int | None = None
@@ -249,6 +255,7 @@ class Head(msgspec.Struct, array_like=True, kw_only=True):
     unquoted: bool = False
     """The server accepts ``If-Match`` only with ETags without quotes."""
     namespaces: dict[bytes, NamespaceHead] = {}
+    """By namespace id."""
 
     @property
     def policy(self) -> Policy:
@@ -317,12 +324,12 @@ _LENGTH = struct.Struct("<Q")
 
 
 def frame_records(records: Sequence[Buffer]) -> list[Buffer]:
-    """Return the buffers of a segment: before each sealed record its length as u64 little-endian."""
+    """Return the content of a segment (see ``Snapshot``): before each sealed record its length as u64 little-endian."""
     return [piece for record in records for piece in (_LENGTH.pack(len(memoryview(record))), record)]
 
 
 def split_records(data: Buffer) -> Iterator[memoryview]:
-    """Yield the sealed records of a segment.
+    """Yield the sealed records of a segment, the content that ``frame_records`` returned.
 
     :raises CorruptPackError: a record is longer than the rest of the segment.
     """

@@ -222,7 +222,7 @@ class StoreHead:
 
 
 def extended(spans: list[tuple[int, int, bytes]], position: int, term: bytes) -> list[tuple[int, int, bytes]]:
-    """Return ``NamespaceHead.spans`` with one more feed object."""
+    """Return ``NamespaceHead.spans`` with one more feed object: its position, and the term of its leader."""
     if spans and spans[-1][1:] == (position - 1, term):
         return [*spans[:-1], (spans[-1][0], position, term)]
     return [*spans, (position, position, term)]

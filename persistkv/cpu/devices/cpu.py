@@ -109,7 +109,9 @@ class CPUCopyEngine(CopyEngine):
         self._copy_buffered(pages, rows, blocks, sub_blocks)
 
     def _move(self, pages: torch.Tensor, page_index: Index | None, rows: torch.Tensor, row_index: Index | None) -> None:
-        """Copy between pages and rows in the engine's direction. At most one side may be selected by an index."""
+        """Copy between pages and rows in the engine's direction. None as an index selects all of its tensor, in order;
+        at most one index may be given.
+        """
         stores = self.direction is Direction.STORE
         source, source_index, target, target_index = (
             (pages, page_index, rows, row_index) if stores else (rows, row_index, pages, page_index)
@@ -122,7 +124,10 @@ class CPUCopyEngine(CopyEngine):
             _copy(source, target)
 
     def _copy_buffered(self, pages: torch.Tensor, rows: torch.Tensor, blocks: IntArray, sub_blocks: IntArray) -> None:
-        """Copy pages and sub-blocks that are scattered on both sides: gather into the buffer, then scatter."""
+        """Copy between pages ``blocks`` and the places ``sub_blocks`` (see ``PageCopies``) through a buffer.
+
+        Each part of up to 8 MiB is gathered into the buffer, and then scattered from it.
+        """
         page_bytes = pages.shape[1]
         step = max(1, BUFFER_BYTES // page_bytes)
         if self._buffer is None or len(self._buffer) < step * page_bytes:
@@ -148,7 +153,7 @@ class _InPlace(futures.Executor):
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Perform ``target[...] = source``, both of shape (rows, positions, page)."""
+    """Perform ``target[...] = source``, both of shape (rows, GPU blocks, page bytes)."""
     source, target = widened(WIDE, source, target)
     if source.shape[1] == 1 and source.shape[2] < _MANY_ELEMENTS:
         # Measured 5 to 10 % faster than copy_ if rows have gaps, which they have as soon as there is a second tensor.
@@ -196,7 +201,7 @@ def _runs(*sides: IntArray) -> list[slice]:
 def _rectangles(sub_blocks: IntArray, rows: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Cut consecutive sub-blocks into a part of the first row, whole rows, and a part of the last row.
 
-    :returns: for each, its begin and end within ``sub_blocks``, and its bytes, shape (rows, positions, page).
+    :returns: for each, its begin and end within ``sub_blocks``, and its bytes, shape (rows, GPU blocks, page bytes).
     """
     first, count, factor = int(sub_blocks[0]), len(sub_blocks), rows.shape[1]
     done = 0
@@ -213,7 +218,10 @@ def _rectangles(sub_blocks: IntArray, rows: torch.Tensor) -> Iterator[tuple[int,
 
 
 def widened(types: Sequence[torch.dtype], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return views of the tensors in the first of the types that fits all of them; unchanged if none fits."""
+    """Return views of byte tensors in the first type whose size divides all addresses, strides and last dimensions.
+
+    If there is no such type, return the tensors unchanged.
+    """
     for dtype in types:
         if all(
             tensor.data_ptr() % dtype.itemsize == 0

@@ -128,11 +128,11 @@ class Batch:
     """A batch of memory copies between two tensors; copies that are adjacent on both sides are merged."""
 
     targets: IntArray
-    """Addresses."""
+    """Memory address of each copy's destination, in CPU or GPU memory."""
     sources: IntArray
-    """Addresses."""
+    """Memory address of each copy's source."""
     sizes: IntArray
-    """Bytes."""
+    """Bytes of each copy."""
     target: torch.Tensor
     """int8, two-dimensional; contains every target."""
     source: torch.Tensor
@@ -173,13 +173,13 @@ class PageCopier(ABC):
 
 
 class MemoryLocation(ctypes.Structure):
-    """``CUmemLocation``"""
+    """C structure ``CUmemLocation`` of the CUDA driver, a member of ``CopyAttributes``."""
 
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
 class CopyAttributes(ctypes.Structure):
-    """``CUmemcpyAttributes``"""
+    """C structure ``CUmemcpyAttributes`` of the CUDA driver: order of source accesses, and flags, of a batch."""
 
     _fields_ = (
         ("source_access_order", ctypes.c_int),

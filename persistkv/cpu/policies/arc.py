@@ -12,8 +12,9 @@ from persistkv.cpu.policies.base import CachePolicy, EvictionOrder
 class ARCCachePolicy(CachePolicy):
     """Two lists in recency order, blocks used once and blocks used again, and the keys recently evicted from each.
 
-    If a block is stored again soon after its eviction, the list it was evicted from was too small, and the target size
-    moves in favour of that list. A scan of blocks that are used once only affects the first list.
+    Eviction takes from the first list if it exceeds its target size, else from the second. If a block is stored again
+    soon after its eviction, the list it was evicted from was too small, and the target size changes in favour of that
+    list. A scan of blocks that are used once only affects the first list.
     """
 
     def __init__(self, num_blocks: int, refs: Sequence[int]) -> None:
@@ -66,7 +67,7 @@ class ARCCachePolicy(CachePolicy):
         self._target = 0.0
 
     def _learn_from_return(self, key: OffloadKey) -> bool:
-        """Return whether the key was recently evicted. If so, move the target size in favour of the list it was in."""
+        """Return whether the key was recently evicted. If so, change the target size in favour of its list."""
         once, again = len(self._gone_once), len(self._gone_again)
         if key in self._gone_once:
             del self._gone_once[key]

@@ -47,7 +47,7 @@ def demo(
     codec: Annotated[str, typer.Option(help="raw, zstd or planes; zstd:LEVEL, planes:WIDTH.")] = "raw",
     json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, and nothing else.")] = False,
 ) -> None:
-    """Answer cold, be killed, and answer warm in a new process.
+    """Answer prompts in one process, kill it, and answer them in a new process with restored KV.
 
     Exit code 1: restored pages, tokens or logits are not bit-identical.
     """
@@ -90,9 +90,9 @@ def _log(text: str) -> None:
 
 
 def _run_process(task: Task) -> Report:
-    """Run a worker process and return its report. Kill the cold one by SIGKILL as soon as it has reported.
+    """Run a worker process and return its report. Kill it by SIGKILL after the report if ``task.is_cold``.
 
-    :raises PersistKVError: if the process failed, or the cold one was not ended by the signal.
+    :raises PersistKVError: if the process failed, or was to be killed and was not ended by the signal.
     """
     command = [sys.executable, "-m", _WORKER, msgspec.json.encode(task).decode()]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
@@ -112,8 +112,8 @@ def _run_process(task: Task) -> Report:
 
 
 class RequestReport(msgspec.Struct, frozen=True):
-    """One prompt with up to three answers: ``cold``, computed in full (None for some prompts); ``resident``, with KV on
-    the device; ``warm``, with KV from the store in a new process. Times in seconds.
+    """One prompt with up to three answers: ``cold``, computed in full (None for some prompts); ``resident``, by the
+    same process with the KV that its first run left on the device; ``warm``, with KV from the store in a new process.
     """
 
     question: str
@@ -125,6 +125,7 @@ class RequestReport(msgspec.Struct, frozen=True):
     tokens_identical: bool
     """Whether the warm run's tokens equal those of the resident run."""
     logits_identical: bool
+    """Whether the warm run's logits of the first token equal those of the resident run."""
     agrees_with_cold: bool | None
     """Whether the warm run's tokens equal those of the cold run; None without a cold run. They may differ, because the
     cold run computed the prompt at once and so rounded differently."""
@@ -133,7 +134,9 @@ class RequestReport(msgspec.Struct, frozen=True):
 
 
 class DemoReport(msgspec.Struct, frozen=True):
-    """All results of the demo; times in seconds, sizes in bytes."""
+    """All results of the demo; times in seconds, sizes in bytes. ``tokens_identical``, ``logits_identical`` and
+    ``agrees_with_cold`` hold for all ``requests``, the first two only with ``same_split``. Sizes: see ``BackendStats``.
+    """
 
     url: str
     model: str
@@ -150,6 +153,7 @@ class DemoReport(msgspec.Struct, frozen=True):
     warm_ttft_s: float
     """Time to first token of the first prompt of the new process."""
     speed_up: float
+    """``cold_ttft_s`` divided by ``warm_ttft_s``."""
     cold_start_to_first_token_s: float
     """Time from the start of the first process to its first token, including imports and warm-up."""
     warm_start_to_first_token_s: float
@@ -158,13 +162,16 @@ class DemoReport(msgspec.Struct, frozen=True):
     agrees_with_cold: bool
     max_logit_difference: float
     pages_identical: bool
+    """Whether all restored device pages (KV of one GPU block each) equal those of the first process."""
     pages_compared: int
     raw_bytes: int
     stored_bytes: int
     codec_ratio: float
+    """``raw_bytes`` divided by ``stored_bytes``."""
     disk_bytes: int
     requests: list[RequestReport]
     notices: list[str]
+    """Messages of the new process's store for the user."""
 
 
 def _build_report(

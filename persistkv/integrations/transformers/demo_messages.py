@@ -55,7 +55,10 @@ def build_prompts(num_tokens: int) -> dict[str, list[int]]:
 
 
 class Task(msgspec.Struct, frozen=True):
-    """Task of a worker process, passed as JSON in its only command line argument."""
+    """Task of a worker process, passed as JSON in its only command line argument.
+
+    ``url`` is the store's, ``model`` a checkpoint's directory, ``tokens`` the number of tokens that all prompts share.
+    """
 
     is_cold: bool
     """Whether this is the first process, which computes its answers in full, and is killed after its report."""
@@ -64,17 +67,20 @@ class Task(msgspec.Struct, frozen=True):
     tokens: int
     codec: str
     started: float
-    """Start of the process in seconds of the monotonic clock."""
+    """Start of the worker process: seconds of the monotonic clock, read by the process that starts it."""
 
 
 class Answer(msgspec.Struct, frozen=True):
     """One answered prompt."""
 
     question: str
+    """Text of the question, as in ``build_prompts``."""
     tokens: list[int]
+    """Ids of the generated tokens."""
     logits: list[float]
     """Logits from which the first token was chosen."""
     logits_digest: str
+    """xxh3-128 checksum of the bytes of the same logits, hexadecimal."""
     stats: RequestStats
 
 
@@ -82,13 +88,15 @@ class Report(msgspec.Struct, frozen=True):
     """Results of a worker process, written as one line of JSON on its standard output."""
 
     answers: list[Answer] = []
-    """First process: answers to ``FIRST``, computed in full. Second process: answers to all questions."""
+    """First process: answers to the questions ``FIRST``, computed in full. Second process: answers to all questions."""
     resident: list[Answer] = []
-    """Answers of the first process to all questions, with the KV that its first run left on the device."""
+    """First process: answers to all questions, with the KV that computing ``answers`` left on the device."""
     pages: dict[str, str] = {}
     """Digests of device pages by block hash, both hexadecimal. First process: all published pages. Second process: the
     restored pages only."""
     start_to_first_token_s: float = 0.0
+    """Seconds from the start of the process to the first token of its first answer."""
     notices: list[str] = []
+    """Second process: ``Engine.notices``."""
     error: str = ""
     """Why the process failed; empty if it did not."""

@@ -97,8 +97,8 @@ def _warm_up(engine: Engine, num_tokens: int) -> None:
 
 
 def _answer_cold(engine: Engine, task: Task) -> Report:
-    """Answer ``FIRST`` with prompts computed in full. Then answer all questions with the KV that this left on the
-    device. Return after the contexts of ``FIRST`` are durable.
+    """Answer the questions ``FIRST`` with prompts computed in full. Then answer all questions with the KV that this
+    left on the device. Return after the contexts of ``FIRST`` are durable.
     """
     prompts = build_prompts(task.tokens)
     results, since_start = _generate(engine, task, {question: prompts[question] for question in FIRST}, load=False)

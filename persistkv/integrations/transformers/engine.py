@@ -146,8 +146,8 @@ class Engine:
         :param load: False computes the whole prompt and restores no KV.
         :param store: False stores no block of this request in the tiers.
         :param kv_transfer_params: ``labels``, ``load``, ``store`` and ``pin`` in the form of vLLM's requests, for an
-            engine behind a server: ``{"persistkv": {"load": False}}``. An option is off if either form sets it to
-            False.
+            engine behind a server: ``{"persistkv": {"load": False}}``. ``pin`` protects the stored context from
+            eviction and expiry. ``load`` or ``store`` is off if either form sets it to False.
         :raises ConfigurationError: an option is invalid. Nothing was run.
         :raises PromptTooLongError: prompt and answer do not fit the device cache. Nothing was run.
         :raises EngineClosedError: the engine is closed; other methods raise it, too.

@@ -145,7 +145,7 @@ def _rope_types(config: Any) -> set[str]:
 
 
 class _RecordingLayer(DynamicLayer):  # type: ignore[misc]
-    """Cache layer that records the keys and values that it receives."""
+    """Cache layer for a trial run of a model: ``seen`` has the keys and values of each ``update``."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -46,7 +46,11 @@ class PersistentCache(RequestCache):
     def __init__(
         self, geometry: KVGeometry, url: str, identity: Mapping[str, Any], capacity: int, salt: str | None
     ) -> None:
-        """Make an empty cache. Applications call the function ``load`` instead."""
+        """Make an empty cache. Applications call the function ``load`` instead.
+
+        :param identity: a result of ``model_identity``.
+        :param capacity: tokens for which buffers are allocated at first.
+        """
         super().__init__(geometry, capacity)
         self.restored_tokens: Sequence[int] = ()
         self._url, self._identity, self._salt = url, Identity.of(identity), salt
@@ -147,7 +151,7 @@ class PersistentCache(RequestCache):
         return []
 
     def _block(self, group: int, position: int) -> torch.Tensor:
-        """Return a view of one block, shape (layers, 2, kv_heads, block_size, head_dim)."""
+        """Return a view of block number ``position`` in a buffer, shape (layers, 2, kv_heads, block_size, head_dim)."""
         return self.buffers[group][:, :, :, position * self._block_size : (position + 1) * self._block_size]
 
     def _row(self, store: Store, row: int, group: int) -> torch.Tensor:

@@ -110,6 +110,8 @@ class Request:
 
     :ivar tables: for each KV cache group, the device block of each full block of prompt and answer, in order. None:
         the block was outside of the sliding window when the request began, and was therefore not restored.
+    :param forward_options: further keyword arguments of each call of the model.
+    :param salt: see ``BlockHashChain``.
     """
 
     def __init__(
@@ -133,6 +135,9 @@ class Request:
     ) -> GenerateResult:
         """Run the request to its last token. The caller must call ``on_new_request`` of the connector's scheduler
         before, and ``request_finished`` afterwards, even if this raises.
+
+        :param stop: ids of the tokens that end the generation.
+        :param load: False computes the whole prompt and restores no KV.
         """
         begin = time.perf_counter()
         self._stats.prompt_tokens = len(prompt)
@@ -160,14 +165,19 @@ class Request:
         self._truncate(0)
 
     def _announce(self, token_ids: Sequence[int], num_tokens: int) -> None:
-        """Append tokens to the block hashes, and report the keys of the blocks that became full to the connector."""
+        """Append tokens to the block hashes, and report the keys of the blocks that became full to the connector.
+
+        :param num_tokens: tokens of the request, including ``token_ids``.
+        """
         hashes = self._chain.extend(token_ids)
         for group in range(len(self.tables)):
             keys = [make_offload_key(block_hash, group) for block_hash in hashes]
             self._tiers.scheduler.update_keys(self._req_id, group, keys, num_tokens)
 
     def _restore(self, num_tokens: int) -> int:
-        """Restore the longest prefix, without the last token, from device and tiers; return its length in tokens."""
+        """Restore the longest prefix of the prompt's first ``num_tokens - 1`` tokens from device and tiers. Return its
+        length in tokens.
+        """
         on_device = self._stats.device_tokens = self._acquire_resident(num_tokens - 1)
         matched = self._tiers.match(self._req_id, on_device)
         begin = time.perf_counter()
@@ -214,9 +224,11 @@ class Request:
         return logits
 
     def _keep(self, cache: RequestCache, num_tokens: int) -> None:
-        """Copy the blocks that became full to pages, publish them, report them to the connector, and end the step.
+        """Copy the blocks that became full to pages, publish them, report them to the connector; call ``Tiers.step``.
 
         A block that is on the device already is referenced, not written, so that all requests use the same bytes.
+
+        :param num_tokens: tokens of the request with KV in ``cache``.
         """
         first, stop = self._num_blocks, num_tokens // self._device.block_size
         if stop > first:

@@ -94,9 +94,10 @@ class SharedLayout(NamedTuple):
 def shared_layout(spec: Any) -> SharedLayout | None:
     """Return the layout of rows if it is independent of the parallel sizes; None: they are part of the identity.
 
-    vLLM's declaration for the direct layout covers the bytes of one block and one layer. Two workers' rows of a model
-    with several layers are still not those of one worker: vLLM 0.32 declares ``LBHNC`` independent. Rows are therefore
-    shared only if they contain one block, heads come before layers, and there is no gap between the workers' parts.
+    For the direct layout, vLLM's declaration that it is independent covers only the bytes of one block and one layer:
+    vLLM 0.32 declares it for ``LBHNC`` (layers before heads), although with several layers a row of two workers differs
+    from that of one worker. Rows are therefore shared only if they contain one GPU block, heads come before layers, and
+    there is no gap between the workers' parts.
 
     :param spec: vLLM's offloading spec.
     """
@@ -189,6 +190,7 @@ def _world(offloading: Any) -> dict[str, Any]:
 def has_random_hashes(algorithm: str, *, fixes_seed: bool) -> bool:
     """Return whether block hashes differ between starts of the engine, so that no stored block is found again.
 
+    :param algorithm: vLLM's option ``prefix_caching_hash_algo``.
     :param fixes_seed: whether this vLLM release fixes the seed of cryptographic algorithms; older ones do not.
     """
     if os.environ.get(_SEED_VARIABLE) is not None:
@@ -210,7 +212,11 @@ def _weights(model: Any, load: Any, name: str | None) -> str:
 
 
 def _directory(model: str, revision: str | None, load: Any) -> Path:
-    """Return the directory from which the engine has loaded the weights."""
+    """Return the directory from which the engine has loaded the weights.
+
+    :param load: vLLM's ``LoadConfig``.
+    :raises ConfigurationError: the files are not on this machine.
+    """
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
@@ -242,7 +248,7 @@ def _adapters(lora: Any, name: str | None) -> dict[str, Any] | None:
 
 def _speculation(speculative: Any, load: Any) -> dict[str, Any] | None:
     """Return what identifies speculative decoding, or None without it. It is needed because the layers of a draft model
-    may keep their KV in the same blocks.
+    may keep their KV in the same blocks. Parameters: vLLM's ``SpeculativeConfig`` and ``LoadConfig``.
     """
     if speculative is None:
         return None

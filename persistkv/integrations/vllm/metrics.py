@@ -43,7 +43,10 @@ _BREAKER = {"half-open": 1.0, "open": 2.0}
 
 @dataclass
 class Observed:
-    """Totals since the tier's construction, counted by the tier itself in the engine."""
+    """Totals since the tier's construction, counted by the tier itself in the engine. ``COUNTERS`` describes each.
+
+    A load copies from the store to the primary tier, a store the other way. Seconds are sums over all jobs.
+    """
 
     lookup_hits: int = 0
     lookup_misses: int = 0
@@ -90,7 +93,10 @@ class MetricsReader:
         return True
 
     def read(self, observed: Observed, stats: StoreStats, held_chunks: int) -> Any:
-        """Return vLLM's ``OffloadingConnectorStats`` with the counters' increments and the gauges' present values."""
+        """Return vLLM's ``OffloadingConnectorStats`` with the counters' increments and the gauges' present values.
+
+        :param held_chunks: number of chunks that a lookup finds in the store.
+        """
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 
         reading = OffloadingConnectorStats()
@@ -101,7 +107,10 @@ class MetricsReader:
         return reading
 
     def growth(self, now: Mapping[str, float]) -> dict[str, float]:
-        """Return the growth of each total since the last call, without zeros. A total that shrank restarted at 0."""
+        """Return the growth of each total since the last call, without zeros. A total that shrank restarted at 0.
+
+        :param now: the present totals by name.
+        """
         last, self._last = self._last, {**self._last, **now}
         grown = {name: value - (last.get(name, 0) if value >= last.get(name, 0) else 0) for name, value in now.items()}
         return {name: value for name, value in grown.items() if value}
@@ -122,7 +131,10 @@ def totals(observed: Observed, stats: StoreStats) -> dict[str, float]:
 
 
 def levels(stats: StoreStats, held_chunks: int) -> dict[str, float]:
-    """Return the gauges' present values. Those of the store's process are missing until it has reported them."""
+    """Return the gauges' present values by name. Gauges of the store's process are missing until it has reported them.
+
+    :param held_chunks: as in ``MetricsReader.read``.
+    """
     found: dict[str, float] = {
         "queued_bytes": stats.queued_bytes,
         "held_chunks": held_chunks,

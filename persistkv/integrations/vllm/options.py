@@ -28,8 +28,8 @@ class VllmTierOptions(PersistentTierOptions, frozen=True, kw_only=True):
     """Time limit of one operation of a remote store, including retries; may be set in the URL instead. None: as in the
     URL."""
     policy: Literal["request", "chunk"] = "request"
-    """``request``: every chunk of a request is offered, including prefix hits, and its whole context is listed.
-    ``chunk``: newly computed chunks only."""
+    """``request``: vLLM offers every chunk of a request to the tier, including prefix hits, and the store lists the
+    whole context. ``chunk``: it offers newly computed chunks only."""
     min_tokens: int = 0
     """Requests that have fewer tokens when their first chunks arrive are not persisted."""
     labels: dict[str, str] = msgspec.field(default_factory=dict)

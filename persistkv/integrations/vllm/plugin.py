@@ -15,7 +15,9 @@ _PACKAGE = "persistkv.integrations.vllm"
 
 
 def register() -> None:
-    """Register the tiers by short names and the spec as ``PersistKVSpec``; remove the regions of killed engines."""
+    """Register the tiers by short names and the spec as ``PersistKVSpec``; remove the files of killed engines' primary
+    tiers. vLLM calls this in each of its processes, repeatedly.
+    """
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 

@@ -69,8 +69,8 @@ def close_region(fds: Iterable[int]) -> None:
 
 
 def _open(source: _Mapping, size: int, *, is_last: bool) -> int | None:
-    """Open the file of a mapping. None if it cannot be opened, or its size is not ``size`` bytes; the last file may
-    be longer.
+    """Open the file of the mapping ``source``. None if it cannot be opened, or its size is not ``size`` bytes; the last
+    file may be longer.
     """
     for candidate in (source.path, *(path for path, file in _descriptors("self") if file == source.file)):
         try:
@@ -104,7 +104,7 @@ def ready(rows: memoryview) -> None:
 
 
 def remove_leftovers(directory: str = SHARED_MEMORY_DIRECTORY, *, sees_all_processes: bool | None = None) -> list[str]:
-    """Remove the files of regions that no process uses.
+    """Remove the files of vLLM's primary tiers that no process uses.
 
     :param sees_all_processes: whether ``/proc`` shows every process that may use the files; None: detect it.
     :returns: the removed paths.

@@ -11,11 +11,14 @@ from typing import Any
 from persistkv.base import OffloadKey
 
 Position = Callable[[OffloadKey], "int | None"]
-"""Function from a key to the number of tokens up to the end of its chunk; None if the engine does not know it."""
+"""Function from a key to its position: tokens of the request up to the end of the key's chunk; None if unknown."""
 
 
 def key_position(context: Any) -> Position | None:
-    """Return vLLM's function for the positions of a request's keys; None if this release of vLLM has none."""
+    """Return vLLM's function from a key of the request to its position; None if this release of vLLM has none.
+
+    :param context: vLLM's ``ReqContext``.
+    """
     return getattr(context, "get_offload_key_position", None)
 
 

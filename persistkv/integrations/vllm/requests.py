@@ -63,7 +63,7 @@ def request_options(
 class LiveRequest:
     """Options and stored keys of one unfinished request. Keys may arrive in any order; they are sorted by position.
 
-    :param position: vLLM's function from a key to its position in the request; None if this vLLM has none.
+    :param position: vLLM's function from a key to the tokens up to the end of its chunk; None if this vLLM has none.
     :param group_tokens: for each KV cache group, the tokens of one chunk.
     :param labels: labels that the tier gives all requests; the request's own labels take precedence.
     """
@@ -87,8 +87,8 @@ class LiveRequest:
         """Whether any chunk of the request was submitted to the store."""
 
     def wants(self, keys: Sequence[OffloadKey], min_tokens: int) -> bool:
-        """Return whether the chunks of ``keys`` must be stored: stores are enabled, and a chunk ends at ``min_tokens``
-        or later, or at an unknown position. The length is checked for the request's first keys only.
+        """Return whether the chunks of ``keys`` must be stored: stores are enabled, and a chunk ends at token
+        ``min_tokens`` or later, or at an unknown position. The length is checked for the request's first keys only.
         """
         if not self.options.store:
             return False
@@ -115,7 +115,9 @@ class LiveRequest:
 
 
 class _Description(RequestDescription):
-    """Keys of a request, which arrive in any order; vLLM's positions determine their order and depths."""
+    """Keys of a request, which arrive in any order. vLLM's positions determine their order and their depths: the number
+    of blocks of the same group before each. Parameters as for ``LiveRequest``.
+    """
 
     def __init__(self, position: Position, group_tokens: Sequence[int], labels: Mapping[str, str]) -> None:
         super().__init__(len(group_tokens), labels)

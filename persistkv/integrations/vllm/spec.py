@@ -25,7 +25,8 @@ Mappings = Mapping[tuple[int, int], Any]
 class PersistKVSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not installed where types are checked
     """Offloading spec for vLLM on CPUs: ``"spec_name": "PersistKVSpec"`` instead of ``TieringOffloadingSpec``.
 
-    The options are the same. If a KV tensor is in device memory, it behaves like ``TieringOffloadingSpec``.
+    It adds a worker for KV tensors in CPU memory, which vLLM lacks. The options are the same. If a KV tensor is in
+    device memory, it behaves like ``TieringOffloadingSpec``.
     """
 
     def get_worker(self, kv_caches: Any) -> Any:
@@ -122,6 +123,9 @@ class _CanonicalCopyEngine(CPUCopyEngine):
     """Copies between pages and rows in vLLM's canonical layout, which is the same for all parallel sizes.
 
     A worker writes only its parts of a row. If several workers hold the same bytes of a block, one of them writes them.
+
+    :param memory: the pages and rows to copy between.
+    :param mappings: as for ``CPUOffloadingWorker``.
     """
 
     def __init__(self, memory: KVMemory, direction: Direction, mappings: Mappings) -> None:

@@ -57,14 +57,15 @@ _EXPIRED_AT_ONCE = 128  # packs and manifests that one commit expires, at less t
 
 
 class Catalog(ABC):
-    """Catalogue of one or more namespaces, over rows: the part of a driver that does not depend on payloads.
+    """Catalogue of one or more namespaces, in table rows (key and value): the part of a driver that does not depend on
+    payloads.
 
     ``Backend`` and ``InspectableBackend`` specify the methods that have no docstring here.
     """
 
     @abstractmethod
     def rows(self, *, write: bool = False) -> AbstractContextManager[Rows]:
-        """Return a transaction for a ``with`` block: committed at its end, rolled back if it raises.
+        """Return a transaction over table rows for a ``with`` block: committed at its end, rolled back if it raises.
 
         Read transactions may run in any thread, concurrently with each other and with a write transaction. They must
         not wait for it: a commit may wait for packs to be encoded in the threads that read.
@@ -149,14 +150,14 @@ class Catalog(ABC):
         return found
 
     def states(self) -> list[NamespaceState]:
-        """Return the totals and change count of each namespace."""
+        """Return the totals of each namespace, and the number of packs added and removed so far."""
         with self.rows() as rows:
             return [NamespaceState.decode(row) for _, row in rows.range(STATES, b"")]
 
 
 class CatalogBackend(Catalog, InspectableBackend):
-    """Base class of drivers over rows. A driver implements ``open``, ``commit``, ``read``, ``close``, ``rows`` and
-    ``disk_bytes``.
+    """Base class of drivers over table rows. A driver implements ``open``, ``commit``, ``read``, ``close``, ``rows``
+    and ``disk_bytes``.
     """
 
     def namespaces(self) -> Iterator[Namespace]:
@@ -194,8 +195,8 @@ class CatalogBackend(Catalog, InspectableBackend):
 
 
 class RowBackend(CatalogBackend):
-    """Base class of drivers that store payloads as rows, too. Their transactions must be able to reuse the room that
-    they have freed. A driver implements ``open``, ``close``, ``rows``, ``disk_bytes`` and ``has_room``.
+    """Base class of drivers that store payloads as table rows, too. Their transactions must be able to reuse the room
+    that they have freed. A driver implements ``open``, ``close``, ``rows``, ``disk_bytes`` and ``has_room``.
     """
 
     capacity: int | None = None
@@ -238,7 +239,7 @@ class RowBackend(CatalogBackend):
 
 
 class _Room:
-    """Goal of eviction: room for ``need`` bytes."""
+    """Goal of eviction: room for ``need`` bytes in the transaction of ``rows``."""
 
     def __init__(self, backend: RowBackend, rows: Rows, need: int) -> None:
         self._backend = backend
@@ -246,11 +247,11 @@ class _Room:
         self._need = need
 
     def met(self) -> bool:
-        """See ``Goal``."""
+        """Return whether there is enough room now."""
         return self._backend.has_room(self._rows, self._need)
 
     def helps(self, pack: bytes) -> bool:
-        """See ``Goal``; every pack frees room."""
+        """Return True: evicting any pack frees room."""
         return True
 
 
@@ -305,8 +306,10 @@ def _moved(rows: Rows, namespace: bytes, since: int, until: int) -> tuple[dict[b
 def _use_of(
     rows: Rows, namespace: bytes, chain: Chain, skew: float, moments: dict[bytes, list[int]]
 ) -> RequestUse | None:
-    """Return the use of the request with this chain.
+    """Return the last use and the sharing of a stored request; None if the row with the use of its last pack is missing
+    or damaged.
 
+    :param chain: the packs of its manifest, and the moment and time at which it was written.
     :param skew: seconds from the store's clock to the wall clock (``StoreClock.skew``).
     :param moments: cache: for each last pack, the sorted moments at which the manifests that name it were written.
     """

@@ -109,7 +109,8 @@ def _boot() -> bytes:
 
 
 def read_clock(rows: Rows) -> tuple[int, StoreClock]:
-    """Return the number of the last moment and the clock at that moment; in a new store 0 and the present time.
+    """Return the number of the last moment (batch that used a pack or manifest) and the clock at that moment; in a new
+    store 0 and the present time.
 
     :raises CorruptStoreError: the row is damaged, so the number of the next moment is unknown.
     """
@@ -126,7 +127,7 @@ def read_clock(rows: Rows) -> tuple[int, StoreClock]:
 
 
 def write_clock(rows: Rows, moment: int, clock: StoreClock) -> None:
-    """Record the last moment and the clock at that moment."""
+    """Record the number of the last moment, as in ``read_clock``, and the clock at that moment."""
     seconds, at, unconfirmed, since = clock
     row = _CLOCK.pack(moment, seconds, at.wall, at.since_boot, at.boot, unconfirmed, since)
     rows.put(META, _CLOCK_ROW, row)
@@ -199,16 +200,16 @@ class EvictionOrder:
         self._put(name, Chain(self.moment, self.time, flags, packs))
 
     def chain(self, name: bytes) -> Chain | None:
-        """Return a manifest's chain; None if it is not held or its row is damaged."""
+        """Return a manifest's packs, flags and time of writing; None if it is not held or its row is damaged."""
         return Chain.decode(self._rows.get(CHAINS, name))
 
     def reflag(self, name: bytes, chain: Chain, flags: int) -> None:
-        """Replace the flags of the manifest with this chain."""
+        """Replace a manifest's flags (``Chain.flags``). ``chain`` is its present chain."""
         self._rows.delete(ORDER, chain.order_key(name))
         self._put(name, chain._replace(flags=flags))
 
     def remove_manifest(self, name: bytes, chain: Chain) -> None:
-        """Remove the manifest with this chain from the eviction order."""
+        """Remove a manifest from the eviction order. ``chain`` is its present chain."""
         self._rows.delete(ORDER, chain.order_key(name))
         self._rows.delete(CHAINS, name)
 
@@ -225,12 +226,12 @@ class EvictionOrder:
             key = found + b"\0"
 
     def finish(self) -> None:
-        """Record the clock if this transaction is a moment, after a reboot, or if ``StoreClock.skew`` has changed."""
+        """Record the clock if the transaction used anything (``counts``), after a reboot, or if the skew changed."""
         if self.counts or self._clock_changed:
             write_clock(self._rows, self.moment, self._clock)
 
     def _candidate(self, found: bytes) -> Candidate | None:
-        """Return the candidate that a key of ``ORDER`` lists; None if the key is damaged or out of date."""
+        """Return the candidate that a key of the table ``ORDER`` lists; None if the key is damaged or out of date."""
         if len(found) != ORDER_KEY.size:
             return None
         _, _, kind, name = ORDER_KEY.unpack(found)

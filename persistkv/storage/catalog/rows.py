@@ -54,7 +54,8 @@ class Rows(ABC):
     """Rows (key and value) of all tables of a store within one transaction of its driver, sorted by key in each table.
 
     A row's key has at most 64 bytes, its value at most 256 KiB. Values in ``PACKS`` and ``MANIFEST_KEYS`` have no
-    limit. Returned buffers are valid until a row is changed or the transaction ends.
+    limit. Returned buffers are valid until a row is changed or the transaction ends. ``table`` is one of ``TABLES``.
+    Unrelated to the rows of the primary tier.
     """
 
     @abstractmethod
@@ -110,7 +111,7 @@ class Use(NamedTuple):
     """Last use of a pack."""
 
     moment: int
-    """Number of the moment; see the module ``order``."""
+    """Number of the commit that used the pack last; only commits that use anything count (see module ``order``)."""
     time: float
     """Seconds since the epoch, on the store's clock."""
     depth: int
@@ -120,7 +121,7 @@ class Use(NamedTuple):
 
     @property
     def pinned(self) -> bool:
-        """Whether a pinned manifest names the pack. ``ORDER`` does not list it then."""
+        """Whether a pinned manifest names the pack. The eviction order (``ORDER``) does not list it then."""
         return self.pins > 0
 
     def order_key(self, name: bytes) -> bytes:
@@ -141,11 +142,12 @@ class Use(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """A manifest's packs, and the moment and time at which it was written."""
+    """A manifest's packs, and the time at which it was written."""
 
     moment: int
+    """Number of the commit that wrote the manifest, as in ``Use``."""
     time: float
-    """Seconds since the epoch, on the store's clock."""
+    """Time of that commit: seconds since the epoch, on the store's clock."""
     flags: int
     """``PINNED`` and ``ORDERED``, or 0."""
     packs: tuple[bytes, ...]
@@ -185,7 +187,7 @@ class Chain(NamedTuple):
 
 @dataclass
 class NamespaceState:
-    """A namespace's change count and exact totals: one row, written by each commit that changes one of them."""
+    """A namespace's change count and exact totals, as in ``BackendStats``: one row, which commits update."""
 
     generation: bytes
     """8 random bytes, part of each cursor: a deleted and recreated namespace does not accept cursors from before."""
@@ -274,14 +276,16 @@ def encode_change(kind: bytes, pack_id: bytes, table: PackTable | None = None) -
     """Return the value of a row in ``LOG``.
 
     :param kind: ``ADDED`` or ``REMOVED``.
-    :param table: of a removed pack, if known. The row contains the fingerprints of its keys, so that readers of the log
-        need not search their index for them.
+    :param table: of a removed pack, if known. The row contains its ``PackedKeys.fingerprints``, so that readers of the
+        log need not search their index for them.
     """
     return kind + pack_id + (b"" if table is None else table.keys.fingerprints)
 
 
 def decode_change(row: Buffer) -> tuple[bytes, bytes, bytes]:
-    """Return kind, pack id and fingerprints of a row in ``LOG``. Damage is not detected: the values may be wrong."""
+    """Return kind, pack id and ``PackedKeys.fingerprints`` of a row in ``LOG``; the last is empty if it was not
+    recorded. Damage is not detected: the values may be wrong.
+    """
     row = bytes(row)
     return row[:1], row[1 : 1 + ID_BYTES], row[1 + ID_BYTES :]
 
@@ -333,7 +337,9 @@ def page_bytes(payload_length: int) -> int:
 
 
 def read_pieces(rows: Rows, name: bytes, offset: int, buffers: Sequence[memoryview]) -> bool:
-    """Fill ``buffers`` from a span of the pack ``name`` (namespace and pack id), as ``Backend.read`` does."""
+    """Fill ``buffers``, one after the other, with the bytes of the pack ``name`` (namespace and pack id) from the byte
+    ``offset`` on. Return False if the pack is absent or too short: the buffers then have undefined content.
+    """
     index, start = divmod(offset, PIECE_BYTES)
     piece = rows.get(PIECES, name + _PIECE.pack(index))
     for buffer in buffers:

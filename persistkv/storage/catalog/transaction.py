@@ -83,7 +83,8 @@ class Goal(Protocol):
 class CatalogTransaction:
     """Changes of the catalogue within one write transaction of the driver, which commits them atomically.
 
-    Names of packs and manifests are as in ``Candidate``. If a method raises, the driver must roll the transaction back.
+    A *name* is a namespace's id followed by a pack id or by the digest of a manifest's id (``manifest_row``).
+    If a method raises, the driver must roll the transaction back.
     """
 
     def __init__(
@@ -94,8 +95,9 @@ class CatalogTransaction:
         keep: Collection[bytes] = (),
         at: float | None = None,
     ) -> None:
-        """:param keep: names of packs and manifests that are not evicted.
-        :param at: see ``EvictionOrder``.
+        """:param namespace: id of the namespace to which the pack ids of all methods belong.
+        :param keep: names of packs and manifests that are not evicted.
+        :param at: present time in seconds since the epoch; None: the time of the store's own clock.
 
         :raises StoreError: there is no such namespace, or the row of its totals or of the clock is damaged.
         """
@@ -142,7 +144,7 @@ class CatalogTransaction:
             self._pin(manifest_id, pinned)
 
     def touch(self, pack_ids: Iterable[bytes]) -> None:
-        """Record that packs were used."""
+        """Record that packs are used by this transaction. Packs that are not held are ignored."""
         for pack_id in pack_ids:
             self._order.touch(self._namespace + pack_id)
 
@@ -192,8 +194,8 @@ class CatalogTransaction:
         many requests share, so that none of them gets too large.
 
         :param at_most: maximum number of manifests to delete.
-        :param alone: keep later packs of these manifests, even if no other manifest names them.
-        :returns: whether more manifests name the pack.
+        :param alone: keep the packs after this one in these manifests; False: delete those that no manifest names now.
+        :returns: whether more manifests name the pack, except those in ``keep``, which are not deleted.
         """
         name = self._namespace + pack_id
         keys = (self._namespace + bytes(key[2 * ID_BYTES :]) for key, _ in self._rows.starting_with(LINKS, name))
@@ -300,7 +302,9 @@ class CatalogTransaction:
     def _drop_manifest(self, name: bytes, behind: bytes | None = None) -> list[bytes]:
         """Delete a manifest.
 
-        :returns: names of the packs after the pack ``behind`` in its chain; empty if the chain is not ordered.
+        :param behind: name of a pack.
+        :returns: names of the packs after ``behind`` in the manifest's chain; empty if the chain is not ordered or does
+            not contain ``behind``.
         """
         namespace, digest = name[:ID_BYTES], name[ID_BYTES:]
         if self._rows.delete(MANIFESTS, name):
@@ -374,7 +378,7 @@ def kept_names(namespace: bytes, batch: CommitBatch) -> set[bytes]:
 
 
 def rows_bound(packs: Iterable[NewPack], manifests: Iterable[ManifestWrite]) -> int:
-    """Estimate the bytes that packs, without their payloads, and manifests add to the rows; rather too high."""
+    """Return a high estimate of the bytes of all rows that packs (without their payloads) and manifests add."""
     total = 0
     for pack in packs:
         total += 2 * (64 * pack.frame_count + len(pack.keys.data) + len(pack.keys.lengths)) + _ROWS_BYTES

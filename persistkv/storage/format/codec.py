@@ -222,7 +222,7 @@ def stored_codec(text: str) -> Codec:
 
 @lru_cache(maxsize=1)
 def _huffman_only() -> ZstdCompressionParameters:
-    """Return parameters that find almost no matches: at least 7 bytes long, in tables of 64 entries, for speed."""
+    """Return fast Zstandard parameters that find almost no matches: at least 7 bytes long, in tables of 64 entries."""
     import zstandard
 
     return zstandard.ZstdCompressionParameters(

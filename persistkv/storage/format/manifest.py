@@ -54,7 +54,7 @@ ManifestKeys = tuple[PackedKeys, ...]
 
 
 def context_digest(keys: ManifestKeys) -> bytes:
-    """Return the xxh3-64 of all keys, 8 bytes."""
+    """Return the xxh3-64 (8 bytes) of, group after group, the number of keys (little-endian u32) and the keys."""
     digest = xxhash.xxh3_64()
     for group in keys:
         digest.update(len(group).to_bytes(4, "little"))

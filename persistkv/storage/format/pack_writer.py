@@ -132,7 +132,9 @@ class NewPack(ABC):
         """
 
     def restart(self) -> None:
-        """``settle``, and reset ``written``, before another attempt: the backend may hold the pack by then."""
+        """Prepare for an attempt to commit: call ``settle``, and set ``written`` to False. An attempt in which the
+        backend already holds the pack does not call ``stream``, so ``written`` stays False.
+        """
         self.settle()
         self.written = False
 

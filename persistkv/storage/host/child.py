@@ -122,6 +122,8 @@ def _ready(address: int, num_bytes: int, released: threading.Event) -> None:
 
     Otherwise the first job that uses a row maps them: 32 MiB of rows took 10 ms, and the first promotion after a start
     matters most. A gigabyte of small pages takes 0.1 s, and 2 MiB of page table, which it needs in any case.
+
+    :param released: set before the rows are unmapped; this ends the mapping of pages early.
     """
     collapse(address, num_bytes, threads=1)
     for begin in range(0, num_bytes, _STEP_BYTES):

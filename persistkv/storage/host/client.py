@@ -78,6 +78,7 @@ class StoreStats(msgspec.Struct, frozen=True):
     """State of the host, and the totals of the client and the host."""
 
     state: str
+    """Value of the host's ``State``, such as ``open``."""
     client: ClientCounters
     host: protocol.HostStats | None
     """None if the host did not answer in time."""
@@ -96,7 +97,8 @@ class InFlight:
     """Queue of the jobs and request ends that were sent to the host and not answered yet.
 
     1. Each job ends exactly once: it is refused here, answered by the host, or lost when the host dies.
-    2. Both queues are bounded in bytes. An entry that exceeds the bound is refused unless its queue is empty.
+    2. Store jobs and request ends are two queues, each bounded in bytes. An entry that exceeds the bound is refused
+       unless its queue is empty. Load jobs are not bounded.
     """
 
     def __init__(self, counters: ClientCounters, max_queue_bytes: int) -> None:
@@ -133,12 +135,12 @@ class InFlight:
         return self._queued_bytes == 0 or self._queued_bytes + num_bytes <= self._max_queue_bytes
 
     def begin(self, job_id: int, keys: Sequence[bytes], num_bytes: int, *, is_store: bool) -> None:
-        """Record that a job is sent to the host."""
+        """Record that a job is sent to the host. ``num_bytes`` is the raw bytes of a store job, 0 for a load job."""
         self._jobs[job_id] = _Job(keys, num_bytes, time.monotonic(), is_store)
         self._queued_bytes += num_bytes
 
     def refuse(self, job_id: int, keys: Sequence[bytes], num_bytes: int) -> None:
-        """Record a job that is not sent to the host; all of its keys have failed."""
+        """Record a job that is not sent to the host; all of its keys have failed. ``num_bytes`` is as in ``begin``."""
         self._counters.refused_jobs += 1
         self._counters.refused_bytes += num_bytes
         self._outcomes.append(JobOutcome(job_id, list(keys), True, 0, 0.0))
@@ -159,7 +161,7 @@ class InFlight:
         self._outcomes.append(JobOutcome(job_id, failed, False, num_bytes, time.monotonic() - job.begin))
 
     def begin_end(self, request: str, num_bytes: int) -> bool:
-        """Record a request end with ``num_bytes`` bytes of keys. Return False and refuse it if the queue is full."""
+        """Record a request end of ``RequestEnd.num_bytes`` bytes. Return False and refuse it if the queue is full."""
         if self._ending_bytes and self._ending_bytes + num_bytes > _MOST_ENDING_BYTES:
             self.refuse_end(request)
             return False
@@ -287,7 +289,7 @@ class StoreClient:
             raise
 
     def _may_be_mended(self, attempt: int) -> bool:
-        """Return whether another host process may succeed in opening the store, after one has failed.
+        """Return whether another host process may be able to open the store after attempt ``attempt`` (from 0) failed.
 
         It may if the last process died or its PID is in use. If it found damage, one more start is tried, which checks
         the store before it opens it.
@@ -330,6 +332,9 @@ class StoreClient:
 
         The job is refused if the store is not open or the queue is full. Then ``poll`` returns it as refused.
 
+        :param job_id: chosen by the caller; no other job in flight may have it.
+        :param request: id of the request to which the blocks belong.
+        :param block_ids: for each key, the number of the block's row in the primary tier.
         :param depths: for each key, how many blocks of its group precede it in the request; None if unknown.
         :param num_bytes: raw bytes of the blocks, for the bound on the queue.
         :raises HostError: after a fork.
@@ -348,6 +353,8 @@ class StoreClient:
 
     def submit_load(self, job_id: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Submit a load job: read blocks into these rows. The host may write the rows until ``poll`` returns the job.
+
+        ``job_id`` and ``block_ids`` are as in ``submit_store``. The job is refused if the store is not open.
 
         :raises HostError: after a fork.
         """
@@ -394,7 +401,7 @@ class StoreClient:
     # The step
 
     def poll(self) -> list[JobOutcome]:
-        """Process received messages, supervise the host, and return the results of ended jobs. Call it once per step.
+        """Process messages, supervise the host, and return the results of ended jobs. Call once per scheduler step.
 
         :raises HostError: after a fork.
         """
@@ -452,11 +459,12 @@ class StoreClient:
         return self._in_flight.take_persisted()
 
     def ask_recent(self, max_blocks: int, *, only_asked: bool = False, choice: Choice | None = None) -> bool:
-        """Ask the host for the keys of the most recently used requests. ``take_recent`` returns them once they arrive.
+        """Ask the host for keys of stored requests to promote: first those that ``persistkv warm`` asked for, then the
+        most recently used ones. ``take_recent`` returns them once they arrive.
 
-        :param max_blocks: most keys to return, over all requests.
-        :param only_asked: return only requests that ``persistkv warm`` asked to promote.
-        :param choice: return only stored requests that this filter includes; None: no filter.
+        :param max_blocks: maximum number of keys to return, over all requests.
+        :param only_asked: leave out the recently used ones; ignored if ``choice`` is set.
+        :param choice: return only the recently used ones that this filter includes; None: no filter.
         :returns: False if the store is not open; nothing was requested.
         """
         if self.state is State.OPEN:

@@ -25,7 +25,7 @@ Reader = Callable[[InspectableBackend, bytes, Sequence[ReadSpan]], list[bool]]
 
 
 def read_spans(backend: InspectableBackend, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-    """Call ``Backend.read`` with the same parameters as ``scan``."""
+    """Call ``Backend.read``. This function has the signature of ``scan``, so that tests can run with either."""
     return backend.read(namespace, spans)
 
 
@@ -136,7 +136,7 @@ class ReadTests(BackendSuite):
         assert hit == payload
 
     def test_a_scan_of_all_packs_in_its_order(self, backend: InspectableBackend, namespace: bytes) -> None:
-        """Reads whole payloads into page-aligned memory, as ``verify`` does. One pack was deleted."""
+        """Reads all payloads, in ``scan_order``, into page-aligned memory, as ``verify`` does. One pack was deleted."""
         packs = [sample_pack(namespace, seed, blocks=3, block_bytes=5000 + seed) for seed in range(12)]
         backend.commit(namespace, CommitBatch(packs))
         backend.commit(namespace, CommitBatch(deletions=[packs[4].pack_id]))

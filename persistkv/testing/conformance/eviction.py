@@ -386,7 +386,10 @@ def _pack(namespace: bytes, seed: int, *, blocks: int = 3, depth: int = 0) -> Pa
 
 
 def _press(backend: InspectableBackend, namespace: bytes, *, until: bytes = b"", rounds: int = 100) -> list[bytes]:
-    """Write new packs until ``until`` is evicted, or ``rounds`` packs; return the ids of evicted packs, in order."""
+    """Write up to ``rounds`` new packs, one per commit; return the ids of the evicted packs, in order.
+
+    :param until: id of the pack whose eviction ends this; fail if it is not evicted. Empty: write all packs.
+    """
     gone: list[bytes] = []
     first = 1000 + 1000 * backend.stats().packs  # unique within a test
     for seed in range(first, first + rounds):

@@ -109,7 +109,7 @@ class BackendSuite:
         return backend
 
     def need_persistence(self) -> None:
-        """Skip the test if a store ends with its handle."""
+        """Skip the test if the driver's stores lose their content when they are closed."""
         if not self.driver.capabilities.persistent:
             pytest.skip("the driver keeps nothing")
 
@@ -137,7 +137,7 @@ def tables(backend: InspectableBackend, namespace: bytes) -> dict[bytes, PackTab
 
 
 def check_totals(backend: InspectableBackend) -> BackendStats:
-    """Compare the totals with a recount and return them."""
+    """Assert that ``backend.stats()`` equals a count of all packs and manifests; return the stats."""
     names = [namespace.id for namespace in backend.namespaces()]
     found = [table for name in names for table in tables(backend, name).values()]
     stats = backend.stats()

@@ -68,6 +68,7 @@ class Figure(msgspec.Struct, frozen=True):
     """Speed of one operation: medians over the rounds."""
 
     name: str
+    """``store``, ``load, warm`` (right after another load) or ``load, cold`` (without a disk's page cache)."""
     seconds: float
     bytes_per_s: float
     limit_seconds: float | None
@@ -75,6 +76,7 @@ class Figure(msgspec.Struct, frozen=True):
     ratio: float | None
     """Share of the plain medium's speed. Above 1 if persistkv is faster."""
     verdict: str
+    """Text that judges the ratio."""
 
 
 class CodecFigure(msgspec.Struct, frozen=True):
@@ -112,6 +114,7 @@ class BenchReport(msgspec.Struct, frozen=True):
     advice: Advice | None
     """None if no codecs were measured."""
     notes: list[str]
+    """Remarks for the user, such as the reason for a missing figure; the steps of the benchmark append them."""
 
 
 _FIGURES = render.columns(
@@ -163,6 +166,7 @@ def _milliseconds(seconds: float | None) -> str:
 def _bench(url: str, job_bytes: int, rounds: int, took: Took) -> BenchReport:
     """Run the benchmark, after one warm-up round.
 
+    :param took: advances the progress bar by a number of bytes.
     :raises StoreError: the store failed or returned other bytes.
     """
     notes: list[str] = []
@@ -225,6 +229,9 @@ def _cold(
 ) -> None:
     """Measure loads without the page cache. Pause before each read: a disk answers sooner right after another read.
 
+    :param scratch: URL of the temporary store, whose files are in ``directory``.
+    :param keys: block keys that each round stored; the first round, for warm-up, is skipped.
+    :param times: receives the seconds of each load, by operation.
     :raises OSError: the page cache keeps the files.
     """
     for number, names in enumerate(keys[1:]):
@@ -244,6 +251,7 @@ def _measure_codecs(
 ) -> Iterator[CodecFigure]:
     """Yield the figures of each codec, measured by storing and loading a job filled with the sample.
 
+    :param scratch: URL of the temporary store.
     :param directory: directory of a local store: loads then read from the disk, not from the page cache. None: remote.
     :raises StoreError: the store failed.
     """
@@ -293,7 +301,7 @@ def _figure(name: str, times: list[float], plain: list[float] | None, job_bytes:
 
 
 def verdict(name: str, ratio: float | None) -> str:
-    """Return the verdict on a ratio to the plain medium's speed; None: unknown."""
+    """Return a text that judges an operation's ratio, None if unknown; parameters as the fields of ``Figure``."""
     if ratio is None:
         return "no limit to hold it against"
     if ratio >= _GOOD[name]:
@@ -320,7 +328,7 @@ def recommend(figures: Sequence[CodecFigure]) -> Advice:
 
 @contextmanager
 def _scratch(url: str, notes: list[str]) -> Iterator[tuple[str, Path | None]]:
-    """Create a temporary store next to that of the URL; yield its URL and local directory, or None; then remove it."""
+    """Create a temporary store next to that of the URL; yield its URL and directory (None: remote); then remove it."""
     parsed = StoreUrl.parse(url)
     location = f"{parsed.location.rstrip('/')}.bench-{secrets.token_hex(4)}"
     query = urlencode(parsed.options)
@@ -512,8 +520,9 @@ class _PlainDisk(PlainMedium):
 def transfer(
     call: Callable[[int, Sequence[memoryview], int], int], fd: int, buffers: Sequence[memoryview], offset: int
 ) -> int:
-    """Read or write buffers with ``call`` (preadv or pwritev), in as few calls as possible; return the bytes.
+    """Transfer buffers from or to byte ``offset`` of a file, in as few calls of preadv or pwritev as possible.
 
+    :returns: number of bytes.
     :raises OSError: a call transferred fewer bytes.
     """
     begin = offset

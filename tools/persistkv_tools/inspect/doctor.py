@@ -272,7 +272,7 @@ def smallest(sample: bytes) -> tuple[str, float]:
 
 
 def _pid_namespace() -> Check:
-    """Check for a PID namespace of this container: LMDB identifies processes by PID, and PIDs repeat in containers."""
+    """Check that this is the machine's PID namespace: LMDB identifies processes by PID, and namespaces repeat PIDs."""
     try:
         is_initial = os.stat("/proc/self/ns/pid").st_ino == _INITIAL_PID_NAMESPACE
     except OSError:

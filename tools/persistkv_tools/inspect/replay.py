@@ -160,14 +160,15 @@ def _with_share(url: str, share: float, num_bytes: int) -> str:
 
 
 class _Line(msgspec.Struct):
-    """One line of a trace. Other fields of the line are ignored."""
+    """One line of a trace: the ids of a request's blocks, in order. Other fields of the line are ignored."""
 
     hash_ids: Request
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[Request]:
-    """Return the chains of the first requests of a trace in Mooncake's form (JSON lines), compressed with xz or plain.
+    """Return the block ids of each request of a trace in Mooncake's form (JSON lines), compressed with xz or plain.
 
+    :param limit: read only this number of requests; None: all.
     :raises ConfigurationError: the file is not a trace, or a block follows two different ones: its id does not
         identify a prefix.
     """
@@ -234,7 +235,10 @@ def replay(
 
 
 class _Replay:
-    """An engine without a model. Its block buffers: stores read the first half, loads fill the second half."""
+    """An engine without a model. Its block buffers: stores read the first half, loads fill the second half.
+
+    :param longest: number of blocks of the longest request. Other parameters: as in ``replay``.
+    """
 
     def __init__(self, run: Replayed, block_bytes: int, longest: int, pack_blocks: int) -> None:
         self._run = run
@@ -250,7 +254,7 @@ class _Replay:
         self._client.open()
 
     def answer(self, number: int, chain: Request) -> None:
-        """Replay one request: look its chain up, load the held prefix, store all blocks, end the request."""
+        """Replay request ``number``: look up its block ids, load the held prefix, store all blocks, end the request."""
         keys = [key_of(block) for block in chain]
         held = next((place for place, key in enumerate(keys) if not self._client.contains(key)), len(keys))
         good = self._load(keys[:held], chain) if held else 0
@@ -271,7 +275,7 @@ class _Replay:
         return self._pattern * (np.asarray(chain, dtype=np.uint64) * np.uint64(2) + np.uint64(1))[:, None]
 
     def _store(self, request: str, keys: list[bytes], chain: Request) -> None:
-        """Store blocks and end the request. Each pack is a job of its own name: jobs of one name can share a pack."""
+        """Store and end a request. Each pack is a job with a name of its own: jobs of one name can share a pack."""
         self._words[: len(chain)] = self._contents(chain)
         for start in range(0, len(keys), self._pack_blocks):
             part = range(start, min(start + self._pack_blocks, len(keys)))

@@ -366,7 +366,7 @@ def bars(headers: Sequence[str], rows: Sequence[tuple[str, float, str]]) -> str:
 
 
 def tracks(headers: Sequence[str], rows: Iterable[tuple[int, str, str, float, float, bool]]) -> str:
-    """Return an HTML table of bars from (level, name, text, begin, end, highlighted); begin and end are 0 to 1."""
+    """Return an HTML table of bars from (indent, name, text, begin, end, highlighted); the bar's ends are 0 to 1."""
     return _table(
         (*headers, ""),
         (
@@ -393,6 +393,7 @@ def steps(
 
     :param points: (tooltip, value) of each column; a value of None leaves a gap.
     :param top: value of a column of full height, above 0.
+    :param top_text: label of this value on the axis.
     :param label: description for screen readers.
     """
     width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM

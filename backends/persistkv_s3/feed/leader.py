@@ -417,7 +417,7 @@ class Leader:
         self, namespace: bytes, session: NamespaceSession, target: NamespaceHead, dumping: _Dumping
     ) -> None:
         """Write the next segment object of table rows; after the last one, write the snapshot that names them all."""
-        del self._dumping[namespace]  # also if the upload fails: an iterator that raised ends, as after the last segment
+        del self._dumping[namespace]  # also if the upload fails: an iterator that raised seems to have ended
         segment = next(dumping.segments, None)
         if segment is not None:
             dumping.done.append(segment)

@@ -510,8 +510,8 @@ class S3Backend(InspectableBackend):
         try:
             for session in list(self._sessions.values()):
                 session.write_uses()
-            if self._waiting and not self._leader.leads:
-                self._head.poll()
+            if self._waiting:
+                self._refresh()  # rebuilds a lost head
             if self._leader.leads or (self._waiting and self._leader.may_elect and self._leader.elect()):
                 self._leader.resign()
         except StoreError as error:

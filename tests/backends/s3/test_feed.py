@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -545,6 +546,44 @@ def test_head_that_was_deleted_is_rebuilt(engines: Engines, monkeypatch: pytest.
     engines.run(40)
     for each in (engine, opened(engines)):
         assert held(each) == names(*range(22))
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_bucket_that_was_emptied_is_used_again(engines: Engines, leads: bool) -> None:
+    """What was stored is lost. What the engine stores from now on is found by others, whether or not it was leading."""
+    engine = opened(engines)
+    for seed in range(3):
+        store(engine, seed)
+        engines.run(2)
+    if not leads:
+        engines.run(HOUR_S)
+    engines.bucket.objects.clear()
+    for seed in range(3, 9):
+        with suppress(StoreError):
+            store(engine, seed)
+        engines.run(2)
+    engines.run(30)
+    store(engine, 9)
+    engines.run(30)
+    fresh = opened(engines)
+    assert [namespace.id for namespace in fresh.namespaces()] == [NAMESPACE]
+    assert names(9) <= held(fresh)
+    assert is_intact(fresh, 9)
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_engine_that_closes_in_an_emptied_bucket_leaves_a_store(engines: Engines, leads: bool) -> None:
+    engine = opened(engines)
+    store(engine, 0)
+    engines.run(2)
+    if not leads:
+        engines.run(HOUR_S)
+    engines.bucket.objects.clear()
+    store(engine, 1)
+    engines.stop(engine)
+    fresh = engines.open()
+    assert [namespace.id for namespace in fresh.namespaces()] == [NAMESPACE]
+    assert is_intact(fresh, 1)
 
 
 @pytest.mark.parametrize("part", ["/feed/", "/segments/", "/snapshots/"])

@@ -87,6 +87,8 @@ class Load:
         events = self.client.take_events()
         self.durable.update(events.stored)
         self.durable.difference_update(events.removed)
+        if events.lost:
+            self.durable = set(filter(self.client.contains, self.durable))
         self.client.take_persisted()
 
     def _look_at(self, slot: int, keys: list[bytes], failed: set[bytes]) -> None:

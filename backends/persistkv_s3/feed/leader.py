@@ -22,7 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from persistkv_s3.client.bucket import Bucket
-from persistkv_s3.client.transport import ABSENT, ConditionFailedError, ObjectInfo
+from persistkv_s3.client.transport import ABSENT, ConditionFailedError, ObjectInfo, ObjectMissingError
 from persistkv_s3.feed.format import (
     MAX_FEED_BYTES,
     MAX_INBOX_BYTES,
@@ -160,7 +160,12 @@ class Leader:
 
     def _write(self, head: Head) -> bool:
         began, now = self._bucket.now(), self._clock.monotonic()
-        if self._head.write(head):
+        try:
+            written = self._head.write(head)
+        except ObjectMissingError:  # the store was deleted: the handle rebuilds the head and is elected again
+            self._forget()
+            raise
+        if written:
             self._confirmed, self._written_at = began, now
             return True
         if not self.leads:

@@ -557,15 +557,17 @@ def test_bucket_that_was_emptied_is_used_again(engines: Engines, leads: bool) ->
         engines.run(2)
     if not leads:
         engines.run(HOUR_S)
+    cursor = engine.changes(NAMESPACE, None).cursor
     engines.bucket.objects.clear()
     for seed in range(3, 9):
         with suppress(StoreError):
             store(engine, seed)
         engines.run(2)
-    engines.run(30)
+    assert engine.changes(NAMESPACE, cursor).reset, "it knows soon that its packs are gone"
     store(engine, 9)
-    engines.run(30)
+    engines.run(10)
     fresh = opened(engines)
+    assert held(engine) == held(fresh)
     assert [namespace.id for namespace in fresh.namespaces()] == [NAMESPACE]
     assert names(9) <= held(fresh)
     assert is_intact(fresh, 9)

@@ -86,22 +86,23 @@ class NamespaceView:
         """Cursor of the file's content."""
         try:
             with no_collections():
-                self._open()
+                self._learn(self._load())
         except BaseException:
             self.index.close()
             raise
+        self.news = News()
         give_back()  # about 50 bytes per block
 
-    def _open(self) -> None:
+    def _load(self) -> Changes:
+        """Load the index from its file, if there is one, and return what changed since then."""
         if isinstance(self.backend, SupportsIndexFile):
             self._file = self.backend.index_file(self.namespace)
         self._saved = self.cursor = None if self._file is None else self.index.load(self._file)
         changes = self.backend.changes(self.namespace, self.cursor)
-        self._learn(changes)
-        self.news = News()
         if self._file is not None and changes.reset:
             with suppress(OSError):  # its cursor must not become valid later, in a store that is restored from a copy
                 self._file.unlink(missing_ok=True)
+        return changes
 
     def close(self) -> None:
         """Close the backend, then save the index for the next opening. Idempotent."""

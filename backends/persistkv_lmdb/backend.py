@@ -263,13 +263,18 @@ class LmdbBackend(CatalogBackend):
         return compact(self.environment)
 
     def find_faults(self) -> list[str]:
-        """Compare extents with files, rows with each other and totals with a recount; return one line per fault."""
+        """Compare the extents of payloads with the segment files, rows with each other, and recorded totals with a
+        recount of the whole catalogue; return one line per fault.
+        """
         environment = self.environment
         with environment.transaction() as transaction:
             return find_faults(transaction, environment.files.lengths())
 
     def publish_status(self, engine: str, row: bytes | None) -> None:
-        """Write an engine's status file, or remove it (``row`` None). No transaction, no sync; not in the capacity."""
+        """Replace the content of an engine's status file by ``row``, or remove the file (None).
+
+        The file is not synced, and its bytes do not count towards the capacity.
+        """
         self._check_writable()
         directory = self.environment.path / STATUS_DIRECTORY
         target = directory / f"{engine}{_STATUS_SUFFIX}"

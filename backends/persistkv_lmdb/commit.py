@@ -73,7 +73,7 @@ class StaleError(Exception):
 
 
 class BatchCommit:
-    """Commit of one batch, with eviction and retries. Use each object for one batch only."""
+    """Commit of one batch to the namespace with the id ``namespace``, with eviction and retries; used once."""
 
     def __init__(self, environment: Environment, namespace: bytes, batch: CommitBatch) -> None:
         self._environment = environment
@@ -176,6 +176,7 @@ class BatchCommit:
     def _begin(self, transaction: Transaction, *, as_it_is: bool = False) -> tuple[CatalogTransaction, Room]:
         """Return the catalogue of a write transaction, and the part of the capacity that it may use (``Room``).
 
+        :param as_it_is: assume that no file can grow.
         :raises StaleError: others have committed since ``seen``.
         """
         room = Room(self._environment, transaction, as_it_is=as_it_is)
@@ -193,7 +194,7 @@ class BatchCommit:
     def _drop_shared_manifests(self, shared_by: int) -> None:
         """Delete, in short transactions, manifests that name packs which the batch deletes.
 
-        :param shared_by: only for packs that more manifests than this name; the batch's transaction handles the others.
+        :param shared_by: skip packs that at most this many manifests name: the batch's own transaction handles them.
         :raises StoreFullError: the disk has no space for the deletion of a single manifest.
         """
         for pack_ids, alone in ((self._batch.deletions, False), (self._batch.bad, True)):
@@ -256,7 +257,10 @@ class BatchCommit:
         return ended is Evicted.SOME
 
     def _goal(self, room: Room, more: int) -> Amount:
-        """Return the used bytes that eviction must reach for the batch to fit; free pages need not be contiguous."""
+        """Return the used bytes at which eviction ends because the batch then fits, if free pages are not fragmented.
+
+        :param more: as in ``_evict_some``.
+        """
         spared, need = room.spared(), room.need
         catalogue = spared.catalogue - need.catalogue
         if more:
@@ -302,7 +306,9 @@ class Room:
         return self.payloads.allocator.total * PAGE_BYTES
 
     def used(self) -> Amount:
-        """Return the pages in use. Freed pages that are not reusable yet do not count: evicting more would not help."""
+        """Return the bytes of the pages in use, without freed pages that are not reusable yet: evicting more would not
+        make these reusable.
+        """
         return Amount(self._transaction.used_bytes(), self.payloads.allocator.used * PAGE_BYTES)
 
     def need_for(self, packs: list[NewPack], batch: CommitBatch) -> Amount:
@@ -362,14 +368,17 @@ class Room:
         )
 
     def spared(self) -> Amount:
-        """Return ``limit`` less a reserve for later commits; in the segments, at most what a recent one took."""
+        """Return the used bytes down to which a commit evicts: ``limit`` less a reserve for later commits.
+
+        In the segments, the reserve is at most the largest number of bytes that a recent commit of this process took.
+        """
         catalogue, payload = self.limit
         ahead = min(payload // 16, max(self._environment.taken, default=0), _MAX_AHEAD)
         rewritten = 0 if self._is_inline else min((catalogue - MIN_CATALOGUE) // 2, CATALOGUE_AHEAD)
         return Amount(catalogue - max(rewritten, min(catalogue // 16, _MAX_AHEAD)), payload - ahead)
 
     def is_in_extents(self, pack: bytes) -> bool:
-        """Return whether the payload of the pack named ``pack`` is stored in extents."""
+        """Return whether the payload of a pack (``pack``: namespace id and pack id) is stored in extents."""
         return read_extents(self._transaction, pack) is not None
 
 
@@ -426,7 +435,10 @@ def compact(environment: Environment) -> Iterator[CompactProgress]:
 
 
 def _packs_by_place(environment: Environment) -> list[tuple[bytes, int]]:
-    """Return (name, payload bytes) of each pack in the segments, ordered by the place of its last extent."""
+    """Return (namespace id and pack id, payload bytes) of each pack in the segments.
+
+    The order is that of each pack's last extent: ascending segment, then ascending page.
+    """
     with environment.transaction() as transaction:
         found = []
         for key, row in transaction.starting_with(PACKS, b""):

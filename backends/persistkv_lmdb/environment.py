@@ -64,14 +64,14 @@ _COMMITS = 16  # remembered: with varying sizes, one commit in so many exceeds t
 
 
 class Shares(NamedTuple):
-    """All recorded values that determine the bound of ``data.mdb``.
+    """Values, recorded in LMDB, from which the bound of ``data.mdb`` (its share of the capacity) is computed.
 
     With placement ``extents``, the bound is the recorded one, at least a fixed share of the capacity. With placement
     ``inline``, the catalogue may use everything except the present segments, which no longer grow.
     """
 
     capacity: int
-    """Bytes of the whole store."""
+    """Capacity of the store in bytes."""
     placement: Placement
     recorded: int
     """Recorded bound of ``data.mdb`` in bytes (placement ``extents``); used if it exceeds the share of the capacity."""
@@ -199,7 +199,7 @@ class Environment:
 
     @property
     def shares(self) -> Shares:
-        """Recorded values that determine the bound of ``data.mdb``. Valid within a write transaction."""
+        """Capacity and other values that determine the bound of ``data.mdb``. Valid within a write transaction."""
         if self._fitted is None:
             raise StoreError(f"{self.path} is open read-only")
         return self._fitted
@@ -259,7 +259,7 @@ class Environment:
         return int((self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"])
 
     def wait_for_readers(self, number: int, timeout_s: float) -> bool:
-        """Wait until every reader of any process sees transaction ``number``; return False after a timeout.
+        """Wait until no reader of any process has a snapshot before transaction ``number``; return False on timeout.
 
         If a reader that caused an earlier timeout still runs, return False at once.
         """

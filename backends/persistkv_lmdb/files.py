@@ -112,7 +112,10 @@ def translated_io(path: Path) -> Iterator[None]:
 
 
 def met_the_maps_end(error: StoreFullError) -> bool:
-    """Return whether LMDB found no page although the driver expected free ones: damage, or fragmented pages."""
+    """Return whether the error means that LMDB's memory map is full, although the driver expected free pages.
+
+    The reason is damage, or fragmentation of the free pages.
+    """
     return isinstance(error.__cause__, lmdb.MapFullError)
 
 
@@ -266,10 +269,11 @@ def rewrite_meta_pages(directory: Path) -> None:
 def disown(directory: Path, number: int, page_bytes: int) -> None:
     """Remove the snapshot of transaction ``number``: overwrite its meta page with that of the previous transaction.
 
-    The copy is numbered ``number - 2``, so that LMDB prefers the original.
+    The copy is numbered ``number - 2``, so that LMDB uses the previous transaction's own page, whose number is higher.
 
     The caller holds LMDB's write lock.
 
+    :param page_bytes: LMDB's page size.
     :raises OSError: the disk failed; either version may be on disk.
     :raises CorruptStoreError: the pages are not those of these two transactions, for example because the files were
         replaced while they were open; nothing was written.
@@ -288,7 +292,7 @@ def disown(directory: Path, number: int, page_bytes: int) -> None:
 
 
 def _end_of(page: bytes) -> tuple[int, int] | None:
-    """Return the end of the last page, in bytes of the file, and the page size, as recorded in a meta page.
+    """Return the byte offset in ``data.mdb`` after the last allocated page, and the page size, both from a meta page.
 
     None: ``page`` is no meta page.
     """

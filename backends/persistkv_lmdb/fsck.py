@@ -76,7 +76,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Verdict(enum.Enum):
-    """Result of a check; the values are the exit codes of the child."""
+    """Result of a check; the values are the exit codes of the child process that ``inspect`` starts."""
 
     FINE = 0
     UNKNOWN = 1
@@ -104,7 +104,8 @@ class Finding(NamedTuple):
 def inspect(directory: Path) -> Finding:
     """Check the environment in a child process; no process may write meanwhile.
 
-    The processor time of the child is limited in proportion to the file's size: exceeding it means a cycle.
+    The processor time of the child is limited in proportion to the file's size. A check that exceeds the limit counts
+    as damage: references between pages form a cycle.
     """
     try:
         size = (directory / DATA_FILE).stat().st_size
@@ -146,9 +147,10 @@ def inspect(directory: Path) -> Finding:
 
 
 def main(directory: str, parent: int) -> NoReturn:
-    """Check the environment, write one line of findings to standard output, and exit with the verdict.
+    """Check the environment in the child, write one line of findings to standard output, and exit with the value of
+    the ``Verdict``.
 
-    :param parent: PID of the process that started this one.
+    :param parent: PID of the process that started this one: the check ends when that process ends.
     """
     end_with(parent)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -159,7 +161,7 @@ def main(directory: str, parent: int) -> NoReturn:
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies.
+    """Have the kernel kill this process when its parent, with the PID ``parent``, dies. Exit if it is already dead.
 
     Otherwise a parent that is killed and restarted while it opens a store would run two checks at once.
     """
@@ -232,7 +234,11 @@ def _examine_rows(transaction: Transaction) -> str:
 def _recount(
     transaction: Transaction, states: dict[bytes, NamespaceState], unreadable: Counter[str]
 ) -> dict[bytes, NamespaceState]:
-    """Recount the totals of each namespace from its rows; add the unreadable rows per table to ``unreadable``."""
+    """Return the totals of each namespace, by id, recounted from its rows.
+
+    :param states: recorded totals by namespace id; rows of other namespaces count as unreadable.
+    :param unreadable: number of unreadable rows by table; this function increases it.
+    """
     counted = {name: NamespaceState(state.generation, sequence=state.sequence) for name, state in states.items()}
     for key, row in transaction.starting_with(PACKS, b""):
         table = pack_table(key, row)

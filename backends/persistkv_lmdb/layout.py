@@ -63,7 +63,10 @@ class OtherReleaseError(CorruptStoreError):
 
 
 class Transaction(Rows):
-    """One running transaction. Buffers that it returns are in mapped pages and are invalid after it ends."""
+    """One running transaction. Buffers that it returns are in mapped pages and are invalid after it ends.
+
+    Each ``table`` is the name of an LMDB database.
+    """
 
     def __init__(self, txn: lmdb.Transaction[memoryview], databases: Mapping[str, _Database]) -> None:
         self.txn = txn

@@ -76,7 +76,9 @@ class _State(str, enum.Enum):
     """State in the guard file; the values are its content."""
 
     CLEAN = "clean"
+    """The last writer has closed the store."""
     OPEN = "open"
+    """A writer has the store open, or the last one exited without closing it."""
     SUSPECT = "suspect"
     """Open, and LMDB or a row could not be read."""
 

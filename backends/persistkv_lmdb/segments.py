@@ -65,12 +65,13 @@ class BatchSizes(NamedTuple):
     """Bytes of the second batch if the buffers of the first one are small. Gathering 28 MiB of 64 KiB blocks takes 1 to
     2 ms, and writing 4 MiB takes 1.3 ms: the disk would wait for a larger batch."""
     later: int = 32 << 20
-    """Bytes of every other batch: 32 MiB hold the remainder of a pack that was cut at fixed depths."""
+    """Bytes of every other batch: 32 MiB hold the remainder of a pack of typical size."""
     small: int = 128 << 10
     """Buffers count as small if their mean length is at most this. Adjacent rows of CPU memory are one buffer."""
     bounce: int = 4 << 20
     """Bytes of the memory through which unaligned buffers are copied."""
     buffers: int = _MOST_BUFFERS - 1
+    """Number of buffers at which a batch is full. Its copied pages may add one; a call takes at most ``IOV_MAX``."""
 
 
 class _Run(NamedTuple):
@@ -88,6 +89,7 @@ class _Piece(NamedTuple):
     """Index of the part of a payload among those that the request wants."""
     run: _Run
     buffers: Sequence[memoryview]
+    """Memory to fill; its length is at least that of ``run``."""
 
 
 class _Descriptors(NamedTuple):
@@ -643,9 +645,9 @@ class _Batch:
         return piece[count:]
 
     def close(self) -> memoryview:
-        """Append the whole pages that were copied since the last call to ``buffers``.
+        """Extend ``buffers`` by the whole pages that were copied since ``close`` was last called.
 
-        :returns: the copied bytes after them, less than a page.
+        :returns: the copied bytes after these pages, less than a page; they are not in ``buffers``.
         """
         end = self._filled - self._filled % PAGE_BYTES
         if self._begun < end:

@@ -40,7 +40,8 @@ class Authenticator:
     def signed(self, namespace: bytes, name: str, pieces: Sequence[Buffer]) -> list[Buffer]:
         """Return the pieces of an object, followed by its authentication tag; without a key, no tag follows.
 
-        :param name: relative to the namespace's prefix.
+        :param namespace: id of the object's namespace; ``NO_NAMESPACE`` for the head and for identities.
+        :param name: name of the object, relative to the namespace's prefix.
         """
         return [*pieces, self._object_tag(namespace, name, pieces)] if self._key else [*pieces]
 
@@ -86,7 +87,10 @@ class Authenticator:
         return hmac.compare_digest(view[-TAG_BYTES:], expected)
 
     def frame_check(self, table: PackTable, tags: bytes) -> Callable[[int, Iterable[Buffer]], bool]:
-        """Return a function that tells from a frame's number and bytes if it was written with the key; no key: True."""
+        """Return a function of a frame's index and stored bytes: whether the frame was written with the key.
+
+        Without a key, the function always returns True.
+        """
         if not self._key:
             return lambda number, stored: True
         digest = _digest(table)
@@ -101,7 +105,10 @@ class Authenticator:
         return self._tag(b"frame", [digest, _NUMBER.pack(number), *stored])
 
     def _tag(self, kind: bytes, parts: Iterable[Buffer]) -> bytes:
-        """Return the HMAC of parts; within a kind, all parts except the last have a fixed or encoded length."""
+        """Return the HMAC of ``kind`` and parts. A tag of one kind is never valid for content of another kind.
+
+        Within a kind, all parts except the last have a fixed or encoded length.
+        """
         mac = hmac.new(self._key, kind + b"\0", "sha256")
         for part in parts:
             mac.update(part)
@@ -124,6 +131,7 @@ class SignedObjects:
         """Write an object, followed by its authentication tag; see ``Bucket.put``.
 
         :param name: relative to the namespace's prefix.
+        :param condition: ``ABSENT``, or the ETag that the present object must have. None: replace any object.
         """
         signed = self.authenticator.signed(self.namespace, name, pieces)
         self.bucket.put(self.names.base + name, signed, condition=condition)

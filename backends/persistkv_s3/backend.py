@@ -62,7 +62,11 @@ _POLICY_TRIES = 10
 
 
 class S3Backend(InspectableBackend):
-    """Handle of an S3 store. ``read`` may be called from many threads, concurrently with one other call."""
+    """Handle of an S3 store. ``read`` may be called from many threads, concurrently with one other call.
+
+    The bucket holds one feed per namespace: the commits of all engines, merged in order. One handle at a time, the
+    leader, extends the feeds. An object of the bucket, the head, names the leader and the newest part of each feed.
+    """
 
     capabilities = Capabilities(remote=True)
 
@@ -125,7 +129,7 @@ class S3Backend(InspectableBackend):
         clock: Clock | None = None,
         background: bool = True,
     ) -> S3Backend:
-        """Open a store with a given client, which the handle then owns; otherwise like ``open``.
+        """Open a store through ``transport``, which the handle then owns; otherwise like ``open``.
 
         :param clock: time and randomness of the handle; None: those of the machine.
         :param background: True: a thread of the handle calls ``step``; False: the caller must do so.
@@ -206,7 +210,9 @@ class S3Backend(InspectableBackend):
             self._leader.round()
 
     def _refresh(self) -> None:
-        """Read the head, or rebuild it if it is lost and the handle is writable; apply the feeds of open namespaces."""
+        """Read the head, or rebuild it if it is lost and the handle is writable. Then apply the feeds of open
+        namespaces to their local catalogues.
+        """
         try:
             self._head.poll()
         except (ObjectMissingError, CorruptPackError):
@@ -487,7 +493,7 @@ class S3Backend(InspectableBackend):
         return {key.rpartition("/")[2]: row for key, row in rows if row is not None}
 
     def close(self) -> None:
-        """Publish unpublished uses, and release everything; idempotent. A failure to publish is only logged."""
+        """Publish uses of packs not published yet, and release everything; idempotent. Failures are only logged."""
         if self._closed:
             return
         self._closed = True
@@ -506,7 +512,7 @@ class S3Backend(InspectableBackend):
                 self._temporary.cleanup()
 
     def _publish_last(self) -> None:
-        """Publish unpublished uses, merge own commits into the feed, and give up the leadership."""
+        """Publish uses of packs not published yet, merge own commits into the feed, and resign as leader."""
         try:
             for session in list(self._sessions.values()):
                 session.write_uses()

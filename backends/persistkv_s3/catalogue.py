@@ -92,9 +92,13 @@ class Position(msgspec.Struct, frozen=True, array_like=True):
     """Position in the feed, up to which a catalogue has applied the feed objects."""
 
     generation: bytes = b""
+    """Random id of the feed."""
     position: int = 0
+    """Number of the last applied feed object, from 1; 0: none."""
     term: bytes = b""
+    """Term (id of the leader's election) of that feed object."""
     time: float = 0.0
+    """Time of that feed object by the server's clock."""
     damaged: bool = False
     """A feed object was unreadable: the catalogue may lack packs."""
 
@@ -118,6 +122,7 @@ class PackObject(NamedTuple):
 
     table: PackTable
     nonce: bytes
+    """Random id of the upload, part of the object's name."""
     tags: bytes
     """Authentication tags of its frames and table, see ``authentication``; empty without a key."""
 
@@ -135,6 +140,7 @@ class Plan(NamedTuple):
     """Effects that the batch of a commit would have on the catalogue."""
 
     cursor: bytes
+    """Cursor of the log of changes before the commit."""
     missing: list[NewPack]
     """Packs to upload."""
     gone: list[tuple[bytes, bytes]]
@@ -142,14 +148,16 @@ class Plan(NamedTuple):
     removed: list[PackTable]
     """Tables of removed packs."""
     pins: list[tuple[str, bool]]
+    """(manifest id, True to pin or False to unpin), for manifests that exist or that the batch writes."""
 
 
 class Removals(NamedTuple):
     """Packs and manifests to evict."""
 
     gone: list[tuple[bytes, bytes]]
+    """(pack id, nonce)."""
     manifests: list[bytes]
-    """Digests of ids."""
+    """Digests of manifest ids."""
 
 
 class _Undo(Exception):
@@ -239,7 +247,10 @@ class LocalRows(Rows):
             self.discard(name)
 
     def discard(self, name: bytes) -> None:
-        """Record an object as garbage at the time ``garbage_at``, for later deletion."""
+        """Record an object as garbage for later deletion, with the removal time ``garbage_at``.
+
+        :param name: its name below the namespace's prefix, encoded.
+        """
         if self.garbage_at is not None:
             self.put(GARBAGE, _TIME.pack(self.garbage_at) + name, b"")
 
@@ -522,7 +533,10 @@ class Catalogue(Catalog):
         return found[0]
 
     def touch(self, pack_ids: Sequence[bytes], at: float) -> None:
-        """Record a joint use of packs at time ``at``, only in this catalogue; the next feed object undoes it."""
+        """Record a joint use of packs, only in this catalogue; the next feed object undoes it.
+
+        :param at: time of the use by the server's clock.
+        """
         with self.rows(write=True) as rows:
             rows.undoable = True
             transaction = CatalogTransaction(rows, _Objects(rows), self._namespace, at=at)
@@ -587,7 +601,10 @@ class Catalogue(Catalog):
         return _nonce(rows, self._namespace + pack_id) == nonce
 
     def _log_changes(self, rows: LocalRows, sequence: int) -> None:
-        """Log each pack whose object was added, removed or replaced, and delete the oldest log rows."""
+        """Log each pack whose object was added, removed or replaced, and delete the oldest log rows.
+
+        :param sequence: number of the last log row before these changes.
+        """
         nonces, rows.nonces = rows.nonces or {}, None
         rows_before, rows.rows_before = rows.rows_before, {}
         for name, before in nonces.items():

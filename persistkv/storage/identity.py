@@ -230,10 +230,12 @@ def _hash_file(path: Path, descriptor: int, size: int) -> list[_TensorEntry]:
 
 
 def _hash_span(path: Path, descriptor: int, start: int, stop: int, buffer: memoryview) -> str:
-    """Hash bytes ``start`` to ``stop`` of a file.
+    """Return the xxh3-128 of bytes ``start`` to ``stop`` (exclusive) of an open file, hexadecimal.
 
     The file is read, not mapped, so that truncation by another process raises an error here instead of SIGBUS.
 
+    :param path: the file's path, for the error message.
+    :param buffer: memory for the bytes of one read.
     :raises ConfigurationError: the file is shorter than ``stop`` bytes.
     """
     digest = xxhash.xxh3_128()
@@ -254,7 +256,9 @@ def _combine(entries: Sequence[_TensorEntry]) -> str:
 
 
 class _TensorEntry(NamedTuple):
-    """One tensor's contribution to a fingerprint."""
+    """Input of a fingerprint: one tensor. A weight file that is not safetensors is one entry of dtype ``file``,
+    with its name and its size in bytes as the shape.
+    """
 
     name: str
     dtype: str
@@ -286,7 +290,10 @@ def _stamp(descriptor: int) -> _FileStamp:
 
 
 def _cache_file(path: Path) -> Path:
-    """:raises RuntimeError: the user has no home directory."""
+    """Return the path of the file that caches the hashes of this weight file.
+
+    :raises RuntimeError: the user has no home directory.
+    """
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "persistkv" / "fingerprints" / f"{hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:32]}.json"
 

@@ -72,7 +72,10 @@ def fingerprint_function(bits: int = FULL_BITS) -> Callable[[bytes], int]:
 
 
 def _all_of(function: Callable[[bytes], int], keys: Sequence[bytes]) -> Fps:
-    """Return the fingerprints of keys, as a table stores them."""
+    """Return the fingerprints of keys, as a table stores them.
+
+    :param function: computes the fingerprint of one key.
+    """
     return _stored(np.fromiter(map(function, keys), np.uint64, len(keys)))
 
 
@@ -200,7 +203,11 @@ def set_bounded(some: dict[bytes, None], keys: Iterable[bytes], *, present: bool
 
 
 def _matches(table: Fps, slots: int, wanted: Fps) -> tuple[npt.NDArray[np.bool_], Ints]:
-    """Return for each fingerprint whether the table has it, and the slot at which its probe ended."""
+    """Return for each fingerprint whether the table has it, and the slot at which its probe ended: the first one that
+    contains the fingerprint, else an empty one.
+
+    :param table: fingerprint of each slot; entries after ``slots`` are ignored.
+    """
     place = _homes(wanted, slots)
     left = np.arange(len(wanted))
     found = np.zeros(len(wanted), np.bool_)
@@ -224,7 +231,7 @@ def _next(place: Ints, which: Ints, slots: int) -> None:
 
 
 class _Table:
-    """Hash table: slots of fingerprints in a memfd, and in private memory the number of each slot's pack."""
+    """Hash table: slots of fingerprints in a memfd, and in private memory the pack number of each slot."""
 
     def __init__(self, keys: int) -> None:
         """:param keys: number of keys to expect; the table has about twice as many slots."""
@@ -235,7 +242,7 @@ class _Table:
         self._memory = mmap.mmap(self.fd, (self.slots + 1) * 8)
         self.fingerprints, self._header = np.split(np.frombuffer(self._memory, np.uint64), [self.slots])
         self.packs = np.zeros(self.slots, np.uint32)
-        """Number of the pack; 0 if the slot has no entry."""
+        """For each slot, the number of the entry's pack, see ``Index.number_of``; 0 if the slot has no entry."""
         self.used = 0
         """Number of slots that are not empty: entries and ``_GONE``."""
 
@@ -245,12 +252,16 @@ class _Table:
         return int(self._header[0])
 
     def prefault(self, start: int, stop: int) -> None:
-        """Clear slots of a new table in order: allocating their memory during insertions would be much slower."""
+        """Clear slots ``start`` to ``stop`` (exclusive) of a new table, which allocates their memory. Allocation
+        during insertions would be much slower.
+        """
         self.fingerprints[start:stop] = _EMPTY
         self.packs[start:stop] = 0
 
     def room(self, fill: float) -> int:
-        """Return how many more slots may become non-empty up to this share of all; negative if too many are."""
+        """Return how many more slots may become non-empty until their share of all slots is ``fill`` (0 to 1); negative
+        if it is larger already.
+        """
         return int(self.slots * fill) - self.used
 
     def insert(self, fingerprints: Fps, packs: npt.NDArray[np.uint32]) -> Ints:
@@ -411,7 +422,9 @@ class Index:
         return list(self._numbers)
 
     def number_of(self, pack_id: bytes) -> int:
-        """Return the pack's number; 0 if it is not in the index. A pack that is removed and added gets another one."""
+        """Return the number by which this index, in its entries, refers to the pack; 0 if the pack is not in the index.
+        A pack that is removed and added gets another number.
+        """
         return self._numbers.get(pack_id, 0)
 
     def candidates(self, key: bytes) -> list[bytes]:
@@ -430,7 +443,7 @@ class Index:
         return list(map(self._ids.get, numbers.tolist()))
 
     def absent(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Return the keys that are in no pack, in order. A key whose fingerprint a held key has is left out."""
+        """Return the keys that are in no pack, in order. Keys with the same fingerprint as a held key are omitted."""
         keys = list(keys)
         return [key for key, pack in zip(keys, self.first_candidates(keys), strict=True) if pack is None]
 
@@ -561,7 +574,8 @@ class Index:
     def load(self, path: Path) -> bytes | None:
         """Fill an empty index from a file that ``save`` wrote.
 
-        :returns: the cursor; None if the file is absent, damaged or of other options: the index is still empty.
+        :returns: the cursor; None if the file is absent, damaged, or has fingerprints of another number of bits. The
+            index is still empty then.
         """
         try:
             with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -601,7 +615,9 @@ class Index:
             self._prefaulted = self._copied = 0
 
     def replace_some(self) -> None:
-        """Do a slice, of a few ms, of a table's replacement: allocate memory, copy entries, or release memory."""
+        """Do a slice, of a few ms, of the replacement of a table that has become too full: allocate memory of the new
+        one, copy entries, or release memory of the old one. Call it again while ``replacing``.
+        """
         if self._new is not None and self._prefaulted < self._new.slots:
             stop = self._prefaulted + _SLICE_BYTES // 16
             self._new.prefault(self._prefaulted, stop)

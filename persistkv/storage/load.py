@@ -53,7 +53,7 @@ engine is busy: jobs of 32 MiB took 16 to 18 ms with reads of 2 MiB, instead of 
 def part_bytes(num_bytes: int, threads: int, *, remote: bool) -> int:
     """Return the bound, in stored bytes, of the parts into which a load job is cut.
 
-    :param num_bytes: upper bound on the bytes of the whole job.
+    :param num_bytes: upper bound on the raw bytes of the whole job.
     :param threads: number of threads that read concurrently.
     :param remote: whether calls of the backend use a network; then parts are larger and fewer.
     """
@@ -110,6 +110,7 @@ class ReadOutcome:
     suspects: dict[bytes, HeldPack] = field(default_factory=dict)
     """Packs with a frame that failed verification, and packs that are absent or too short, by id."""
     bad_frames: int = 0
+    """Number of frames that failed verification or decoding."""
     raw_bytes: int = 0
     """Raw bytes of the blocks that were verified and put into rows."""
 
@@ -301,6 +302,7 @@ class _Placed:
 
     read: FrameRead
     buffers: list[memoryview]
+    """In the order of the stored bytes: rows or scratch memory."""
     direct: bool
     """Whether the buffers include the rows of the wanted blocks, so that no decoding is needed."""
 
@@ -394,7 +396,7 @@ def _side_by_side(placed: Iterable[_Placed]) -> Iterator[list[_Placed]]:
 
 
 def _span(frames: Sequence[_Placed], padding: memoryview) -> ReadSpan:
-    """Return adjacent frames as one span. Padding between them is read into ``padding`` and ignored."""
+    """Return adjacent frames as one span. Padding between them is read into ``padding``, one page, and ignored."""
     buffers: list[memoryview] = []
     for one, following in zip_longest(frames, frames[1:]):
         buffers += one.buffers
@@ -405,7 +407,11 @@ def _span(frames: Sequence[_Placed], padding: memoryview) -> ReadSpan:
 
 
 def _finish(placed: _Placed, namespace: bytes, rows: Rows, raw: memoryview, outcome: ReadOutcome, filled: bool) -> None:
-    """Verify the frame and put its blocks into their rows. If it is bad or not ``filled``, fail its keys."""
+    """Verify the frame, put its blocks into their rows and add the result to ``outcome``. Bad frames fail their keys.
+
+    :param raw: temporary memory for one decoded frame.
+    :param filled: whether the medium filled the frame's buffers; False fails its keys.
+    """
     read = placed.read
     if not filled:
         outcome.suspects[read.pack.pack_id] = read.pack

@@ -75,7 +75,7 @@ class ServedConnection(Connection):
 
     @abstractmethod
     def post(self, message: ToEngine) -> None:
-        """Send a message from any thread: wake the owner, which sends it."""
+        """Send a message from any thread. The owner may drop the oldest of more than 1,000 unsent messages."""
 
     @abstractmethod
     def wait(self, seconds: float | None, engine_pidfd: int | None) -> bool:
@@ -111,7 +111,7 @@ class QueueConnection(ServedConnection):
 
     @classmethod
     def pair(cls) -> tuple[QueueConnection, QueueConnection]:
-        """Return both ends of a new connection."""
+        """Return both ends of a new connection. They are alike: either one can be the host's."""
         there: SimpleQueue[Any] = SimpleQueue()
         back: SimpleQueue[Any] = SimpleQueue()
         return cls(back, there), cls(there, back)
@@ -131,7 +131,7 @@ class QueueConnection(ServedConnection):
         self.send(message)
 
     def receive(self) -> list[Any]:
-        """Return at most 64 messages, so that a step stays short."""
+        """Return at most 64 messages, so that a step of the engine or of the host's loop stays short."""
         messages, self._waited_for = self._waited_for, []
         while not self.ended and len(messages) < _MESSAGES_A_STEP:
             try:
@@ -234,7 +234,9 @@ class SocketConnection(ServedConnection):
         self._outbox_bytes = 0
 
     def receive(self) -> list[Any]:
-        """Return messages of at most 256 KiB read per call, so that a step stays short. Also sends queued bytes."""
+        """Send queued bytes, then read at most 256 KiB and return the complete messages. The bound keeps a step of the
+        engine or of the host's loop short.
+        """
         if self._outbox:
             self.push()
         return self._decoded() if self._pull() else []

@@ -45,7 +45,8 @@ T = TypeVar("T")
 
 
 class WarmRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Status row ``ask<n>``: asks engines to promote one stored request to their primary tiers.
+    """Row ``ask<n>`` among the rows of ``SupportsStatus``: asks engines to promote one stored request to their primary
+    tiers. n is a digest of namespace and request.
 
     Fields are added, never renamed: engines of several releases share a store."""
 
@@ -67,10 +68,12 @@ class WarmRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WarmAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Status row ``warmed<n>by<engine>``: the answer of one engine to a ``WarmRequest``."""
+    """Status row ``warmed<n>by<engine>``: the answer of one engine to the ``WarmRequest`` in row ``ask<n>``."""
 
     namespace: str
+    """As in the warm request."""
     request: str
+    """As in the warm request."""
     asked: float
     """The field ``asked`` of the warm request that is answered."""
     engine: str
@@ -86,6 +89,7 @@ class WarmAnswer(msgspec.Struct, frozen=True, kw_only=True):
 def request_warm(backend: Backend, namespace: bytes, request: str, ttl_s: float = DEFAULT_TTL_S) -> WarmRequest:
     """Ask all engines that use this store to promote one stored request; delete expired warm requests and answers.
 
+    :param namespace: the namespace's id, 16 bytes.
     :param request: full manifest id of the stored request.
     :param ttl_s: seconds that the warm request is valid.
     :raises StoreUnavailableError: the medium cannot publish rows to other processes.
@@ -103,6 +107,7 @@ def request_warm(backend: Backend, namespace: bytes, request: str, ttl_s: float 
 def withdraw_warm(backend: Backend, namespace: bytes, request: str) -> None:
     """Delete a warm request and its answers; idempotent. Blocks that were promoted stay in the primary tiers.
 
+    :param namespace: the namespace's id, 16 bytes.
     :param request: full manifest id of the stored request, as passed to ``request_warm``.
     :raises StoreError: the medium failed; the warm request or some answers may remain.
     """
@@ -164,7 +169,7 @@ def _publish(backend: Backend, name: str, row: bytes | None) -> None:
 
 
 def _withdraw(backend: Backend, name: str) -> None:
-    """Delete the status row of a warm request, then the rows of its answers."""
+    """Delete the status row ``name`` (``ask<n>``) of a warm request, then the rows of its answers."""
     _publish(backend, name, None)
     prefix = f"{_ANSWER}{name.removeprefix(_ASK)}{_BY}"
     for answer in [other for other in statuses(backend) if other.startswith(prefix)]:
@@ -207,9 +212,10 @@ def recent_contexts(
     earlier list contains.
 
     :param holds: returns whether a key is stored.
-    :param engine: name of the engine, which publishes answers to the warm requests; empty: no answers.
-    :param only_asked: leave out requests that were only recently used.
-    :param choice: return only stored requests that this filter includes; None: no filter.
+    :param engine: name of this engine; its answers to the warm requests are published. Empty: publish no answers.
+    :param only_asked: return only stored requests of pending warm requests; ignored if ``choice`` is set.
+    :param choice: return only stored requests that this filter includes, latest used first; pending warm requests are
+        neither read nor answered. None: no filter.
     :raises StoreError: the medium failed.
     """
     asked = [] if choice else pending_warm(backend, namespace, engine)

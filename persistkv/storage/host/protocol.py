@@ -42,9 +42,11 @@ class Hello(_Message):
     """Open the store and the namespace of the identity. The first message to a host."""
 
     url: str
+    """The store's URL, with options."""
     identity: bytes
     """The engine's identity as canonical JSON; see ``persistkv.storage.identity``."""
     layout: RowLayout
+    """Layout of the primary tier's rows."""
     options: StoreOptions
     engine_pid: int = msgspec.field(default_factory=os.getpid)
     """Id of the process that runs the model."""
@@ -54,7 +56,9 @@ class StoreJob(_Message):
     """Store the blocks in these rows."""
 
     job_id: int
+    """Chosen by the engine; ``JobDone`` repeats it."""
     request: str
+    """The engine's request id."""
     keys: PackedKeys
     block_ids: bytes
     """For each key, its row as little-endian u32."""
@@ -66,8 +70,10 @@ class LoadJob(_Message):
     """Load blocks into these rows."""
 
     job_id: int
+    """As in ``StoreJob``."""
     keys: PackedKeys
     block_ids: bytes
+    """For each key, the row to fill as little-endian u32."""
 
 
 class Touch(_Message):
@@ -84,22 +90,25 @@ class Flush(_Message):
     """Commit all work received before, then answer with ``Flushed``."""
 
     token: int
+    """Number that the answer repeats, so that late answers to earlier calls are recognized."""
 
 
 class AskStats(_Message):
     """Answer with the store's totals (``HostStats``)."""
 
     token: int
+    """As in ``Flush``; 0 if no caller waits for the answer."""
 
 
 class AskRecent(_Message):
     """Answer with keys of stored requests to prewarm (``Recent``): those of warm requests, and recently used ones."""
 
     max_blocks: int
+    """Bound on the number of keys in the answer."""
     only_asked: bool = False
-    """Leave out requests that were only recently used."""
+    """Leave out requests that were only recently used; ignored if ``choice`` is set."""
     choice: Choice | None = None
-    """Answer only with stored requests that this filter includes; None: no filter."""
+    """Answer only with stored requests that this filter includes, and ignore warm requests; None: no filter."""
 
 
 class Ping(_Message):
@@ -117,6 +126,7 @@ class Table(_Message):
     """A new lookup table, which replaces the previous one."""
 
     slots: int
+    """Number of the table's slots, 8 bytes each."""
     fd: int = -1
     """Descriptor of the memfd that holds the table, sent with the message; the receiver closes it."""
 
@@ -132,7 +142,9 @@ class Opened(_Message):
 
     table: Table
     namespace: bytes
+    """The namespace's id."""
     notice: str
+    """Message for the user if the namespace is new, see ``Store.notice``; may be empty."""
 
 
 def table_of(message: Any) -> Table | None:
@@ -204,6 +216,7 @@ class Persisted(_Message):
     """Answer to a ``RequestEnd``."""
 
     request: str
+    """The engine's request id, as in ``RequestEnd``."""
     whole: bool
     """Whether all blocks of the request are durable."""
 
@@ -220,15 +233,19 @@ class HostStats(_Message):
     token: int
     counters: StoreCounters
     held_blocks: int
+    """Number of blocks in the namespace's index; a block in two packs counts twice."""
     staged_bytes: int
+    """Raw bytes of staged copies, see ``Store.staged_bytes``."""
     disk_bytes: int
+    """See ``BackendStats.disk_bytes``, over all namespaces; 0 if the medium failed."""
     capacity: int | None
+    """Bound on ``disk_bytes``; None: unbounded, or the medium failed."""
     cpu_seconds: float
     """User and system CPU time of the process in which the store runs."""
     requests: dict[str, int] = {}
-    """As ``Backend.requests``."""
+    """See ``SupportsCounters.requests``; empty if the backend has no counters."""
     breaker: str | None = None
-    """See ``Backend.breaker_state``."""
+    """See ``SupportsCounters.breaker_state``; None if the backend has no counters."""
 
 
 class Recent(_Message):
@@ -253,6 +270,7 @@ class Notice(_Message):
     """A log record of the host, for the engine's log."""
 
     level: int
+    """Level of the ``logging`` module, such as ``logging.INFO``."""
     text: str
 
 

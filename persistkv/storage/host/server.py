@@ -55,9 +55,11 @@ class _Job:
     message: protocol.StoreJob
     keys: list[bytes]
     begin: float
+    """Start of the job, on the clock ``time.perf_counter``."""
     borrowed: set[bytes] = field(default_factory=set)
     """Keys that another job was already storing. If that job fails to store them, this job's rows are used instead."""
     failed: list[bytes] = field(default_factory=list)
+    """Keys whose blocks were dropped."""
 
 
 class Lifecycle:
@@ -220,7 +222,9 @@ class StoreServer:
         return bool(jobs or self._flushing or self._flushed)
 
     def seconds_to_work(self) -> float | None:
-        """Return how long the owner may wait before it calls ``step``; None: until a message arrives or a call ends."""
+        """Return how many seconds the owner may wait before it calls ``step``; None: until a message arrives or an
+        executor call ends.
+        """
         if self._store is None:
             return None
         if self._may_take(self._store):
@@ -320,7 +324,12 @@ class StoreServer:
     def _put(
         self, store: Store, job: _Job, keys: list[bytes], block_ids: Sequence[int], depths: Sequence[int] | None
     ) -> None:
-        """Pass blocks of a job to the store. Once they are accepted, answer the job if its rows are free."""
+        """Pass all or some blocks of a job to the store. Once they are accepted, answer the job if its rows are no
+        longer read.
+
+        :param block_ids: for each key, the row of its block.
+        :param depths: for each key, as in ``StoreJob.depths``; None: unknown.
+        """
 
         def done(free: bool, borrowed: set[bytes]) -> None:
             self._taking -= 1
@@ -428,7 +437,7 @@ class StoreServer:
                 store.index.close()
 
     def _drop(self, store: Store) -> None:
-        """Drop the jobs that no read or transaction has begun, and start to commit accepted work."""
+        """Drop the jobs for which no read or transaction has begun; start to commit accepted work and request ends."""
         self._loads.clear()
         queue, self._queue = self._queue, deque()
         store.drop_direct()

@@ -41,7 +41,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str
     """The namespace's id, hexadecimal."""
     started: float
-    """Seconds since the epoch."""
+    """Time when the store was opened: seconds since the epoch, on that machine's clock."""
     time: float
     """Time when this row was written: seconds since the epoch, on that machine's clock."""
     interval_s: float
@@ -96,6 +96,9 @@ class StatusPublisher:
     """Publishes the status row of one engine periodically. A failure is logged; the next row is written as usual."""
 
     def __init__(self, store: Store, executor: Executor, engine_pid: int) -> None:
+        """:param executor: runs the writes of the row.
+        :param engine_pid: as in ``EngineStatus``.
+        """
         self._store = store
         self._engine_pid = engine_pid
         self._executor = executor
@@ -109,7 +112,10 @@ class StatusPublisher:
         self._failed = False
 
     def tick(self, *, waiting_jobs: int, writing_jobs: int, loading_jobs: int) -> None:
-        """Start to publish the status row if it is due and no other write to the store is in progress."""
+        """Start to write the status row to the store if it is due and the executor runs no other write.
+
+        The counts are as in ``EngineStatus``.
+        """
         now = time.monotonic()
         if self._backend is None or self._interval_s is None or now < self._due or self._executor.writing:
             return

@@ -191,7 +191,7 @@ class ProcessHost(Host):
         os.close(pidfd)
 
     def _forget(self) -> None:
-        """Close the pidfd of the last host process, and end the process that spawned it."""
+        """Close the pidfd of the last host process. End the helper process that forks the host if it has not exited."""
         self._reap_spawner()
         self._socket, pidfd, self._pidfd = None, self._pidfd, None
         if pidfd is not None:
@@ -316,7 +316,7 @@ def _socket_pair() -> tuple[socket.socket, socket.socket]:
 
 
 class Look(enum.Enum):
-    """Result of a watchdog check of a host that has to send an answer."""
+    """Result of a watchdog check of a host that has to send an answer. The time limit is ``Watchdog.patience_s``."""
 
     FINE = "fine"
     ASK = "ask"
@@ -333,9 +333,11 @@ class Watchdog:
     """
 
     def __init__(self, patience_s: float, starved_s: Callable[[], float]) -> None:
-        """:param starved_s: returns how long the host has waited for a CPU since its start, in seconds."""
+        """:param patience_s: time limit: seconds that the host may be silent.
+        :param starved_s: returns how long the host has waited for a CPU since its start, in seconds.
+        """
         self.patience_s = patience_s
-        """Time limit: seconds that the host may be silent."""
+        """Time limit, which the owner may change."""
         self._starved_s = starved_s
         self._heard = 0.0
         self._asked: float | None = None
@@ -402,15 +404,21 @@ class State(enum.Enum):
     DYING = "dying"
     """The connection has ended, but the process may still run and use rows: jobs in flight have no result yet."""
     DOWN = "down"
-    """The host is dead; it is restarted when its backoff is over."""
+    """The host is dead or was never started. If it can be restarted, that happens when its backoff is over."""
     CLOSED = "closed"
+    """The supervisor was closed or abandoned; the host is not restarted."""
 
 
 class Supervisor:
-    """Starts, watches, kills and restarts the host of one client. The module docstring lists its rules."""
+    """Starts, watches, kills and restarts the host of one ``StoreClient``."""
 
     def __init__(self, host: Host, hello: protocol.Hello, *, watchdog_s: float, least_start_s: float) -> None:
-        """Create a supervisor without starting the host. For the parameters see ``StoreClient``."""
+        """Create a supervisor without starting the host.
+
+        :param hello: first message to the host after each start; it opens the store.
+        :param watchdog_s: seconds after which a host that has to send an answer, but sends no message, is lost.
+        :param least_start_s: minimum of this limit, in seconds, while the host opens the store.
+        """
         self.host = host
         self.hello = hello
         """First message to the host after each start; it opens the store."""
@@ -485,7 +493,8 @@ class Supervisor:
     def close(self, timeout_s: float) -> bool:
         """Have the host release the rows, commit its work and exit; return whether it exited within the timeout.
 
-        After the timeout, a host that has released the rows continues for a bounded time, any other is killed.
+        After the timeout, a host that has released the rows may continue to commit; any other is killed. The kernel
+        ends a host process 20 s after it began to close the store, or 60 s if the store is remote.
         """
         deadline = time.monotonic() + timeout_s
         self.connection.send(protocol.End())

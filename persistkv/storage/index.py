@@ -24,6 +24,7 @@ import os
 import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -47,6 +48,7 @@ _AT_ONCE = 1 << 17  # keys per step of a bulk insertion: its arrays stay in the 
 _SLICE_SLOTS = 1 << 15  # slots copied per step of a replacement: about 3 ms
 _SLICE_BYTES = 4 << 20  # 4 MiB: memory released per step, in less than 1 ms
 _FEW = 12  # keys; for fewer, NumPy is slower
+_PARTS = 256  # dicts over which packs are spread: with a million packs, one grows in 0.1 ms
 _MOST_COLLIDED = 4_096  # bound on remembered collisions
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -344,6 +346,41 @@ def _is_intact(file: BinaryIO) -> bool:
     return is_ours and file.read() == digest.intdigest().to_bytes(_CHECKSUM_BYTES, "little")
 
 
+class _Packs:
+    """Ids and numbers of packs: in many dicts, because a dict of a million entries needs 50 ms to grow."""
+
+    def __init__(self) -> None:
+        self._numbers: list[dict[bytes, int]] = [{} for _ in range(_PARTS)]
+        self._ids: list[dict[int, bytes]] = [{} for _ in range(_PARTS)]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._ids))
+
+    def put(self, pack_id: bytes, number: int) -> None:
+        self._numbers[hash(pack_id) % _PARTS][pack_id] = number
+        self._ids[number % _PARTS][number] = pack_id
+
+    def pop(self, pack_id: bytes) -> int:
+        """Remove a pack and return its number; 0 if it is absent."""
+        number = self._numbers[hash(pack_id) % _PARTS].pop(pack_id, 0)
+        self._ids[number % _PARTS].pop(number, None)
+        return number
+
+    def number(self, pack_id: bytes) -> int:
+        """Return the number of a pack; 0 if it is absent."""
+        return self._numbers[hash(pack_id) % _PARTS].get(pack_id, 0)
+
+    def id(self, number: int) -> bytes | None:
+        return self._ids[number % _PARTS].get(number)
+
+    def numbers(self) -> Iterator[int]:
+        return chain.from_iterable(self._ids)
+
+    def ids(self) -> Iterator[bytes]:
+        """Yield the ids of all packs, in the order of ``numbers``."""
+        return chain.from_iterable(ids.values() for ids in self._ids)
+
+
 class HeldPack:
     """A pack of the index and its key table. Immutable."""
 
@@ -404,8 +441,7 @@ class Index:
         self._retired: list[_Table] = []
         self._shared = False
         self._release_at: int | None = None
-        self._numbers: dict[bytes, int] = {}
-        self._ids: dict[int, bytes] = {}
+        self._packs = _Packs()
         self._last = 0
         self.version = 0
         """Increases when the table is replaced: readers must map the new one."""
@@ -419,18 +455,18 @@ class Index:
 
     def pack_ids(self) -> list[bytes]:
         """Return the ids of all packs."""
-        return list(self._numbers)
+        return list(self._packs.ids())
 
     def number_of(self, pack_id: bytes) -> int:
         """Return the number by which this index, in its entries, refers to the pack; 0 if the pack is not in the index.
         A pack that is removed and added gets another number.
         """
-        return self._numbers.get(pack_id, 0)
+        return self._packs.number(pack_id)
 
     def candidates(self, key: bytes) -> list[bytes]:
         """Return the ids of all packs that hold a key with the same fingerprint."""
         numbers = dict.fromkeys(self._table.packs_of(self._fingerprint(key)))
-        return [self._ids[number] for number in numbers if number in self._ids]
+        return [pack_id for number in numbers if (pack_id := self._packs.id(number)) is not None]
 
     def first_candidates(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """Return, for each key, the id of one pack that may hold it; None if no pack holds it."""
@@ -440,7 +476,7 @@ class Index:
         wanted = _all_of(self._fingerprint, keys)
         found, place = _matches(table.fingerprints, table.slots, wanted)
         numbers = np.where(found, table.packs[place], 0)
-        return list(map(self._ids.get, numbers.tolist()))
+        return list(map(self._packs.id, numbers.tolist()))
 
     def absent(self, keys: Iterable[bytes]) -> list[bytes]:
         """Return the keys that are in no pack, in order. Keys with the same fingerprint as a held key are omitted."""
@@ -457,8 +493,7 @@ class Index:
         if blocks is None:
             tables = list(tables)
             blocks = sum(len(table.keys) for table in tables)
-        self._numbers.clear()
-        self._ids.clear()
+        self._packs = _Packs()
         self._new = None
         new = _Table(self._size_for(blocks))
         new.prefault(0, new.slots)
@@ -476,7 +511,7 @@ class Index:
         counts: list[int] = []
         total = 0
         for table in tables:
-            if table.pack_id not in self._numbers:
+            if not self._packs.number(table.pack_id):
                 numbers.append(self._number(table.pack_id))
                 counts.append(len(table.keys))
                 some.append(table.keys)
@@ -493,11 +528,9 @@ class Index:
 
     def _number(self, pack_id: bytes) -> int:
         self._last = self._last % 0xFFFFFFFF + 1
-        while self._last in self._ids:  # after four billion packs
+        while self._packs.id(self._last) is not None:  # after four billion packs
             self._last = self._last % 0xFFFFFFFF + 1
-        pack_id = bytes(bytearray(pack_id))  # a copy in other memory than the parser's short-lived objects
-        self._numbers[pack_id] = self._last
-        self._ids[self._last] = pack_id
+        self._packs.put(bytes(bytearray(pack_id)), self._last)  # a copy: not among the parser's short-lived objects
         return self._last
 
     def _insert(self, fingerprints: Fps, packs: npt.NDArray[np.uint32]) -> None:
@@ -520,10 +553,9 @@ class Index:
         """
         searched: list[int] = []
         for pack_id, fingerprints in packs.items():
-            number = self._numbers.pop(pack_id, 0)
+            number = self._packs.pop(pack_id)
             if not number:
                 continue
-            del self._ids[number]
             wanted = _stored(np.frombuffer(fingerprints, "<u8", len(fingerprints) // 8), self._bits)
             at = self._table.find(wanted, number)
             if not len(at) or len(at) != len(wanted):
@@ -543,7 +575,7 @@ class Index:
 
         :param cursor: position in the change log that the index corresponds to.
         """
-        size = len(self) * _ENTRY.itemsize + len(self._ids) * (ID_BYTES + 4)
+        size = len(self) * _ENTRY.itemsize + len(self._packs) * (ID_BYTES + 4)
         if len(self) < _SAVED_FROM:
             return
         try:
@@ -556,10 +588,10 @@ class Index:
 
     def _pieces(self, cursor: bytes) -> Iterator[bytes]:
         """Yield the content of the file: header, cursor, numbers and ids of the packs, entries, checksum."""
-        numbers = np.fromiter(self._ids, np.uint32, len(self._ids))
+        numbers = np.fromiter(self._packs.numbers(), np.uint32, len(self._packs))
         header = _HEADER.pack(_MAGIC, self._bits, len(cursor), len(numbers), len(self))
         digest = xxhash.xxh3_64()
-        for piece in (header, cursor, numbers.astype("<u4").tobytes(), b"".join(self._ids.values())):
+        for piece in (header, cursor, numbers.astype("<u4").tobytes(), b"".join(self._packs.ids())):
             digest.update(piece)
             yield piece
         table = self._table
@@ -598,7 +630,8 @@ class Index:
                 logger.info("the index is not loaded from %s: %s", path, error)
             return None
         self._replace(table)
-        self._numbers, self._ids = dict(zip(ids, numbers, strict=True)), dict(zip(numbers, ids, strict=True))
+        for pack_id, number in zip(ids, numbers, strict=True):
+            self._packs.put(pack_id, number)
         self._last = max(numbers, default=0)
         return cursor
 

@@ -1,15 +1,15 @@
-"""Session of one handle with one namespace: commits, uses, and the local catalogue's way to the head's position.
+"""Session of one handle with one namespace: commits, uses, and application of the feed to the local catalogue.
 
 A commit has three steps:
 
-1. Packs are uploaded in parallel, together with one object that holds the keys of the manifests. Nothing names them
-   yet: after a failure or a kill a sweep removes them.
+1. Packs are uploaded in parallel, together with one object that holds the keys of the manifests. Nothing refers to them
+   yet: after a failure or a kill a sweep deletes them.
 2. One object in the writer's inbox describes the whole commit. Its upload is the commit. The next commit has the next
    number, and is sent after the outcome of this one is known.
 3. The commit is applied to the local catalogue. The leader merges it into the feed, which every engine applies.
 
-If the outcome of 2 stays unknown, the session continues under a new writer id and never deletes anything: the leader
-may still find the object and merge it. A pack of the failed commit is then a duplicate, which the feed resolves.
+If the outcome of step 2 stays unknown, the session continues under a new writer id and never deletes anything: the
+leader may still find the object and merge it. A pack of the failed commit is then a duplicate, which the feed resolves.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class NamespaceSession:
         return Entry(writer=self._writer, number=number, time=started, packs=packs, manifests=manifests, pins=plan.pins)
 
     def _publish(self, entry: Entry) -> tuple[bytes, bytes]:
-        """Write a commit to the inbox and apply it to the catalogue; return cursors of ``changes`` before and after."""
+        """Write a commit to the inbox and apply it to the catalogue; return ``Changes.cursor`` before and after."""
         name = InboxName(self._namespace, entry.writer, entry.number)
         data = self.objects.authenticator.signed(self._namespace, _signed_as(name), [seal(entry)])
         if sum(len(memoryview(piece)) for piece in data) > MAX_INBOX_BYTES:
@@ -177,15 +177,15 @@ class NamespaceSession:
         return self.catalogue.apply_pending(entry, self._bucket.now())
 
     def _was_written(self, name: InboxName) -> bool:
-        """Return whether a commit is in the inbox or already merged; False also if the server does not tell."""
+        """Return whether a commit is in the inbox or already merged; False also if the request for it fails."""
         try:
-            self._bucket.head(self._store_names.inbox(name))
-            return True
-        except ObjectMissingError:
+            with suppress(ObjectMissingError):
+                self._bucket.head(self._store_names.inbox(name))
+                return True
             self._head.poll()
             self.sync()
             return self.catalogue.merged_number(name.writer) >= name.number
-        except S3Error:
+        except StoreError:
             return False
 
     def _renew_writer(self) -> None:
@@ -194,7 +194,7 @@ class NamespaceSession:
     # Uses
 
     def _touch(self, pack_ids: Sequence[bytes]) -> None:
-        """Record a use of packs. Uses are published with the next commit, or without one after ``touch_s`` seconds."""
+        """Record a use of packs. The next commit publishes it; after ``touch_s`` seconds, a commit of its own does."""
         held = self.catalogue.objects(pack_ids) if pack_ids else {}
         if held:
             self.catalogue.touch(list(held), self._bucket.now())
@@ -222,7 +222,10 @@ class NamespaceSession:
             self._written_at = self._clock.monotonic()
 
     def _lose(self, pack_id: bytes, nonce: bytes) -> None:
-        """Remove a pack whose object is missing: here at once, for other engines with the next commit. Thread-safe."""
+        """Remove a pack from the local catalogue, and with the next commit from the feed: its object is missing.
+
+        Thread-safe.
+        """
         if self.catalogue.drop(pack_id, nonce, self._bucket.now()):
             self._lost[pack_id, nonce] = None
 
@@ -314,7 +317,7 @@ class NamespaceSession:
             return None
 
     def applied(self, feed: Feed) -> None:
-        """Apply a feed object that this handle has published to its local catalogue."""
+        """Apply to the local catalogue a feed object that this handle has published."""
         with self._lock:
             self.catalogue.apply_feed(feed)
 
@@ -379,7 +382,10 @@ class NamespaceSession:
         return list(self._bucket.list(f"{self._store_names.inbox_prefix}{self._namespace.hex()}-"))
 
     def read_inbox(self, found: Iterable[ObjectInfo]) -> None:
-        """Apply listed inbox commits that the feed lacks. List them before reading the head, so that none is missed."""
+        """Apply to the local catalogue those inbox commits that the feed does not contain.
+
+        :param found: result of ``inbox``, called before the head was read, so that no commit is missed.
+        """
         with self._lock:
             small = (info for info in found if info.size <= MAX_INBOX_BYTES)
             infos = {name: info for info in small if (name := parse_inbox(info.key)) is not None}

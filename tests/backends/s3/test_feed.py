@@ -510,6 +510,44 @@ def test_object_that_was_written_though_the_server_failed_is_never_deleted(
         assert read_pack(fresh, NAMESPACE, table) is not None
 
 
+def test_commit_that_arrives_late_is_not_taken_for_the_next_one(engines: Engines) -> None:
+    """The next commit must have another name: its upload would fail as that of an object which exists, as after a lost
+    reply.
+    """
+    engine = opened(engines)
+    store(engine, 0)
+    engines.run(3)
+    late: dict[str, bytes] = {}
+
+    def delay(verb: str, key: str) -> None:
+        if verb == "PUT" and "inbox" in key:
+            late[key] = engines.bucket.objects.pop(key).data
+            raise LateError("no reply")
+
+    def fail(verb: str, key: str) -> None:
+        if verb == "GET" and late:
+            raise LateError("no reply")
+
+    client = engines.clients[engine]
+    client.before, client.after = fail, delay
+    with pytest.raises(StoreError):
+        store(engine, 1)
+    for key, data in late.items():
+        engines.bucket.replace(key, data)
+    broken: list[str] = []
+
+    def break_once(verb: str, key: str) -> None:
+        if verb == "PUT" and "inbox" in key and not broken:
+            broken.append(key)
+            raise BrokenError("the connection was reset")
+
+    client.before, client.after = break_once, lambda verb, key: None
+    engines.run(40)  # the breaker may be open
+    store(engine, 2)
+    engines.run(60)
+    assert held(opened(engines)) >= names(0, 2)
+
+
 def test_engine_that_was_disconnected_reloads_before_it_writes(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:

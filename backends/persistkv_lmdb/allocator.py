@@ -96,7 +96,7 @@ class Allocator:
         self._rows.put(EXTENTS, name, b"".join([_EXTENT.pack(*extent) for extent in extents]))
 
     def largest(self) -> int:
-        """Return the pages of the largest free extent."""
+        """Return the number of pages of the largest free extent; 0 if there is none."""
         with self._rows.cursor(SIZES) as cursor:
             pages: int = _unpack(_SIZE, cursor.key())[0] if cursor.last() else 0
         return pages
@@ -117,7 +117,7 @@ class Allocator:
         return taken
 
     def take_before(self, pages: int, place: Extent) -> list[Extent]:
-        """Allocate free pages before ``place``: the first extent that is large enough, otherwise the first several.
+        """Allocate free pages before ``place``: the first large enough extent, otherwise several from the start on.
 
         :returns: an empty list, with nothing changed, if too few pages are free there.
         """
@@ -236,7 +236,10 @@ class Allocator:
         return Extent(segment, page, size)
 
     def _first_fit(self, pages: int) -> Extent | None:
-        """Return the first free extent by place with at least ``pages`` pages; probes the first extent of each size."""
+        """Return the first free extent, by segment and page, with at least ``pages`` pages.
+
+        It examines only the first extent of each size.
+        """
         first: Extent | None = None
         with self._rows.cursor(SIZES) as cursor:
             found = cursor.set_range(_SIZE.pack(pages, 0, 0))
@@ -301,8 +304,9 @@ class Payloads:
         self._is_inline = placement is Placement.INLINE
 
     def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
-        """Store a pack's payload of up to ``at_most`` bytes inline or in extents, as the placement says. File writes
-        may end after the call.
+        """Store a pack's payload of up to ``at_most`` bytes inline or in extents, according to the placement.
+
+        File writes may end after the call: the buffers of the stream are in use until ``SegmentFiles.sync`` returns.
         """
         if self._is_inline:
             self._inline.write(name, stream, at_most)
@@ -354,9 +358,10 @@ class Payloads:
         return True
 
     def shrink(self, limit: int) -> None:
-        """Release free pages at the ends of segments until all segments together have ``limit`` bytes, if possible.
+        """Release free pages at the ends of segments until all segments together have at most ``limit`` bytes.
 
-        A later transaction truncates the files, because this one may be aborted.
+        They keep more if too few pages at their ends are free. A later transaction truncates the files, because this
+        one may be aborted.
         """
         excess = self.allocator.total - limit // PAGE_BYTES
         if excess <= 0 or not self.allocator.free:
@@ -368,7 +373,10 @@ class Payloads:
                 excess -= count
 
     def _grow(self, pages: int) -> None:
-        """Grow segments by at least ``pages`` contiguous pages, or by fewer if limit or disk do not allow it."""
+        """Grow segments by at least ``pages`` pages, or by fewer if the limit or the disk prevents it.
+
+        :raises StoreFullError: the disk is full, and fewer than ``pages`` pages are free.
+        """
         most = self.limit // PAGE_BYTES
         full = max(SEGMENT_BYTES // PAGE_BYTES, -(-most // _MOST_SEGMENTS))
         wanted = min(max(self._step(most, pages), pages), most - self.allocator.total)

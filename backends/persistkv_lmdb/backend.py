@@ -1,7 +1,7 @@
-"""The LMDB driver. LMDB is the source of truth; the other files hold payloads, whose use LMDB records.
+"""The LMDB driver. LMDB is the source of truth; the segment files hold payloads, whose extents LMDB records.
 
 1. One synced write transaction applies a batch: packs, manifests, eviction order, change log, totals. It also evicts,
-   so that the next batch fits. Only if a batch does not fit, separate transactions before it evict.
+   so that the next batch fits. If a batch itself does not fit, separate transactions evict first.
 2. A read uses one transaction, and fills the caller's buffers from files or mapped pages. No snapshot outlives a call:
    a long-lived reader prevents the reuse of pages and extents.
 3. Content of mapped pages is copied before their transaction ends.
@@ -108,7 +108,10 @@ class LmdbOptions(msgspec.Struct, frozen=True):
 
 
 class LmdbBackend(CatalogBackend):
-    """Handle on a store, used from one thread. Handles of one process on the same store share its environment."""
+    """Handle on a store. Handles of one process on the same store share its environment.
+
+    Any thread may call ``read`` and ``tables``; only one thread at a time may call the other methods.
+    """
 
     capabilities = Capabilities(placements=tuple(placement.value for placement in Placement))
     status_interval_s: float | None = 2.0
@@ -263,8 +266,10 @@ class LmdbBackend(CatalogBackend):
         return compact(self.environment)
 
     def find_faults(self) -> list[str]:
-        """Compare the extents of payloads with the segment files, rows with each other, and recorded totals with a
-        recount of the whole catalogue; return one line per fault.
+        """Check the whole catalogue for inconsistencies; return one line per fault.
+
+        It compares the extents of payloads with the segment files, rows with each other, and recorded totals with a
+        recount.
         """
         environment = self.environment
         with environment.transaction() as transaction:

@@ -428,9 +428,9 @@ class Environment:
         """Remove from ``data.mdb`` the snapshot of a failed commit, if there is one.
 
         If the last write of a commit failed, and LMDB's attempt to undo it failed, too, the file holds a snapshot that
-        LMDB does not know.
-        Open handles continue from the previous snapshot and overwrite its pages, so no later opening may use it. Until
-        the removal is durable it counts as an interrupted commit, which the next writer makes durable.
+        LMDB does not know. Open handles continue from the previous snapshot and overwrite its pages, so no later
+        opening may use it. Until the removal is durable it counts as an interrupted commit, which the next writer makes
+        durable.
         """
         if self._guard is None or self._env.info()["last_txnid"] < begun.id():
             return

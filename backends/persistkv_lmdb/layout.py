@@ -156,7 +156,7 @@ def is_capacity(num_bytes: int | None) -> bool:
 def check_policy(policy: Policy) -> None:
     """Check that the capacity of a policy is from 1 MiB to 64 TiB.
 
-    :raises ConfigurationError: a value is invalid; the error names the field, its value and the valid range.
+    :raises ConfigurationError: it is not; the error names the field, its value and the valid range.
     """
     if not is_capacity(policy.capacity):
         raise ConfigurationError("capacity", policy.capacity, "a size from 1MiB to 64TiB")
@@ -169,9 +169,9 @@ def read_capacity(rows: Rows) -> int:
 
 
 def read_policy(rows: Rows) -> Policy:
-    """Return the recorded policy; an invalid ttl counts as none.
+    """Return the recorded policy; an invalid capacity is read as the default, an invalid ttl as None.
 
-    :raises CorruptStoreError: the placement is unknown.
+    :raises CorruptStoreError: the recorded placement is missing or unknown.
     """
     return Policy(read_capacity(rows), read_ttl(rows), read_placement(rows).value)
 
@@ -183,7 +183,7 @@ def read_ttl(rows: Rows) -> float | None:
 
 
 def write_policy(rows: Rows, policy: Policy) -> None:
-    """Record capacity and ttl; the placement is fixed at creation."""
+    """Record the capacity and ttl of a policy. Its placement is ignored: it is recorded only at creation."""
     rows.put(META, _CAPACITY_ROW, _BYTES.pack(policy.capacity))
     if policy.ttl_s is None:
         rows.delete(META, _TTL_ROW)

@@ -86,7 +86,7 @@ class _Piece(NamedTuple):
     """Part of a read request that is contiguous in one segment file."""
 
     number: int
-    """Index of the part of a payload among those that the request wants."""
+    """Index, in the request, of the part that this piece belongs to."""
     run: _Run
     buffers: Sequence[memoryview]
     """Memory to fill; its length is at least that of ``run``."""
@@ -120,8 +120,9 @@ class SegmentFiles:
         self._direct = True
 
     def prepare(self) -> None:
-        """Open the existing segment files now, so that the first read need not. Errors are ignored: files that are not
-        open yet are opened on first use.
+        """Open the existing segment files now, so that the first read need not.
+
+        Errors are ignored: files that are not open yet are opened on first use.
         """
         with suppress(OSError):
             for segment in self._there():
@@ -272,8 +273,9 @@ class SegmentFiles:
         ]
 
     def lengths(self) -> dict[int, int]:
-        """Return the bytes on disk of each segment file, by segment number; without holes, and without preallocation
-        beyond the end of the file.
+        """Return the bytes on disk of each segment file, by segment number.
+
+        Holes and preallocated bytes beyond the end of the file do not count.
         """
         with translated_io(self._path):
             return {
@@ -341,8 +343,9 @@ class SegmentFiles:
         return read_all(buffered, buffers, run.offset)
 
     def _is_refusal(self, error: OSError, buffers: Sequence[memoryview]) -> bool:
-        """Return whether an I/O error means that O_DIRECT was refused. If it was, and the buffers are aligned, stop
-        using O_DIRECT for all files.
+        """Return whether an I/O error means that O_DIRECT was refused.
+
+        If it was, and the buffers are aligned, stop using O_DIRECT for all files.
 
         Alignment is checked only after a failure: checking before each transfer would take longer.
         """
@@ -549,10 +552,11 @@ class Bounce:
         self._lent = False
 
     def aligned(self, stream: Iterator[Buffer]) -> Iterator[list[memoryview]]:
-        """Yield the stream's bytes as lists of aligned buffers, one list per write: a short list, then longer ones.
+        """Yield the stream's bytes as lists of aligned buffers, one list (batch) per write.
 
-        ``BatchSizes`` has the lengths. Buffers that are already aligned are yielded without a copy, and are valid as
-        long as the stream's buffers. The end of the stream is padded with zeros to a multiple of 4 KiB.
+        ``BatchSizes`` has the sizes of the batches: the first is small. Buffers that are already aligned are yielded
+        without a copy, and are valid as long as the stream's buffers. The end of the stream is padded with zeros to a
+        multiple of 4 KiB.
 
         :raises Exception: errors of ``settle``.
         """
@@ -629,7 +633,7 @@ class _Batch:
             self._length = length
 
     def add(self, piece: memoryview) -> memoryview:
-        """Add as much of a buffer as fits, and copy only what is not aligned; return the remainder."""
+        """Add as much of a buffer as fits, without a copy if possible; return the remainder."""
         count = len(piece)
         if count >= PAGE_BYTES and not self._filled % PAGE_BYTES and starts_aligned(piece):
             if self._begun < self._filled:

@@ -64,7 +64,10 @@ class Authenticator:
         return self._tag(b"object", [namespace, _NUMBER.pack(len(encoded)), encoded, *pieces])
 
     def pack_tags(self, table: PackTable, payload: Sequence[Buffer]) -> bytes:
-        """Return the tags between payload and table of a pack: one for each frame, then one of the table and those."""
+        """Return the tags between payload and table of a pack: one per frame, then one of the table and the frame tags.
+
+        Without a key, return no bytes.
+        """
         if not self._key:
             return b""
         digest = _digest(table)
@@ -87,7 +90,7 @@ class Authenticator:
         return hmac.compare_digest(view[-TAG_BYTES:], expected)
 
     def frame_check(self, table: PackTable, tags: bytes) -> Callable[[int, Iterable[Buffer]], bool]:
-        """Return a function of a frame's index and stored bytes: whether the frame was written with the key.
+        """Return a function that takes a frame's index and stored bytes: True if it was written with the key.
 
         Without a key, the function always returns True.
         """

@@ -1,7 +1,8 @@
 """The S3 driver: one handle on the namespaces of one store.
 
-1. Other engines' commits arrive through the feed (``feed/leader``). A thread of the handle polls the head, applies the
-   feed to the local catalogues, and leads if there is no leader and this handle has unmerged commits.
+1. Other engines' commits arrive through the feed (``feed/leader``). A thread of the handle polls the head and applies
+   the feed to the local catalogues (``catalogue``). If there is no leader and this handle has unmerged commits, it runs
+   for election as the leader.
 2. An unreachable server does not prevent an engine from starting: the handle is then *dark*. Lookups miss and commits
    raise until the server has answered once. A handle opened with the argument ``read_only`` is never dark: opening
    raises. If the server rejects requests, opening raises in any case.
@@ -62,7 +63,9 @@ _POLICY_TRIES = 10
 
 
 class S3Backend(InspectableBackend):
-    """Handle of an S3 store. ``read`` may be called from many threads, concurrently with one other call.
+    """Handle of an S3 store.
+
+    Any thread may call ``read``, ``read_frames`` and ``tables``, concurrently with one other call.
 
     The bucket holds one feed per namespace: the commits of all engines, merged in order. One handle at a time, the
     leader, extends the feeds. An object of the bucket, the head, names the leader and the newest part of each feed.
@@ -210,8 +213,9 @@ class S3Backend(InspectableBackend):
             self._leader.round()
 
     def _refresh(self) -> None:
-        """Read the head, or rebuild it if it is lost and the handle is writable. Then apply the feeds of open
-        namespaces to their local catalogues.
+        """Read the head and apply the feeds of open namespaces to their local catalogues.
+
+        A writable handle first rebuilds a missing or damaged head.
         """
         try:
             self._head.poll()
@@ -446,7 +450,7 @@ class S3Backend(InspectableBackend):
         return self.session(namespace).catalogue.uses(namespace, manifest_ids)
 
     def _fresh(self, namespace: bytes) -> NamespaceSession:
-        """Return the session with a namespace; call ``refresh`` before if the option ``refresh`` is 0."""
+        """Return the session with a namespace, after a call of ``refresh`` if the option ``refresh`` is 0."""
         session = self.session(namespace)
         if not self._options.refresh_s:
             self.refresh()
@@ -493,7 +497,10 @@ class S3Backend(InspectableBackend):
         return {key.rpartition("/")[2]: row for key, row in rows if row is not None}
 
     def close(self) -> None:
-        """Publish uses of packs not published yet, and release everything; idempotent. Failures are only logged."""
+        """Publish unpublished uses, merge own commits, resign as leader, and release all resources; idempotent.
+
+        Failed requests are only logged.
+        """
         if self._closed:
             return
         self._closed = True
@@ -512,7 +519,10 @@ class S3Backend(InspectableBackend):
                 self._temporary.cleanup()
 
     def _publish_last(self) -> None:
-        """Publish uses of packs not published yet, merge own commits into the feed, and resign as leader."""
+        """Publish unpublished uses of packs, merge own commits into the feed, and resign as leader.
+
+        If another handle leads, the commits stay in the inbox, and that handle merges them. Failures are only logged.
+        """
         try:
             for session in list(self._sessions.values()):
                 session.write_uses()

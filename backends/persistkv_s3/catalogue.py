@@ -1,8 +1,8 @@
 """Local catalogue of one namespace: a SQLite file, to which every engine applies the same feed.
 
 1. The file is a cache. It is kept between runs and validated against the head; a damaged or foreign file is replaced.
-2. A feed object is applied in one transaction, together with its position. Processes that share the file each apply
-   what the others have not.
+2. A feed object is applied in one transaction, together with its position. If processes share the file, one of them
+   applies it.
 3. Commits that the feed does not contain yet are applied as *pending*, with an undo log. They are undone before a feed
    object is applied, and the remaining ones are applied again afterwards. So the state without them depends on the feed
    alone: of several objects for one pack, all engines keep the same one. Rejected commits just disappear.
@@ -62,7 +62,7 @@ VERSION = 1
 _WAIT_S = 60.0  # for another thread's transaction, which may load a snapshot
 
 OBJECTS = "objects"
-"""Table: namespace, pack id → nonce, u64 bytes in the bucket (object, and table in the feed), tags."""
+"""Table: namespace, pack id → nonce, u64 size in the bucket in bytes (object, plus table in the feed), tags."""
 PENDING = "pending"
 """Table of commits that are not in the feed yet: u64 big-endian row number → writer, u64 number, f64 time,
 sealed commit."""
@@ -161,7 +161,7 @@ class Removals(NamedTuple):
 
 
 class _Undo(Exception):
-    """Raised to roll a transaction back; suppressed by the same method."""
+    """Raised to roll a transaction back; suppressed by the method that raises it."""
 
 
 class LocalRows(Rows):
@@ -208,7 +208,10 @@ class LocalRows(Rows):
         yield from self.db.execute(f"SELECT key, value FROM '{table}' WHERE key >= ? ORDER BY key", (start,))
 
     def _record(self, table: str, key: bytes) -> bool:
-        """Save a table row before its change, for undo and for the log of changes; return False to skip the change."""
+        """Save a table row before its change, for undo and for the log of changes.
+
+        :returns: False if the change must be skipped: ``_log_changes`` writes the log of changes.
+        """
         if self.nonces is not None:
             if table == LOG:
                 return False
@@ -423,7 +426,7 @@ class Catalogue(Catalog):
             return _cursor(rows, self._namespace)
 
     def objects(self, pack_ids: Iterable[bytes]) -> dict[bytes, PackObject]:
-        """Return, by pack id, those of the packs that the catalogue holds with a readable table."""
+        """Return the given packs by id, without those that the catalogue lacks or whose table is unreadable."""
         found: dict[bytes, PackObject] = {}
         with self.rows() as rows:
             for pack_id in pack_ids:
@@ -459,7 +462,10 @@ class Catalogue(Catalog):
             return _oldest(rows)
 
     def garbage(self, until: float, at_most: int) -> list[tuple[float, str]]:
-        """Return (removal time, name) of removed objects up to ``until``, oldest first: ``at_most``, plus ties."""
+        """Return (removal time, name) of objects removed at ``until`` or earlier, oldest first.
+
+        :param at_most: maximum number, except that objects with the same time as the last one are included.
+        """
         found: list[tuple[float, str]] = []
         with self.rows() as rows:
             for key, _ in rows.range(GARBAGE, b""):
@@ -515,7 +521,7 @@ class Catalogue(Catalog):
         :param at: present time by the server's clock.
         :param ttl_s: content expires this many seconds after its last use; None: never.
         :param until: evict nothing that was used later than this.
-        :param at_most: maximum number of expired packs and manifests, and of evicted ones.
+        :param at_most: maximum number of expired packs and manifests; also the maximum number of evicted ones.
         """
         found: list[Removals] = []
         with suppress(_Undo), self.rows(write=True) as rows:
@@ -533,7 +539,7 @@ class Catalogue(Catalog):
         return found[0]
 
     def touch(self, pack_ids: Sequence[bytes], at: float) -> None:
-        """Record a joint use of packs, only in this catalogue; the next feed object undoes it.
+        """Record that packs were used together, only in this catalogue and only until the next feed object.
 
         :param at: time of the use by the server's clock.
         """
@@ -544,7 +550,7 @@ class Catalogue(Catalog):
             transaction.finish()
 
     def apply_pending(self, entry: Entry, at: float) -> tuple[bytes, bytes]:
-        """Apply a commit that is not in the feed, unless it is already applied; return the cursors before and after.
+        """Apply a commit that is not in the feed, unless it is already applied; return ``cursor`` before and after.
 
         :param at: present time by the server's clock.
         """
@@ -587,7 +593,7 @@ class Catalogue(Catalog):
             self._log_changes(rows, sequence)
 
     def _reapply(self, rows: LocalRows) -> None:
-        """Apply pending commits again after a feed object, and delete those that the feed has merged."""
+        """Apply pending commits again after a feed object; delete merged ones and those of ``drop`` that are done."""
         for key, value in list(rows.range(PENDING, b"")):
             entry, at = unseal(value[_PENDING.size :], Entry), _PENDING.unpack_from(value)[2]
             missing = [(pack_id, nonce) for pack_id, nonce in entry.gone if self._holds(rows, pack_id, nonce)]
@@ -629,7 +635,9 @@ class Catalogue(Catalog):
                 rows.position = position
 
     def drop(self, pack_id: bytes, nonce: bytes, at: float) -> bool:
-        """Remove a pack whose object is missing, as a pending commit; return False if it is not held under this nonce.
+        """Remove a pack whose object is missing; return False if it is not held under this nonce.
+
+        The removal is a pending commit, applied again after each feed object until the feed has removed the pack, too.
 
         :param at: present time by the server's clock.
         """
@@ -673,7 +681,7 @@ class Catalogue(Catalog):
             rows.position = position
 
     def dump(self, segment_bytes: int) -> Iterator[tuple[Position, Dump]]:
-        """Yield the table rows for a snapshot, in portions of about ``segment_bytes``, each with the feed position."""
+        """Yield the table rows for a snapshot in portions of about ``segment_bytes``, each with ``position``."""
         with self.rows() as rows:
             position, length = rows.position, 0
             meta = [(key, bytes(row)) for key in _DUMPED_META if (row := rows.get(META, key)) is not None]

@@ -1,7 +1,8 @@
 """Pack objects: uploads and reads.
 
-1. An object is a pack as in ``docs/format.md``: payload, table, trailer; with a key, tags between payload and table.
-2. Its name ends in a nonce, drawn for each upload: the bytes under a name never change, and no upload adopts an object.
+1. An object is a pack as in ``docs/format.md``: payload, table, trailer. If the store has a key, authentication tags
+   are between payload and table.
+2. Its name ends in a nonce, drawn for each upload: the bytes under a name never change, and no upload reuses an object.
 3. Adjacent ranges of a pack are read with one request, and requests run in parallel.
 """
 
@@ -25,7 +26,7 @@ _GAP_BYTES = 128 << 10  # 128 KiB: less than the bytes transferred in the latenc
 
 
 class UploadBudget:
-    """Limit on the memory of encoded packs during uploads. One pack is always admitted; raw packs need none."""
+    """Limit on the memory of encoded packs during uploads. A larger pack reserves all of it; raw packs need none."""
 
     def __init__(self, num_bytes: int) -> None:
         self._free = self._all = num_bytes
@@ -133,8 +134,10 @@ class PackObjects:
 
 
 def _adjacent(frames: Sequence[Frame], payload_length: int) -> Iterator[list[int]]:
-    """Yield the indices of frames that one GET reads, with gaps up to 128 KiB between them. Skip frames that are empty
-    or end beyond the payload."""
+    """Yield lists of frame indices, one list per GET: the gaps between its frames are at most 128 KiB.
+
+    Skip frames that are empty or end beyond the payload.
+    """
     run: list[int] = []
     end = 0
     for number, frame in enumerate(frames):
@@ -150,7 +153,7 @@ def _adjacent(frames: Sequence[Frame], payload_length: int) -> Iterator[list[int
 
 
 class _RangedGet:
-    """One ranged GET of bytes ``start`` to ``end`` (exclusive) of the pack whose object is ``held``; empty at first."""
+    """One GET of bytes ``start`` to ``end`` (exclusive) of the pack object ``held``. The range is empty at first."""
 
     def __init__(self, pack_id: bytes, held: PackObject, start: int) -> None:
         self.pack_id = pack_id
@@ -158,10 +161,10 @@ class _RangedGet:
         self.start = self.end = start
         self.buffers: list[memoryview] = []
         self.spans: list[tuple[int, int, int]] = []
-        """(index among the requested spans, first byte in the payload, end)."""
+        """(index among the requested spans, offset of the first byte in the payload, offset after the last byte)."""
 
     def add(self, index: int, span: ReadSpan, length: int) -> None:
-        """Append requested span ``index``, of ``length`` bytes. Bytes between it and the span before are discarded."""
+        """Append requested span ``index``, of ``length`` bytes. Bytes after the previous span are discarded."""
         self._skip(span.offset - self.end)
         self.buffers += span.buffers
         self.end = span.offset + length
@@ -173,7 +176,7 @@ class _RangedGet:
             self.end += length
 
     def widen(self) -> list[tuple[int, Frame]]:
-        """Extend the range to whole frames, so that their tags can be verified; return (number, frame) for each."""
+        """Extend the range to whole frames, to verify their tags; return (index in pack, frame) of each."""
         table = self.held.table.frames
         offsets = [frame.offset for frame in table]
         numbers = range(bisect_right(offsets, self.start) - 1, bisect_left(offsets, self.end))

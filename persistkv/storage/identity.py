@@ -256,8 +256,10 @@ def _combine(entries: Sequence[_TensorEntry]) -> str:
 
 
 class _TensorEntry(NamedTuple):
-    """Input of a fingerprint: one tensor. A weight file that is not safetensors is one entry of dtype ``file``,
-    with its name and its size in bytes as the shape.
+    """Input of a fingerprint: one tensor.
+
+    A weight file that is not safetensors is one entry of dtype ``file``, with its name and its size in bytes as the
+    shape.
     """
 
     name: str

@@ -65,14 +65,18 @@ class Scratch:
     """Pool of equal buffers. It grows to the largest number that was lent at once."""
 
     def __init__(self, num_bytes: int) -> None:
-        """:param num_bytes: size of one buffer, rounded up to 4 KiB; buffers are allocated on demand."""
+        """Create an empty pool; buffers are allocated on demand.
+
+        :param num_bytes: size of one buffer, rounded up to a multiple of 4 KiB.
+        """
         self._num_bytes = align(max(num_bytes, PAGE_BYTES))
         self._free: list[mmap.mmap] = []
 
     @contextmanager
     def lend(self) -> Iterator[Lease]:
-        """Lend a buffer for the duration of the ``with`` block. Memory taken from it must not be used after the block.
-        Thread-safe.
+        """Lend a buffer for the duration of the ``with`` block. Thread-safe.
+
+        Memory taken from it must not be used after the block.
         """
         try:
             buffer = self._free.pop()
@@ -91,8 +95,10 @@ class Lease:
         self._rest = buffer
 
     def take(self, num_bytes: int) -> memoryview:
-        """Return page-aligned memory of ``num_bytes``. If the rest of the buffer is too small, as for a very large
-        block, this is new memory, which is not kept in the pool.
+        """Return page-aligned memory of ``num_bytes`` bytes.
+
+        If the rest of the buffer is too small, as for a very large block, this is new memory, which is not kept in the
+        pool.
         """
         taken = align(num_bytes)
         if taken > len(self._rest):
@@ -110,7 +116,7 @@ class ReadOutcome:
     suspects: dict[bytes, HeldPack] = field(default_factory=dict)
     """Packs with a frame that failed verification, and packs that are absent or too short, by id."""
     bad_frames: int = 0
-    """Number of frames that failed verification or decoding."""
+    """Number of frames that failed verification or decoding, without those of a codec that this release lacks."""
     raw_bytes: int = 0
     """Raw bytes of the blocks that were verified and put into rows."""
 
@@ -157,8 +163,9 @@ def plan_reads(
     *,
     remote: bool = False,
 ) -> tuple[list[list[FrameRead]], list[bytes]]:
-    """Return the frames that hold ``keys``, divided into parts, and the keys that are missing: no pack holds them, or
-    the size of their blocks is not that of ``rows``.
+    """Return the frames that hold ``keys``, divided into parts, and the missing keys.
+
+    A key is missing if no pack holds it, or if the size of its block is not that of ``rows``.
 
     :param holders: for each key, a pack that holds it; None if it is not held.
     :param block_ids: for each key, the row into which its block is read.
@@ -315,7 +322,10 @@ class _Placed:
 def read_part(
     backend: Backend, namespace: bytes, rows: Rows, scratch: Scratch, part: Sequence[FrameRead]
 ) -> ReadOutcome:
-    """Read, verify and decode one part into its rows. Thread-safe. No errors are raised: they fail the keys."""
+    """Read, verify and decode one part into its rows. Thread-safe.
+
+    Raises no errors: the keys that an error affects are in ``ReadOutcome.failed``.
+    """
     try:
         with scratch.lend() as lease:
             if backend.capabilities.remote and _is_streamed(part):
@@ -343,8 +353,9 @@ def _give_up(reads: Collection[FrameRead], error: Exception) -> ReadOutcome:
 def _read_streamed(
     backend: Backend, namespace: bytes, rows: Rows, lease: Lease, part: Sequence[FrameRead]
 ) -> ReadOutcome:
-    """Read adjacent frames of one pack through one buffer of the size of the largest. If the read fails, blocks of the
-    frames before the failure are still served.
+    """Read adjacent frames of one pack through one buffer of the size of the largest.
+
+    If the read fails, blocks of the frames before the failure are still served.
     """
     outcome, left = ReadOutcome(), dict(enumerate(part))
     frames = [read.frame for read in part]
@@ -407,10 +418,12 @@ def _span(frames: Sequence[_Placed], padding: memoryview) -> ReadSpan:
 
 
 def _finish(placed: _Placed, namespace: bytes, rows: Rows, raw: memoryview, outcome: ReadOutcome, filled: bool) -> None:
-    """Verify the frame, put its blocks into their rows and add the result to ``outcome``. Bad frames fail their keys.
+    """Verify the frame, put its blocks into their rows and add the result to ``outcome``.
+
+    The keys of a bad frame are added to ``outcome.failed``.
 
     :param raw: temporary memory for one decoded frame.
-    :param filled: whether the medium filled the frame's buffers; False fails its keys.
+    :param filled: whether the medium filled the frame's buffers; if not, its keys are added to ``outcome.failed``.
     """
     read = placed.read
     if not filled:

@@ -20,9 +20,9 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     codec: str = "raw"
     """Codec of new packs; packs of any codec are read."""
     staging_bytes: int = 256 << 20  # 256 MiB
-    """Bound on all memory of the host except its index; see ``persistkv.memory.budget``."""
+    """Bound on all memory of the host process except its index; see ``persistkv.memory.budget``."""
     max_age_s: float = 2.0
-    """Longest time, in seconds, that a small job waits to be written together with others."""
+    """Longest time, in seconds, that a small pack waits in memory to be written together with others."""
     durability: str = "commit"
     """See ``persistkv.config.parse_durability``."""
     io_threads: int = 2
@@ -82,7 +82,10 @@ class News:
     """Key → True: the key is not held, although a held key has the same fingerprint. False: it was stored since."""
 
     def add(self, *, stored: Sequence[bytes] = (), removed: Sequence[bytes] = ()) -> None:
-        """Record keys. A key that was stored and then removed is only in ``removed``. Too many keys set ``lost``."""
+        """Record keys. A key that was stored and then removed is only in ``removed``.
+
+        If there are too many keys, both lists are cleared and ``lost`` is set.
+        """
         gone = set(removed)
         if gone and not gone.isdisjoint(self.stored):
             self.stored = [key for key in self.stored if key not in gone]

@@ -72,8 +72,9 @@ class Store:
         url: str,
         executor: Executor | None = None,
     ) -> None:
-        """Open or create the namespace of ``identity``. This object then owns and closes the backend; if this raises,
-        the caller still owns it.
+        """Open or create the namespace of ``identity``.
+
+        This object then owns and closes the backend; if this raises, the caller still owns it.
 
         :param rows: the primary tier, from which blocks are stored and into which they are loaded.
         :param url: URL of the store, for messages only.
@@ -148,8 +149,10 @@ class Store:
         depths: Sequence[int] | None,
         then: Callable[[bool, set[bytes]], None],
     ) -> None:
-        """Start to accept blocks for storage. Keys that are held, staged or in flight are skipped. Small packs are
-        copied to staging memory; the next commit writes large packs from the rows. A read-only store accepts nothing.
+        """Start to accept blocks for storage. Keys that are held, staged or in flight are skipped.
+
+        Small packs are copied to staging memory; the next commit writes large packs from the rows. A read-only store
+        accepts nothing.
 
         :param request: the engine's request id. ``end_request`` with this id writes the staged blocks.
         :param block_ids: for each key, the row that holds its block.
@@ -193,8 +196,9 @@ class Store:
         then(self._flying.isdisjoint(keys), borrowed)
 
     def _take_in(self, request: str, pack: PlannedPack) -> None:
-        """Copy a pack to staging memory if it is small, or if commits are delayed or remote. Other packs, and packs for
-        which staging memory has no room, are queued to be written directly from their rows.
+        """Copy a pack to staging memory if it is small, or if commits are delayed or remote.
+
+        Other packs, and packs for which staging memory has no room, are queued to be written directly from their rows.
         """
         small = pack.raw_length < DIRECT_BYTES
         if (small or self._copies_all) and self._staging.fits(pack.raw_length):
@@ -231,8 +235,9 @@ class Store:
         self._touched.update(dict.fromkeys(islice(pack_ids, _MAX_TOUCHED - len(self._touched))))
 
     def end_request(self, end: RequestEnd) -> None:
-        """End a request. The next commit writes its staged blocks and its manifest, and reports it in
-        ``News.persisted``. A read-only store writes nothing and reports it at once.
+        """End a request: the next commit writes its staged blocks and its manifest.
+
+        That commit reports the request in ``News.persisted``. A read-only store writes nothing and reports it at once.
 
         :raises ValueError: ``end.group_keys`` has more or fewer groups than the rows; nothing was accepted.
         """
@@ -386,12 +391,13 @@ class Store:
     # Reading
 
     def begin_read(self, keys: Sequence[bytes], block_ids: Sequence[int], then: Callable[[ReadOutcome], None]) -> None:
-        """Start to load blocks into rows, and verify them. A bad pack is deleted after a refresh of the catalogue has
-        shown that no process replaced it meanwhile.
+        """Start to load blocks into rows, and verify them.
+
+        A bad pack is deleted after a refresh of the catalogue has shown that no process replaced it meanwhile.
 
         :param block_ids: for each key, the row to fill.
-        :param then: called, possibly before this method returns, with the outcome. An error of the medium fails keys
-            and is not raised. The content of a failed key's row is undefined.
+        :param then: called, possibly before this method returns, with the outcome. An error of the medium is not
+            raised: the outcome lists the keys as failed. The content of a failed key's row is undefined.
         :raises ValueError: a row does not exist, or there is not one row for each key; no row is written.
         """
         if len(keys) != len(block_ids):
@@ -458,12 +464,13 @@ class Store:
     async def recent(
         self, max_blocks: int, engine: str = "", *, only_asked: bool = False, choice: Choice | None = None
     ) -> list[list[bytes]]:
-        """Return the held keys of stored requests to prewarm, one list per request, with ``recent_contexts``. Empty if
-        the backend cannot list requests.
+        """Return the held keys of stored requests to prewarm, one list per request; see ``recent_contexts``.
+
+        The result is empty if the backend cannot list requests.
 
         :param max_blocks: most keys to return, over all requests.
-        :param engine: name under which the engine answers ``persistkv warm``; empty: it does not answer.
-        :param only_asked: only requests that ``persistkv warm`` selected; no effect if ``choice`` is set.
+        :param engine: name under which this engine publishes its answers to ``persistkv warm``; empty: none.
+        :param only_asked: only requests that a pending ``persistkv warm`` selects; no effect if ``choice`` is set.
         :param choice: only requests that this filter includes; None: no filter.
         """
         backend = self.catalogue.backend

@@ -1,8 +1,8 @@
 """Single attempts with boto3. All errors of botocore and urllib3 are translated into ``S3Error`` in this file.
 
-1. Bodies are uploaded from their own memory and downloaded into their final place; nothing here copies them.
-2. An attempt exceeds its deadline by at most one socket timeout: an upload checks it between pieces, and a watchdog
-   shuts a download down.
+1. Bodies are uploaded from the caller's buffers and downloaded into the memory of a sink, without a copy.
+2. An attempt exceeds its deadline by at most one socket timeout: an upload checks it between pieces, and a timer shuts
+   down the connection of a download.
 3. botocore makes no retries of its own: ``bucket`` does.
 """
 
@@ -69,8 +69,8 @@ class BotoClient(Transport):
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._ahead_s: float | None = None
-        """Server's clock minus ``time.monotonic``. Of answers that agree within 5 s the greatest difference counts:
-        dates have whole seconds, and answers take time."""
+        """Server's clock minus ``time.monotonic``: the greatest value of answers whose values differ by less than 5 s,
+        because dates have whole seconds and answers take time. None: no answer yet."""
         self._client.meta.events.register("before-send.s3", self._count_one)
         self._client.meta.events.register("after-call.s3", self._compare_clocks)
         server = urlsplit(self._client.meta.endpoint_url)
@@ -172,7 +172,7 @@ class BotoClient(Transport):
 
 
 class PlainBucket(BotoClient, PlainMedium):
-    """Baseline of ``persistkv bench``: plain boto3, an object per ``write``, one request at a time, buffers copied."""
+    """Baseline of ``persistkv bench``: plain boto3, one object per ``write``, one request at a time, copied buffers."""
 
     def __init__(self, place: Place, options: S3Options) -> None:
         super().__init__(place, options)
@@ -225,7 +225,10 @@ def _receive(body: Any, sink: Sink) -> None:
 
 @contextmanager
 def _cut_off(body: Any, deadline: Deadline) -> Iterator[None]:
-    """Shut down the connection of ``body`` if the block exceeds the deadline: slow bytes never make a read time out."""
+    """Shut down the connection of ``body`` if the ``with`` block exceeds the deadline.
+
+    A socket timeout is not sufficient: it never ends a body that arrives slowly.
+    """
 
     def cut() -> None:
         with suppress(Exception):  # it has just ended
@@ -241,7 +244,10 @@ def _cut_off(body: Any, deadline: Deadline) -> Iterator[None]:
 
 
 def _ours(error: Exception, what: str, deadline: Deadline) -> S3Error:
-    """Translate an error of the request ``what`` into an ``S3Error``, unchained: it may hold request headers."""
+    """Translate an error of the request ``what`` into an ``S3Error`` without a cause.
+
+    The original error is not attached, because it may hold request headers.
+    """
     from botocore.exceptions import (
         ClientError,
         ConnectionError,
@@ -264,7 +270,10 @@ def _ours(error: Exception, what: str, deadline: Deadline) -> S3Error:
 
 
 def _cause(error: BaseException) -> str:
-    """Describe an error by its type and the system error that caused it: its message may hold a request's headers."""
+    """Describe an error by its type and the system error that caused it.
+
+    The message of the error is left out, because it may hold request headers.
+    """
     name, inner = type(error).__name__, error
     for _ in range(10):
         inner = getattr(inner, "kwargs", {}).get("error") or inner.__cause__ or inner.__context__ or inner

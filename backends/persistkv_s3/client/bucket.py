@@ -1,13 +1,13 @@
 """One bucket as the driver uses it: operations with deadline, retries and breaker, and threads that run them.
 
-1. An operation ends by its deadline, including attempts, pauses between them, and interrupted bodies.
+1. An operation ends by its deadline, including all attempts and the pauses between them.
 2. Pauses have full jitter: each is the pause that the server requests, plus a random one below a bound that doubles.
 3. Bytes of a body that arrived are valid and are not fetched again.
 4. Every attempt counts towards the breaker; while it is open, operations fail at once, without an attempt.
 
 States of the breaker:
 
-    closed     requests pass. Opens after 5 bad answers in a row, or if 10 of the last 20 were bad
+    closed     requests pass. Opens after 5 consecutive bad answers, or if 10 of the last 20 were bad
     open       no request passes, for a pause that doubles each time, up to 30 s
     half-open  one request passes. Good answer: closed. Bad answer: open again
 
@@ -89,9 +89,9 @@ class Breaker:
         self._recent: deque[bool] = deque(maxlen=_WINDOW)
         self._pause_s = _FIRST_PAUSE_S
         self._wait_until = 0.0
-        """End of the pause while open; end of the probe's time while half-open."""
+        """While open: end of the pause. While half-open: when another request passes if the first has not ended."""
         self.opened = 0
-        """Number of times that it opened."""
+        """Number of times that it changed from closed to open."""
         self.refused = 0
         """Number of requests that were refused."""
 
@@ -103,7 +103,10 @@ class Breaker:
             return "half-open" if over else self._state
 
     def admit(self) -> bool:
-        """Return whether a request may be made now. While half-open, one may; others are refused until ``record``."""
+        """Return whether a request may be made now.
+
+        After the pause of an open breaker, it admits one request, and refuses others until ``record`` is called.
+        """
         with self._lock:
             if self._state == "closed":
                 return True
@@ -148,7 +151,7 @@ class Bucket:
     """Operations on one bucket, see the top of this file. Thread-safe. They raise ``S3Error``s and errors of a sink.
 
     :param transport: makes single attempts; closed with the bucket.
-    :param deadline_s: of each operation in seconds, including retries.
+    :param deadline_s: maximum time of each operation in seconds, including retries.
     :param connections: maximum of concurrent operations in one call of ``all``.
     :param clock: source of monotonic time, pauses and random numbers.
     """

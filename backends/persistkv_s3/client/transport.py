@@ -214,7 +214,7 @@ class RowSink(Sink):
 
 
 class FrameSink(Sink):
-    """Download of ranges of an object through one buffer: passes each complete range on, discards bytes in between.
+    """Download of ranges of an object through one buffer: passes each to ``take``, discards the bytes in between.
 
     :param ranges: (offset, length) in bytes of the object, ascending; no length is 0.
     :param buffer: holds one range at a time; at least as long as the longest one.
@@ -285,8 +285,10 @@ class ListPage(NamedTuple):
 
 
 class Transport(ABC):
-    """Object store client that makes single attempts. Keys include the prefix. All methods raise ``S3Error``s, and pass
-    errors of a sink."""
+    """Object store client that makes single attempts. Keys include the prefix of the store.
+
+    All methods raise ``S3Error``s. Errors that a sink raises pass unchanged.
+    """
 
     @property
     def requests(self) -> dict[str, int]:

@@ -189,7 +189,7 @@ class Feed(msgspec.Struct, array_like=True, kw_only=True):
     retired: list[str] = []
     """Names, relative to the namespace's prefix, of objects that no reader needs after this feed object."""
     collected: float = 0.0
-    """Objects that were retired or removed up to this time have been deleted; 0: no news."""
+    """Objects that were retired or removed up to this time have been deleted; 0: this feed object reports none."""
 
 
 class Snapshot(msgspec.Struct, array_like=True, kw_only=True):
@@ -230,9 +230,9 @@ class NamespaceHead(msgspec.Struct, array_like=True, kw_only=True):
     num_bytes: int = 0
     """Total bytes of the namespace's packs, pack tables and manifests."""
     oldest: float = 0.0
-    """Time of the least recent use of a pack or manifest; 0: nothing can expire."""
+    """Time of the least recent use of a pack or manifest that may be evicted; 0: none may."""
     swept: float = 0.0
-    """Start of the last complete sweep (deletion of objects that nothing refers to); initially time of a merge."""
+    """Start of the last complete sweep (deletion of objects that nothing refers to); before it, time of a merge."""
 
     def term_of(self, position: int) -> bytes | None:
         """Return the term of the feed object at a position; None if ``spans`` does not contain the position."""

@@ -1,9 +1,10 @@
 """The head of a store: the only object that is overwritten.
 
-1. Every write is conditional on the ETag of the version that it is based on, so one write both publishes and fences.
+1. Every write is conditional on the ETag of the version that it is based on: one write both publishes feed objects and
+   fences former leaders.
 2. After a write with unknown outcome the head is read, before anything else is written.
 3. A missing, damaged or unauthentic head is rebuilt from each namespace's newest readable snapshot and the feed objects
-   that follow it: each names the term of the one before.
+   that follow it: each contains the term of its predecessor.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class StoreHead:
     def __init__(self, bucket: Bucket, prefix: str, authenticator: Authenticator, where: str) -> None:
         self.head = Head()
         self.changed_at = 0.0
-        """Monotonic time at which this version was first seen."""
+        """Monotonic time at which this handle first read or wrote this version."""
         self._etag = ""
         self._bucket = bucket
         self._prefix = prefix
@@ -73,8 +74,9 @@ class StoreHead:
         """Read the head; create or rebuild it if necessary.
 
         :param policy: capacity and ttl of a head that is created or rebuilt.
-        :raises StoreUnavailableError: there is no store and ``create`` is False, or the server ignores conditions.
-        :raises CorruptStoreError: the object is not a head of this format.
+        :raises StoreUnavailableError: there is no store and ``create`` is False, or the server does not honour
+            conditional PUTs.
+        :raises CorruptStoreError: the object is not a head of this format, or it is damaged and ``create`` is False.
         """
         with self._lock:
             try:
@@ -121,6 +123,7 @@ class StoreHead:
     def write(self, head: Head) -> bool:
         """Replace the head if ``self.head`` is still its version; otherwise read the newer version and return False.
 
+        :param head: new version; this method sets its ``beat``.
         :raises S3Error: the write failed or its outcome is unknown; ``self.head`` is the newest version that was read.
         """
         with self._lock:
@@ -222,7 +225,7 @@ class StoreHead:
 
 
 def extended(spans: list[tuple[int, int, bytes]], position: int, term: bytes) -> list[tuple[int, int, bytes]]:
-    """Return ``NamespaceHead.spans`` with one more feed object: its position, and the term of its leader."""
+    """Return ``NamespaceHead.spans`` extended by the feed object at ``position``, written in ``term``."""
     if spans and spans[-1][1:] == (position - 1, term):
         return [*spans[:-1], (spans[-1][0], position, term)]
     return [*spans, (position, position, term)]

@@ -3,12 +3,13 @@
 1. A handle is elected by a conditional write of the head. A leader whose head stays the same for ``TAKEOVER_S`` on an
    observer's monotonic clock is replaced. An idle leader resigns.
 2. A round lists the inbox, writes a feed object for each namespace with new commits, and then the head, which publishes
-   all of them. A feed object counts only if the head names it. Only merged commits are deleted from the inbox.
+   all of them. A feed object is valid only if the head names it. Only merged commits are deleted from the inbox.
 3. A feed object that was written and not published is published unchanged by a later round of the same term, or never.
 4. Evictions are entries of the feed. Each round does a bounded amount of maintenance, for one namespace.
-5. A removed or superseded object is deleted ``grace`` after the head has published its removal, if nothing names it.
-6. A sweep deletes objects older than a day that nothing named when this leader last wrote the head. Later commits do
-   not name them: a commit whose uploads began more than 12 hours before is rejected.
+5. A removed or superseded object is deleted ``grace`` (an option) after the head has published its removal, if nothing
+   refers to it.
+6. A sweep deletes objects that nothing refers to and that were over a day old when this leader last wrote the head. No
+   later commit refers to them: a commit whose uploads began more than 12 hours before is rejected.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class Leader:
         self._behind: set[bytes] = set()
         """Namespaces with commits in the inbox that did not fit into the last round."""
         self._recent: dict[bytes, dict[int, bytes]] = {}
-        """Small feed objects that this term has published since the last snapshot, by position."""
+        """Small feed objects that this leader wrote since the last snapshot, encoded: namespace → position → bytes."""
         self._resigning = False
         self._busy_at = 0.0
         self._written_at = 0.0
@@ -176,6 +177,8 @@ class Leader:
     def round(self) -> None:
         """Do one round of the leader: merge the inbox into the feeds, do some maintenance, and publish both.
 
+        If an earlier round failed to publish its feed objects, publish only these. An idle leader resigns.
+
         :raises StoreError: the round failed; a later one continues.
         """
         for namespace, held in list(self._unpublished.items()):
@@ -213,7 +216,7 @@ class Leader:
         self.round()
 
     def _listed(self) -> dict[bytes, list[tuple[InboxName, ObjectInfo]]]:
-        """Return the commits in the inbox and their listing entries, by namespace id; ignore junk."""
+        """Return the commits in the inbox and their listing entries, by namespace id; ignore invalid objects."""
         found: dict[bytes, list[tuple[InboxName, ObjectInfo]]] = {}
         junk = set[str]()
         for info in self._bucket.list(self._names.inbox_prefix):
@@ -228,7 +231,10 @@ class Leader:
     def _merged(
         self, session: NamespaceSession, namespace: bytes, found: list[tuple[InboxName, ObjectInfo]]
     ) -> Feed | None:
-        """Return an unpublished feed object with a namespace's new commits in the inbox; None if there are none."""
+        """Return a new feed object with a namespace's unmerged commits from the inbox; None if there are none.
+
+        :param found: the namespace's commits in the inbox, each with its listing entry.
+        """
         merged, new = session.catalogue.merged(), list[InboxName]()
         self._behind.discard(namespace)
         total = 0
@@ -274,7 +280,9 @@ class Leader:
         )
 
     def _publish(self) -> bool:
-        """Write the unpublished feed objects, then the head. Without any, write the head only if a heartbeat is due.
+        """Write the unpublished feed objects, then the head.
+
+        If there are none, write the head only for a heartbeat or to resign.
 
         :returns: False if another handle leads.
         """
@@ -345,7 +353,10 @@ class Leader:
             self._sweep(namespace, session, target)
 
     def _addition(self, namespace: bytes, session: NamespaceSession) -> _Publication:
-        """Return the namespace's unpublished feed object, created if necessary; it may change until it is written."""
+        """Return the publication of a namespace in this round, created without commits if necessary.
+
+        The caller may add to it until ``_publish`` writes it.
+        """
         if namespace not in self._unpublished:
             self._unpublished[namespace] = _Publication(self._feed(session, namespace, [], {}))
         return self._unpublished[namespace]
@@ -377,14 +388,21 @@ class Leader:
             logger.info("evicting %d packs", len(gone))
 
     def _fresh(self, namespace: bytes, held: NamespaceHead) -> tuple[int, float]:
-        """Return bytes and oldest use of a namespace: from the local catalogue if it is up to date, else the head."""
+        """Return bytes and time of the oldest use of a namespace.
+
+        They are from the local catalogue if it has the position of the head, else from the head.
+        """
         session = self._opened.get(namespace)
         if session is None or session.catalogue.position.position != held.position:
             return held.num_bytes, held.oldest
         return session.catalogue.disk_bytes(), session.catalogue.oldest
 
     def _take_snapshot(self, namespace: bytes, session: NamespaceSession, target: NamespaceHead) -> None:
-        """Continue a snapshot of all rows if one is in progress; else write one with the latest feed objects if due."""
+        """Continue a snapshot of all rows if one is in progress; else write one if due.
+
+        A new snapshot has the content of the previous one and the feed objects after it. If these have become large or
+        many, start a snapshot of all rows.
+        """
         if namespace in self._dumping:
             self._continue_dump(namespace, session, target, self._dumping[namespace])
             return

@@ -407,7 +407,13 @@ class NamespaceSession:
                         self.catalogue.apply_pending(entry, self._bucket.now())
 
     def read_commit(self, name: InboxName) -> Entry | None:
-        """Read a commit from the inbox; return None if it is missing, unreadable or not authentic."""
+        """Read a commit from the inbox; return None if it is missing, unreadable or not authentic. This session's own
+        commits are returned from memory.
+        """
+        with self._lock:
+            mine = self._unmerged.get(name.number)
+        if mine is not None and mine.writer == name.writer:
+            return mine
         try:
             data = self._bucket.get(self._store_names.inbox(name), MAX_INBOX_BYTES)
             opened = self.objects.authenticator.opened(self._namespace, _signed_as(name), data)

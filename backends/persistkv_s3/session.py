@@ -410,8 +410,7 @@ class NamespaceSession:
         """Read a commit from the inbox; return None if it is missing, unreadable or not authentic. This session's own
         commits are returned from memory.
         """
-        with self._lock:
-            mine = self._unmerged.get(name.number)
+        mine = self._unmerged.get(name.number)  # without the lock: ``read_inbox`` holds it and waits for this thread
         if mine is not None and mine.writer == name.writer:
             return mine
         try:

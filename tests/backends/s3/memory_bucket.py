@@ -175,7 +175,7 @@ class Engines:
         """Open an engine."""
         number = len(self.clients)
         directory = self._directory / (cache or str(number))
-        settings = S3Options(cache=str(directory), connections=1, **options)
+        settings = S3Options(**{"cache": str(directory), "connections": 1, **options})
         client, clock = MemoryClient(self.bucket), BucketClock(self.bucket, number)
         place = Place("bucket", "store/")
         engine = S3Backend.connect(place, settings, client, read_only=read_only, clock=clock, background=False)

@@ -718,6 +718,13 @@ def test_junk_in_the_inbox_is_neither_downloaded_nor_a_hindrance(
     assert not downloads, "neither the leader's own commit nor junk that was looked at once is fetched"
 
 
+def test_open_with_unmerged_commits_reads_them_concurrently(engines: Engines) -> None:
+    writer = opened(engines)
+    for seed in range(4):
+        store(writer, seed)
+    assert held(opened(engines, connections=4)) == names(*range(4))
+
+
 def test_engines_with_and_without_a_key_share_no_head(engines: Engines, secret: dict[str, str]) -> None:
     keyed, keyless = opened(engines, **secret), opened(engines)
     store(keyed, 1)

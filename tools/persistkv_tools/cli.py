@@ -76,7 +76,7 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
 
 
 def main(arguments: Sequence[str] | None = None, *, may_retry: bool = False) -> None:
-    """Run the command line; always ends by SystemExit, with an exit code from the top of this file.
+    """Run the command line; always raises SystemExit, with an exit code from the list of this module.
 
     :param may_retry: exit with ``RETRY`` (75) if another process uses the store with this process's PID, so that the
         caller can run the command in another process.
@@ -97,9 +97,10 @@ def main(arguments: Sequence[str] | None = None, *, may_retry: bool = False) -> 
 
 
 class _Command(TyperCommand):
-    """A command whose store, the argument with the variable ``PERSISTKV_STORE``, may be left out.
+    """A command whose store argument may be left out if the variable ``PERSISTKV_STORE`` is set.
 
-    The parser alone would take the argument after it for the store. Stores differ from other arguments by their form.
+    The parser alone would take the next argument for the store. Here, only a URL or a path that begins with ``/`` or
+    ``~`` is a store.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -54,7 +54,7 @@ def main() -> NoReturn:
 
 
 def lower_priority(arguments: Sequence[str]) -> None:
-    """Lower the priority of this process and its children if the command only reads.
+    """Lower the priority of this process and its children if the command only reads. Limit NumPy to one thread.
 
     :param arguments: of the command line, its command first.
     """
@@ -88,7 +88,10 @@ def _live_with(parent: int) -> None:
 
 
 def _wait(child: int) -> int:
-    """Wait until the child has ended; return its exit code, or the negative number of the signal that ended it."""
+    """Wait until the child has ended, and pass signals of other processes on to it.
+
+    :returns: its exit code, or the negative number of the signal that ended it.
+    """
     while True:
         found = signal.sigwaitinfo({*_PASSED_ON, signal.SIGCHLD})
         if found.si_signo != signal.SIGCHLD:

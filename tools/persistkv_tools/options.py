@@ -98,7 +98,7 @@ Yes = Annotated[bool, typer.Option("--yes", help="Do not ask before anything is 
 
 
 class NotFoundError(PersistKVError):
-    """No request or namespace of the store has this name, or several have."""
+    """No request or namespace of the store matches the given id, or several do."""
 
 
 def throttle_of(rate: str | None) -> Throttle:
@@ -107,11 +107,13 @@ def throttle_of(rate: str | None) -> Throttle:
 
 
 def ensure_consent(what: str, ways: str, *, yes: bool, json: bool) -> None:
-    """Require consent to a deletion: an option, or a terminal to ask at.
+    """Raise an error if a deletion has no consent yet, and the user cannot be asked for it. Asks nothing.
 
     :param what: name of the command that deletes, for the error.
     :param ways: options that give consent, for the error.
-    :raises MissingOptionError: there is neither the option nor a terminal.
+    :param yes: consent was given.
+    :param json: the output is JSON: the user is never asked.
+    :raises MissingOptionError: no consent was given, and input is not from a terminal or the output is JSON.
     """
     if not (yes or (sys.stdin.isatty() and not json)):
         raise MissingOptionError(what, f"{ways}: there is no terminal to ask at")
@@ -119,9 +121,9 @@ def ensure_consent(what: str, ways: str, *, yes: bool, json: bool) -> None:
 
 @contextmanager
 def opened_if_there(url: str) -> Iterator[InspectableBackend | None]:
-    """Open a store read-only for the length of the block.
+    """Open a store read-only until the ``with`` statement ends.
 
-    Yield None if it cannot be opened: it is absent, or opening it for writing will report the reason.
+    Yield None if it is absent or cannot be opened; in the latter case, opening it for writing reports the reason.
     """
     try:
         backend = open_inspectable(url, read_only=True)
@@ -134,7 +136,7 @@ def opened_if_there(url: str) -> Iterator[InspectableBackend | None]:
 
 @contextmanager
 def opened(url: str, *, writable: bool = False, exists: bool = False) -> Iterator[InspectableBackend]:
-    """Open an existing store for the length of the block.
+    """Open an existing store until the ``with`` statement ends.
 
     :param exists: the store is known to exist: opening it for writing cannot create it.
     """
@@ -182,11 +184,11 @@ class RequestView(msgspec.Struct, frozen=True):
     """Number of other requests whose contexts contain the whole context of this one."""
     pinned: bool | None = None
     hits: int | None = None
-    """Number of these requests that were stored later: hits by requests that are still held."""
+    """Number of the ``shared_by`` requests that were stored later than this one."""
     stored_bytes: int | None = None
-    """Estimated size of its blocks at rest: raw bytes divided by the codec ratio of its packs."""
+    """Estimated size of its blocks in the store: raw bytes divided by the codec ratio of its packs."""
     short_id: str = ""
-    """8 characters that the commands accept in place of the id."""
+    """At most 8 characters that the commands accept in place of the id."""
     context: str = ""
     """Digest of its keys, hexadecimal: equal for requests of the same context; empty: unknown."""
     copies: int = 1
@@ -194,7 +196,10 @@ class RequestView(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, namespace: bytes, manifest: RequestManifest, use: RequestUse | None) -> RequestView:
-        """Return the view of a manifest head and of its use; None if the use is unknown."""
+        """Return the view of a manifest head and of its use.
+
+        :param use: None: unknown.
+        """
         return view_of(
             cls, manifest, namespace=namespace.hex(), short_id=short_id(manifest.id), context=manifest.context.hex()
         ).with_use(use)
@@ -287,7 +292,7 @@ def chosen_namespaces(backend: InspectableBackend, wanted: str | None, option: s
 
 
 def find_request(backend: InspectableBackend, wanted: str, namespace: str | None = None) -> FoundRequest:
-    """Return the request with this id or short id, or the only one whose id begins with it.
+    """Return the request with this id, or else the only one with this short id or an id that begins with ``wanted``.
 
     :param namespace: id of the only namespace to search, or its first digits; None: search all.
     :raises NotFoundError: no request matches, or more than one.
@@ -311,6 +316,8 @@ def chosen_requests(
     backend: InspectableBackend, names: Iterable[str], selection: Selection, namespace: str | None
 ) -> list[FoundRequest]:
     """Return the requests with these ids, each once; without ids, all requests that fulfil ``selection``.
+
+    The use of requests is not read: a selection with ``never_hit`` selects none.
 
     :raises NotFoundError: an id matches no request, or more than one.
     """

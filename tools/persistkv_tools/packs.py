@@ -70,7 +70,10 @@ class Packs:
         return set(chain.from_iterable(self.holders.get(key, ()) for key in keys))
 
     def in_order(self, keys: ManifestKeys) -> list[bytes]:
-        """Return ids of packs that together hold the held keys of a context, in the order of their first keys in it."""
+        """Return ids of packs that hold all keys of a context that any pack holds, in the order of first need.
+
+        For a key in several packs, only one of them is chosen.
+        """
         rows = zip_longest(*(group.unpack() for group in keys))
         return list(dict.fromkeys(self.holders[key][0] for row in rows for key in row if key in self.holders))
 
@@ -147,13 +150,13 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     problem: Problem
     detail: str
     count: int = 1
-    """Number of defects that this finding stands for."""
+    """Number of defects that this finding reports."""
     namespace: str | None = None
     pack: str | None = None
     request: str | None = None
     group: int | None = None
     offset: int | None = None
-    """First damaged byte, counted from the begin of the pack's payload."""
+    """Where the damaged frame, padding or missing bytes start: bytes from the start of the pack's payload."""
 
 
 class OtherReleaseError(Exception):
@@ -176,7 +179,10 @@ class Piece(NamedTuple):
 
 
 def pieces(table: PackTable, most_bytes: int) -> Iterator[Piece]:
-    """Cut a pack into pieces of ``most_bytes`` at most; a larger frame is a piece. A pack of no frames is one piece."""
+    """Cut a pack into pieces of ``most_bytes`` at most; a larger frame is a piece of its own.
+
+    A pack without frames is one empty piece.
+    """
     block = start = size = 0
     frames: list[Frame] = []
     for frame in table.frames:

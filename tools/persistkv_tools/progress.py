@@ -42,7 +42,7 @@ def byte_progress() -> Progress:
 def counted(
     progress: Progress | None, what: str, total: int | None, throttle: Throttle | None = None
 ) -> Callable[[int], None]:
-    """Return a function to call with the bytes of each read: it moves a bar, and sleeps as the throttle requires.
+    """Return a function that takes the bytes of each read, advances a bar, and sleeps as the throttle requires.
 
     :param progress: display of the bar; None: no bar.
     :param total: bytes in all; None if unknown.
@@ -77,7 +77,10 @@ class Throttle:
         return self._rate is not None or self._share < 1
 
     def bytes_in(self, seconds: float) -> int:
-        """Return the largest number of bytes in so much time; without a limit, more than any store holds."""
+        """Return the most bytes that the limits allow in this time; without a limit, more than any store holds.
+
+        A limit on the share of time alone is converted with an assumed speed of the disk.
+        """
         if not self.bounded:
             return sys.maxsize
         return max(1, int((_FAST * self._share if self._rate is None else self._rate) * seconds))

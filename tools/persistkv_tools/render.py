@@ -68,7 +68,7 @@ def format_ratio(raw: int, stored: int) -> str:
 
 
 def format_model(name: str) -> str:
-    """Return the name or path of a model; on a narrow terminal, only its last part."""
+    """Return the name or path of a model; on a narrow terminal, only its last part; ``-`` if empty."""
     return (name if is_wide() else name.rstrip("/").rpartition("/")[2]) or "-"
 
 
@@ -102,7 +102,7 @@ def print_json(value: Any) -> None:
 
 
 def print_exact(text: str) -> None:
-    """Print lines for a program; on a terminal, with unprintable characters escaped."""
+    """Print a text unchanged, without a newline added; on a terminal, with unprintable characters escaped."""
     lines = text.split("\n")
     _write("\n".join(map(printable, lines) if sys.stdout.isatty() else lines))
 
@@ -134,7 +134,9 @@ _IDS = ("namespace", "pack")
 
 
 def columns(spec: str, **derived: Callable[[Any], str]) -> Columns:
-    """Return columns from words ``header=field``. A header alone shows the field of its name, with spaces for ``_``.
+    """Return the columns that words such as ``header=field`` describe.
+
+    A word without ``=`` is both header and field. Headers are shown with spaces for ``_``.
 
     :param derived: functions that return a cell's text from a record, by the name used in place of a field.
     """
@@ -184,7 +186,7 @@ def show_table(
 
     :param left: headers of left-aligned columns, joined by commas; the first column is always left-aligned.
     :param optional: headers of columns that are left out if all their cells are empty, "-" or 0.
-    :param most: number of records to show; a line counts the others.
+    :param most: number of records to show; a line below says how many are left out. None: all.
     """
     rows = cells(columns, records[:most])
     for header in optional.split(","):
@@ -230,7 +232,7 @@ def show_pairs(rows: dict[str, str], *, title: str | None = None) -> None:
 
 
 def plain(text: str, style: str = "") -> Text:
-    """Return a text for output: without markup, with unprintable characters escaped."""
+    """Return a text for output: markup in it has no effect, and unprintable characters are escaped."""
     return Text(printable(text), style=style)
 
 

@@ -45,7 +45,7 @@ def open_store(url: str | Path, *, read_only: bool = True) -> StoreHandle:
     """Open an existing store. Engines may use it meanwhile.
 
     :param url: URL of the store, such as ``lmdb:///var/cache/kv``, or the path of an LMDB store.
-    :param read_only: refuse the methods that change the store.
+    :param read_only: methods that change the store raise ``StoreError``.
     :raises ConfigurationError: the URL is invalid, or its driver cannot list requests.
     :raises StoreUnavailableError: there is no store, or it cannot be reached.
     """
@@ -53,7 +53,7 @@ def open_store(url: str | Path, *, read_only: bool = True) -> StoreHandle:
 
 
 class StoreHandle:
-    """An open store. Must be closed, or used in a ``with`` statement. Called from one thread.
+    """An open store. Must be closed, or used in a ``with`` statement. For use from one thread only.
 
     Requests and namespaces are named by their ids or the first characters of these; ``NotFoundError`` is raised if none
     or several match. Every method raises ``StoreError`` if the medium fails; its earlier commits stay in effect.
@@ -151,7 +151,7 @@ class StoreHandle:
         return plan_repair(self.backend, read_catalogues(self.backend), findings)
 
     def repair(self, findings: Iterable[Finding], done: Repaired | None = None) -> Repaired:
-        """Delete packs that ``verify`` found bad and that are still bad; requests keep the blocks before them.
+        """Delete packs that ``verify`` found bad and that are still bad; requests keep the blocks before these.
 
         :param done: updated by each commit, and returned.
         """
@@ -181,7 +181,7 @@ class StoreHandle:
         :param requests: ids; delete only these requests and their copies, if they fulfil ``selection``.
         :param keep_size: delete only as many requests as needed, oldest first, until packs take at most this size.
         :param orphans: also delete packs that no request names.
-        :param shared_packs: also delete packs that others use, if only deleted requests name one of their blocks.
+        :param shared_packs: also delete packs that others use, if only deleted requests name some of their blocks.
         :param quarantined: also delete the files of damaged stores that were renamed.
         :param dry_run: only plan; ``run`` of the result deletes.
         :returns: the plan, and in ``done`` its outcome.
@@ -207,7 +207,7 @@ class StoreHandle:
         return prune
 
     def compact(self, progress: Progress | None = None) -> int:
-        """Return free space within the store to the medium; return the bytes that were freed."""
+        """Give free space within the store back to the medium; return the number of bytes by which the store shrank."""
         backend = self._writable()
         before = backend.stats().disk_bytes
         task = None if progress is None else progress.add_task("compact", total=None)
@@ -217,7 +217,10 @@ class StoreHandle:
         return max(0, before - backend.stats().disk_bytes)
 
     def pin(self, request: str, *, namespace: str | None = None, pinned: bool = True) -> RequestView:
-        """Pin a request: it and its packs are neither evicted nor expire; or unpin it. Return the request."""
+        """Pin a request, so that it and its packs are not evicted and do not expire; or unpin it. Return the request.
+
+        :param pinned: False: unpin.
+        """
         found = find_request(self.backend, request, namespace)
         self._writable().commit(found.namespace.id, CommitBatch(pins=[(found.manifest.id, pinned)]))
         return self._view(found)

@@ -2,7 +2,7 @@
 
 1. The store and the plain medium take turns within a round: a slow phase of the medium affects both.
 2. A store job ends when its blocks are visible, hence durable; a load job ends when its rows are filled and verified.
-3. All work happens in a new store next to the named one. It is removed at the end.
+3. All work happens in a new store next to the named one. At the end it is removed, or emptied if it is in a bucket.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class BenchReport(msgspec.Struct, frozen=True):
 
     url: str
     scratch_url: str
-    """URL of the temporary store that was measured and removed."""
+    """URL of the temporary store that was measured, then removed or emptied."""
     job_bytes: int
     rounds: int
     figures: list[Figure]
@@ -227,7 +227,9 @@ def _cold(
     times: dict[str, list[float]],
     took: Took,
 ) -> None:
-    """Measure loads without the page cache. Pause before each read: a disk answers sooner right after another read.
+    """Measure loads that find nothing in the page cache, by persistkv and by plain reads.
+
+    Pause before each read: a disk answers sooner right after another read.
 
     :param scratch: URL of the temporary store, whose files are in ``directory``.
     :param keys: block keys that each round stored; the first round, for warm-up, is skipped.
@@ -328,7 +330,10 @@ def recommend(figures: Sequence[CodecFigure]) -> Advice:
 
 @contextmanager
 def _scratch(url: str, notes: list[str]) -> Iterator[tuple[str, Path | None]]:
-    """Create a temporary store next to that of the URL; yield its URL and directory (None: remote); then remove it."""
+    """Create a temporary store next to that of the URL; yield its URL and directory (None: remote).
+
+    At the end, remove the directory; empty a remote store, and add a note that small objects of it stay.
+    """
     parsed = StoreUrl.parse(url)
     location = f"{parsed.location.rstrip('/')}.bench-{secrets.token_hex(4)}"
     query = urlencode(parsed.options)
@@ -384,12 +389,12 @@ class _Job:
         self._rows[self._order] = np.resize(np.frombuffer(sample, dtype=np.uint8), (self._count, _BLOCK_BYTES))
 
     def fresh_keys(self) -> list[bytes]:
-        """Return keys that no store holds."""
+        """Return new random keys, one for each block."""
         return [os.urandom(32) + bytes(4) for _ in self._order]
 
     @contextmanager
     def client(self, url: str, codec: str = "raw") -> Iterator[StoreClient]:
-        """Open a store client, with a host process that has access to the job's memory, for the length of the block."""
+        """Open a store client, whose host process can access the job's memory, until the ``with`` statement ends."""
         with closing(store_client(url, ProcessHost((self._fd,), 2 * self.num_bytes), _BLOCK_BYTES, codec)) as client:
             client.open()
             yield client
@@ -492,8 +497,9 @@ class _PlainDisk(PlainMedium):
             raise StoreError(f"the plain file cannot be written: {error.strerror}") from error
 
     def read(self, buffers: Sequence[memoryview]) -> None:
-        """Fill buffers with the bytes of the last ``write`` through the page cache. Also compute a checksum of each, as
-        a load does; it is not compared.
+        """Fill buffers with the bytes of the last ``write``, read through the page cache.
+
+        Also compute a checksum of each buffer, because a load does so; it is not compared.
 
         :raises StoreError: the disk failed.
         """
@@ -505,9 +511,10 @@ class _PlainDisk(PlainMedium):
             xxhash.xxh3_64_intdigest(buffer)
 
     def read_cold(self, number: int, buffers: Sequence[memoryview]) -> None:
-        """Read the bytes of an earlier call of ``write`` past the page cache.
+        """Fill buffers with the bytes of an earlier call of ``write``, read past the page cache.
 
-        :param number: of the call, from 0.
+        :param number: number of the call, from 0. All calls wrote the same number of bytes.
+        :raises OSError: the disk failed.
         """
         transfer(os.preadv, self._direct, buffers, number * sum(map(len, buffers)))
 
@@ -538,7 +545,7 @@ def transfer(
 def drop_page_cache(paths: Sequence[Path]) -> None:
     """Remove files, and all files below directories, from the page cache. No process may have them mapped.
 
-    :raises OSError: pages of a file stay in it.
+    :raises OSError: more than 1 MiB of a file, and more than 1 % of it, stays in the page cache.
     """
     for file in (below for path in paths for below in (path, *path.rglob("*")) if below.is_file()):
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)

@@ -33,7 +33,7 @@ from persistkv_tools.options import STORE_VARIABLE, Json
 
 CODECS = ("raw", "zstd:1", "planes:2", "planes:4")
 LEAST_GAIN = 1.1
-"""A codec is recommended if it improves the ratio or the worth at least by this factor."""
+"""A codec is recommended if it is at least this many times better, by ratio (here) or by ratio and time (``bench``)."""
 _SAMPLE_PACKS = 64
 SHARED_MEMORY = Path("/dev/shm")
 REGIONS = "persistkv_offload_*.mmap"
@@ -155,7 +155,7 @@ def _shared_memory(directory: Path) -> Iterator[Check]:
 
 
 def _is_left(path: Path) -> bool:
-    """Return whether a killed engine left this region: no process locks it. False for regions of other users."""
+    """Return whether a killed engine left this primary tier's file: no process locks it. False if it cannot be read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

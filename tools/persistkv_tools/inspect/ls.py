@@ -200,7 +200,10 @@ def _print(page: Page) -> None:
 
 
 def _hits(request: RequestView) -> str:
-    """Return how many held requests reused a row's context; at least 1 if one did that is not held; ``-``: unknown."""
+    """Return the number of stored requests that reused a row's context, as text; ``-`` if unknown.
+
+    It is at least 1 if the context was ever reused, even by a request that was deleted since.
+    """
     if request.hits is None:
         return "-"
     return f"{max(request.hits + request.copies - 1, int(request.reused or False)):,}"
@@ -218,8 +221,10 @@ def list_requests(
     limit: int | None = None,
     merge_copies: bool = False,
 ) -> Page:
-    """Return one page of the matching requests. Reads all manifest heads, and keeps those up to the end of the page.
-    Reads the use of requests outside the page only if ``sort`` or ``selection`` depends on it.
+    """Return one page of the matching requests.
+
+    Reads all manifest heads, but keeps only those up to the end of the page in memory. Reads the use of requests
+    outside the page only if ``sort`` or ``selection`` depends on it.
 
     :param limit: largest number of requests on the page; None: unlimited.
     :param merge_copies: show requests of the same context and labels as one row: the first of them by ``sort``.
@@ -262,11 +267,11 @@ def _context(view: RequestView) -> _Context:
 def _merged(
     views: Iterable[RequestView], copies: Counter[_Context], best: _Best, keep: int | None
 ) -> list[RequestView]:
-    """Return the best request of each table row. Rows that cannot be among the ``keep`` best may be left out.
+    """Return one request for each table row: the first in list order. Rows after the first ``keep`` may be missing.
 
-    :param copies: counts the requests of each row; updated.
-    :param best: returns a number of requests that are first in the order of the list.
-    :param keep: number of best rows that the result must contain; None: all.
+    :param copies: receives the number of requests of each row.
+    :param best: returns the given number of requests that come first in the order of the list.
+    :param keep: number of rows, from the first, that the result must contain; None: all.
     """
     found: dict[_Context, RequestView] = {}
     for view in views:

@@ -5,8 +5,8 @@
 2. For each request, the replay looks its chain up, loads the longest prefix that is held, compares the bytes, and then
    stores the whole context and ends the request, as an engine without a primary tier would.
 3. Blocks are synthetic and hundreds of times smaller than real ones. A store evicts packs. Real packs are cut at 32 MiB
-   where depths are known, and hold 64 MiB at most: 1 to 10 blocks of 512 tokens, by the model. So that synthetic packs
-   hold no more blocks than real ones, the blocks of each pack are stored as one job.
+   where the places of blocks in their contexts are known, and hold 64 MiB at most: 1 to 10 blocks of 512 tokens,
+   depending on the model. Synthetic packs must not have more blocks than that: the replay stores each one as a job.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ def read_trace(path: Path, limit: int | None = None) -> list[Request]:
     """Return the block ids of each request of a trace in Mooncake's form (JSON lines), compressed with xz or plain.
 
     :param limit: read only this number of requests; None: all.
-    :raises ConfigurationError: the file is not a trace, or a block follows two different ones: its id does not
-        identify a prefix.
+    :raises ConfigurationError: the file is not a trace, or has no blocks, or a block follows two different ones:
+        its id does not identify a prefix.
     """
     requests: list[Request] = []
     parents: dict[int, int] = {}
@@ -216,7 +216,7 @@ def replay(
     """Replay all requests, one after the other, on an empty store; return ``run``.
 
     :param run: names the store and receives the results.
-    :param pack_blocks: bound on the blocks in a pack; 0: a request adds one pack, up to the store's own bound.
+    :param pack_blocks: bound on the blocks in a pack; 0: one pack for each request, up to the store's own bound.
     :param took: called with the number of bytes of each request's blocks.
     :raises StoreError: the store failed.
     """
@@ -235,7 +235,9 @@ def replay(
 
 
 class _Replay:
-    """An engine without a model. Its block buffers: stores read the first half, loads fill the second half.
+    """A store client that acts as an engine would, without a model.
+
+    Stores read the first half of its block buffers, loads fill the second half.
 
     :param longest: number of blocks of the longest request. Other parameters: as in ``replay``.
     """
@@ -275,7 +277,10 @@ class _Replay:
         return self._pattern * (np.asarray(chain, dtype=np.uint64) * np.uint64(2) + np.uint64(1))[:, None]
 
     def _store(self, request: str, keys: list[bytes], chain: Request) -> None:
-        """Store and end a request. Each pack is a job with a name of its own: jobs of one name can share a pack."""
+        """Store the blocks of a request, and end it.
+
+        Each job has a request name of its own, because the blocks of jobs of one name can share a pack.
+        """
         self._words[: len(chain)] = self._contents(chain)
         for start in range(0, len(keys), self._pack_blocks):
             part = range(start, min(start + self._pack_blocks, len(keys)))

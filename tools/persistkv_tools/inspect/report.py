@@ -86,7 +86,7 @@ class Period(msgspec.Struct):
     start: float
     """Seconds since the epoch."""
     requests: int = 0
-    """Requests that were created in the interval and are still held."""
+    """Requests that were created in the interval, are still held, and have readable keys."""
     blocks: int = 0
     """Blocks of these requests."""
     found_blocks: int = 0
@@ -366,7 +366,7 @@ def bars(headers: Sequence[str], rows: Sequence[tuple[str, float, str]]) -> str:
 
 
 def tracks(headers: Sequence[str], rows: Iterable[tuple[int, str, str, float, float, bool]]) -> str:
-    """Return an HTML table of bars from (indent, name, text, begin, end, highlighted); the bar's ends are 0 to 1."""
+    """Return an HTML table of bars from (indent, name, text, begin, end, highlighted); begin and end are 0 to 1."""
     return _table(
         (*headers, ""),
         (

@@ -98,7 +98,7 @@ class ContextView(msgspec.Struct, frozen=True):
     packs: list[PackView]
     """In the order in which the context first uses them."""
     shared_blocks: int
-    """Blocks of this request that another request with packs in common names, too."""
+    """Blocks of this request that other requests name, too. Only requests with packs in common are compared."""
 
 
 class _Place(NamedTuple):
@@ -330,7 +330,9 @@ def _pack_views(
 
 
 def prefix_tree(backend: InspectableBackend, found: FoundRequest, *, group: int, node_limit: int) -> TreeNode:
-    """Return the prefix tree of a request's namespace. The top node has no blocks; its children are the roots.
+    """Return the prefix tree of all requests in a request's namespace.
+
+    The top node has no blocks; its children are the nodes that begin at depth 0.
 
     :param group: KV cache group whose keys the tree is made of.
     :param node_limit: largest number of nodes below the top node. Each node has at most 8 children.
@@ -365,7 +367,7 @@ def _grow(top: TreeNode, chains: Sequence[_Chain], chosen: str, node_limit: int)
 
 
 def _node(branch: Sequence[_Chain], depth: int, chosen: str) -> TreeNode:
-    """Return the node of sorted chains that have the same key at ``depth``."""
+    """Return the node of the longest run of keys, from ``depth``, that all of these sorted chains share."""
     end = _common(branch[0][0], branch[-1][0])
     names = [name for keys, name in branch if len(keys) == end]
     names.sort(key=lambda name: name != chosen)
@@ -374,7 +376,7 @@ def _node(branch: Sequence[_Chain], depth: int, chosen: str) -> TreeNode:
 
 
 def _common(first: list[bytes], last: list[bytes]) -> int:
-    """Return the number of keys that two chains have in common at their begin; chains sorted between share them."""
+    """Return the number of keys with which both chains begin; so do all chains that are sorted between them."""
     for depth, (one, other) in enumerate(zip(first, last, strict=False)):
         if one != other:
             return depth

@@ -52,8 +52,10 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     updated: float
     """When the engine published this status: seconds since the epoch."""
     hit_rate: float | None
-    """Blocks loaded from the store, as a share of those loaded from it or computed and stored, since its start. Blocks
-    that stayed in memory do not count."""
+    """Share of loaded blocks among blocks loaded from the store, stored or dropped, since the engine started.
+
+    Blocks that stayed in memory do not count.
+    """
     rates: Rates | None
     """None until two different status rows of the engine were read."""
     indexed_blocks: int
@@ -83,7 +85,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def engine_name(view: EngineView) -> str:
-    """Return the name of an engine in tables: host and PID."""
+    """Return the name of an engine in tables: host and PID, and a mark if it is not live."""
     return f"{view.host}:{view.engine_pid or view.pid}" + ("" if view.live else " (gone)")
 
 
@@ -150,7 +152,10 @@ def top(
 
 
 def _looks(watch: Watch, pause_s: float, count: int | None) -> Iterator[Snapshot]:
-    """Yield ``count`` snapshots, ``pause_s`` apart; None: without end. Skips the first, because rates need two."""
+    """Yield ``count`` snapshots, ``pause_s`` apart; None: without end.
+
+    Takes one more snapshot before them, which is not yielded, because rates need two.
+    """
     watch.look()
     shown = 0
     while count is None or shown < count:
@@ -188,7 +193,9 @@ class Watch:
         self._rates: dict[str, Rates] = {}
 
     def look(self) -> Snapshot:
-        """Return the present state of the store and its engines, with rates since earlier calls.
+        """Return the present state of the store and its engines.
+
+        The rates of an engine are those between the last two different status rows that calls of this method read.
 
         :raises StoreError: the medium failed.
         """

@@ -96,7 +96,7 @@ def why(
 
 
 def _against(url: str, against: str, namespace: str | None) -> list[list[ComparisonView]]:
-    """Compare what ``--against`` names with each namespace of the store; one list for each model or namespace named."""
+    """Return, for each model or namespace that ``--against`` names, its comparisons with the store's namespaces."""
     path = Path(against)
     is_model = path.is_dir() and not (path / "data.mdb").exists()  # a store may be named by its path, too
     other_store = not is_model and ("://" in against or against.startswith(("/", "~")))

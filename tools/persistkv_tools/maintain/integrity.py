@@ -62,7 +62,10 @@ _Batch = list[Piece]
 
 
 class _Outcome(enum.IntEnum):
-    """Result of the first pass for a piece of a pack. A pack has the largest value of its pieces."""
+    """Result of the first pass for a piece of a pack. The result of a pack is the largest value of its pieces.
+
+    ``OTHER_RELEASE``: this release does not know the codec. ``WRONG``: damaged or gone; the pack is checked again.
+    """
 
     RIGHT = 0
     OTHER_RELEASE = 1
@@ -122,7 +125,7 @@ class VerifyState(Tally, kw_only=True):
         return state
 
     def take(self, tally: Tally, after: str) -> None:
-        """Add the totals of a finished portion; ``after`` identifies its last pack."""
+        """Add the totals and findings of a finished portion; ``after`` identifies its last pack."""
         self.after = after
         for name in Tally.__struct_fields__:
             setattr(self, name, getattr(self, name) + getattr(tally, name))
@@ -157,7 +160,10 @@ def read_catalogues(backend: InspectableBackend) -> list[NamespacePacks]:
 
 
 def count_rows(backend: InspectableBackend, spaces: list[NamespacePacks]) -> list[Finding] | None:
-    """Return findings if totals and readable rows differ in number; None if other processes wrote in each attempt."""
+    """Compare the store's totals with the numbers of readable catalogue rows, for packs and for requests.
+
+    :returns: a finding for each number that differs; None if other processes wrote during each attempt.
+    """
     for _ in range(_ATTEMPTS):
         before = backend.stats()
         heads = sum(1 for space in spaces for _ in backend.manifests(space.namespace))
@@ -205,6 +211,7 @@ class Verifier:
     """Reads and checks the packs of a store, in portions. A run can be resumed after each portion.
 
     :param state: progress of the run, updated after each portion.
+    :param took: called with the number of bytes of each piece after its check; may sleep to limit the pace.
     :param threads: number of threads that read and check ahead; 0: the thread that iterates ``packs`` reads and checks.
     :param portion_bytes: payload bytes of a portion; None: all packs of a namespace are one portion. Within a portion,
         packs are read in their order on the medium, and not in the order of their ids.
@@ -257,8 +264,9 @@ class Verifier:
             self.begin()
 
     def close(self) -> None:
-        """Cancel reads that have not started, and wait for running ones, except those of a remote store: they may last
-        until its deadline, and write only to memory of their own.
+        """Cancel reads that have not started, and wait for running ones, unless the store is remote.
+
+        Running reads of a remote store may last until its deadline. They write only to memory of their own.
         """
         self._waiting = iter(())
         if self._pool is not None:
@@ -308,7 +316,7 @@ class Verifier:
         ]
 
     def _memory(self, size: int) -> memoryview:
-        """Return aligned memory of at least ``size`` bytes, which this thread's next call reuses."""
+        """Return aligned memory of at least ``size`` bytes. The next call in the same thread may return it again."""
         held: memoryview | None = getattr(self._local, "memory", None)
         if held is None or len(held) < size:
             held = self._local.memory = memoryview(huge_memory(max(size, BATCH_BYTES)))
@@ -401,7 +409,7 @@ def _suspects(backend: InspectableBackend, space: NamespacePacks, names: list[st
 
 
 class HeldKeys:
-    """Sorted fingerprints of the keys that packs hold."""
+    """Sorted fingerprints of the keys that packs hold, to find keys of requests that no pack holds."""
 
     def __init__(self, held: Iterable[PackedKeys]) -> None:
         self._held = np.sort(_fingerprints(held))
@@ -423,7 +431,10 @@ class HeldKeys:
 
 
 def _fingerprints(packed: Iterable[PackedKeys]) -> _Fingerprints:
-    """Return a fingerprint of each key: its length plus the sum of its 32-bit words, each times a random number."""
+    """Return a fingerprint of each key: its length plus a weighted sum of its 32-bit words.
+
+    The weights are fixed random numbers, one for each position in the key.
+    """
     prints: list[_Fingerprints] = [np.empty(0, dtype=np.uint64)]
     for keys in packed:
         for length, data in [(keys.key_length, keys.data)] if keys.key_length else [(len(k), k) for k in keys.unpack()]:

@@ -103,7 +103,8 @@ def relabel(
     """Set and remove labels of a request; return its labels afterwards. A change counts as a use of the request.
 
     :raises NotFoundError: the request was deleted meanwhile, or its keys are unreadable.
-    :raises StoreError: the commit failed, or other processes wrote during each attempt. Nothing was changed.
+    :raises StoreError: a commit failed, or other processes wrote during each attempt. The labels are unchanged, unless
+        only the second commit failed, which keeps a request that was hit from counting as never hit.
     """
     namespace, name = found.namespace.id, found.manifest.id
     for _ in range(_ATTEMPTS):

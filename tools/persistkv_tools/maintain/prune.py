@@ -73,7 +73,7 @@ class Quarantine(msgspec.Struct):
 
     directories: tuple[str, ...] = ()
     num_bytes: int = 0
-    """Bytes on disk."""
+    """Bytes that they take on disk before the deletion."""
     deleted_bytes: int = 0
     """Bytes on disk that were deleted."""
 
@@ -274,7 +274,7 @@ class Usage:
 
     @cached_property
     def packs(self) -> dict[str, set[bytes]]:
-        """For each request id, the ids of the packs that hold a block of it; empty if its keys cannot be read."""
+        """By request id, the ids of the packs that hold a block of the request; no ids if its keys cannot be read."""
         keys = keys_of(self._backend, self.namespace.id, self.manifests)
         holding = self.held.holding
         return {name: set() if found is None else holding(all_keys(found)) for name, found in keys}
@@ -288,7 +288,10 @@ class Usage:
 
 
 def _row(manifest: RequestManifest) -> tuple[bytes | str, frozenset[tuple[str, str]]]:
-    """Return (context digest or request id, labels). ``persistkv ls`` merges requests where these are equal."""
+    """Return (context digest, labels), with the request id if the digest is unknown.
+
+    ``persistkv ls`` shows requests for which these are equal as one.
+    """
     return manifest.context or manifest.id, frozenset(manifest.labels.items())
 
 
@@ -316,7 +319,10 @@ class Pruning:
             usage.doomed.update(manifest.id for manifest, use in asked if selection.takes(manifest, use))
 
     def shrink_to(self, stored_bytes: int) -> None:
-        """Reduce the choice to its oldest requests: as many as needed until packs take at most ``stored_bytes``."""
+        """Reduce the choice to the oldest chosen requests: as many as must be deleted to reach a size.
+
+        :param stored_bytes: size that the packs of these namespaces may take after the deletion.
+        """
         if self._backend.stats().stored_bytes <= stored_bytes:  # of all namespaces
             for usage in self._usages:
                 usage.doomed.clear()
@@ -338,7 +344,8 @@ class Pruning:
         """Return the plan that deletes the chosen requests, as far as possible, and the packs that only they use.
 
         :param orphans: also delete packs that no request names.
-        :param shared: also delete packs that other requests use, if only chosen requests name one of their blocks.
+        :param shared: also delete each pack that other requests also use, if it holds a block that only chosen requests
+            name. The other requests are deleted with it.
         """
         plan = Plan([], [], Amount(), 0)
         for usage in self._usages:
@@ -368,7 +375,7 @@ class Pruning:
             (plan.requests if manifest.id in usage.going else plan.staying).append(view)
 
     def run(self, backend: InspectableBackend, done: Done) -> None:
-        """Delete the planned packs, and with them the requests that name them.
+        """Delete the planned packs, except those that requests added meanwhile use, and the requests that name them.
 
         :param backend: the same store, open for writing if there is something to delete.
         :param done: totals of the deletions, updated by each commit.
@@ -469,7 +476,10 @@ def _count_requests(backend: InspectableBackend, usage: Usage, done: Done) -> No
 
 
 def _private_blocks(backend: InspectableBackend, usage: Usage, shared: set[bytes]) -> dict[bytes, int]:
-    """Return, by pack id, the number of blocks that only chosen requests name; packs with none are left out."""
+    """Return, by pack id, the number of blocks that only chosen requests name, for the packs with such blocks.
+
+    :param shared: ids of the packs to count in: those that both chosen and other requests use.
+    """
     where = {key: pack for pack in shared for key in usage.held.tables[pack].keys.unpack()}
     doomed: set[bytes] = set()
     for name, packs in usage.packs.items():

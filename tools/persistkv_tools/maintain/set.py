@@ -28,11 +28,11 @@ class Consequences(msgspec.Struct, frozen=True):
     evicted_bytes: int
     """Part of ``disk_bytes`` that the next commits evict, least recently used first."""
     expiring_requests: int
-    """Requests that the next commits expire."""
+    """Requests that the next commits delete, because their last use is too long ago for a new ttl."""
     requests: int
     """All requests of the store."""
     missing_disk_bytes: int
-    """Bytes that the disk lacks for the store to grow to the capacity."""
+    """Bytes that the disk lacks for the store to grow to the new capacity. 0 if the store is not on a local disk."""
 
 
 def set_(

@@ -251,8 +251,9 @@ def check_store(
 
 @contextmanager
 def _prompt_threads() -> Iterator[None]:
-    """Reduce pauses of reading threads: by default, a thread that returns from a read waits up to 5 ms for the GIL.
-    Also exclude existing objects, such as pack tables, from garbage collection.
+    """Within the ``with`` block, let reading threads wait less for the GIL: by default up to 5 ms after each read.
+
+    Also exclude the objects that exist at its begin, such as pack tables, from garbage collection.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
@@ -329,7 +330,7 @@ def _print(summary: Summary, rate: str | None) -> None:
 def plan_repair(
     backend: InspectableBackend, spaces: Iterable[NamespacePacks], findings: Iterable[Finding]
 ) -> RepairPlan:
-    """Return the packs of ``findings`` that are still held, and the requests that a repair shortens or deletes.
+    """Return the packs of ``findings`` that the store still holds, and the requests that a repair shortens or deletes.
 
     :raises StoreError: the medium failed.
     """
@@ -397,7 +398,10 @@ def _delete(backend: InspectableBackend, space: NamespacePacks, pack_id: bytes, 
 def _shortenings(
     backend: InspectableBackend, space: NamespacePacks, bad: Sequence[bytes]
 ) -> Iterator[tuple[Sequence[RequestManifest], CommitBatch]]:
-    """Yield batches of manifests that name ``bad`` packs, each with the commit that cuts them before the first one."""
+    """Yield batches of manifests that name ``bad`` packs, each with the commit that shortens them.
+
+    A shortened manifest keeps the blocks before its first bad pack. The commit leaves out those that would keep none.
+    """
     heads = backend.manifests_naming(space.namespace, bad)
     good = [table for table in space.tables.values() if table.pack_id not in bad]
     for start in range(0, len(heads), SHORTENED_AT_ONCE):

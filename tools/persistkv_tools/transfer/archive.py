@@ -1,8 +1,8 @@
 """Files of ``persistkv export``: contexts of one or more namespaces, complete, for any store. See docs/format.md.
 
 1. The identity, the packs and the requests in a file are all that a store needs to serve them.
-2. Each record has a checksum, and the last one a checksum over all their heads: a file that was changed, cut off, or
-   whose records were removed or reordered does not read.
+2. Each record begins with a head: kind, length and checksum. The last record has a checksum over all other heads. So
+   a file is refused if it was changed or cut off, or if records were removed or reordered.
 3. Reading trusts nothing: lengths are checked against the file before anything is allocated.
 """
 
@@ -46,7 +46,7 @@ _HEAD, _NAMESPACE, _PACK, _REQUEST, _END = b"HEAD", b"NSPC", b"PACK", b"RQST", b
 
 
 class CorruptArchiveError(PersistKVError):
-    """A file does not read as one of ``persistkv export``, or changed while it was imported."""
+    """A file is not a complete, undamaged file of ``persistkv export``, or it changed while it was imported."""
 
 
 class _Head(msgspec.Struct, frozen=True):
@@ -91,6 +91,7 @@ class ArchiveWriter:
         """Create the temporary file. ``path`` is the target; ``-`` means standard output.
 
         :raises ConfigurationError: the file cannot be written. All methods and the end of the block raise it, too.
+        :raises SystemExit: standard output is a pipe that its reader closed. Raised where the other error is.
         """
         self._path = path
         self._part = None if path == STANDARD_OUTPUT else path.with_name(path.name + ".part")
@@ -189,9 +190,10 @@ class ArchiveReader:
         self._file.close()
 
     def records(self, took: Took) -> Iterator[tuple[int, Record]]:
-        """Yield (position, record), with verified checksum; packs and requests belong to the identity before them.
+        """Yield (byte position, record), with verified checksum; packs and requests belong to the identity before them.
 
-        :raises CorruptArchiveError: the file does not read; nothing that was yielded before is known to be complete.
+        :param took: called with the bytes of each record.
+        :raises CorruptArchiveError: the file is damaged or incomplete, even if records were yielded before.
         """
         if self._read(len(_MAGIC)) != _MAGIC:
             raise CorruptArchiveError(f"{self._path} is no file of persistkv export")

@@ -46,7 +46,7 @@ class Source(NamedTuple):
     keys: Callable[[str], ManifestKeys | None]
     """Return the keys of a request; None if they are gone or damaged."""
     read: Callable[[PackTable, Took], Buffer | None]
-    """Return the verified payload of a pack; None if it is damaged, gone, or of another release."""
+    """Return the verified payload of a pack; None if it is damaged, gone, or of an unknown codec."""
 
     @classmethod
     def of(cls, backend: InspectableBackend, namespace: Namespace, requests: Iterable[RequestManifest]) -> Source:
@@ -128,7 +128,9 @@ def export(
 def export_requests(
     backend: InspectableBackend, found: Iterable[FoundRequest], writer: ArchiveWriter, begin: Callable[[int], Took]
 ) -> Sent:
-    """Write requests with their packs, each pack once. A pack is written whole, including blocks of other requests.
+    """Write requests with their packs, each pack once; leave out requests with blocks that are damaged or gone.
+
+    A pack is written whole, including blocks of other requests.
 
     :param begin: called with the total of bytes to read; returns the function to call with the bytes of each read.
     :raises StoreError: the medium failed.

@@ -114,7 +114,8 @@ class _Contents:
     def add_request(self, at: int, record: RequestRecord) -> None:
         """Check a request and add it.
 
-        :raises CorruptArchiveError: its keys do not match its head, or no preceding pack holds one of them.
+        :raises CorruptArchiveError: its manifest states other numbers of blocks than it has keys, or no preceding pack
+            holds one of the keys.
         """
         name = f"request {record.manifest.id!r}"
         if tuple(map(len, record.keys)) != record.manifest.group_blocks:

@@ -234,7 +234,7 @@ class Received(msgspec.Struct):
     """Packs that were not copied, because the target held all their blocks already."""
     requests_held: int = 0
     evicted_packs: int = 0
-    """Packs that the target evicted during the transfer, copied or not."""
+    """Packs that the commits of the transfer evicted from the target, whether they were copied by it or not."""
     incomplete: list[str] = []
     """Requests that were not written, because some of their blocks are damaged or gone."""
     missing: list[str] = []
@@ -269,7 +269,7 @@ class Candidate(NamedTuple):
     source: Source
     manifest: RequestManifest
     packs: list[bytes]
-    """Ids of the packs with blocks of the request that the target lacks."""
+    """Ids of the source's packs to copy: they hold a block of the request, and some block that the target lacks."""
 
 
 class Choice(NamedTuple):
@@ -346,6 +346,9 @@ class Transfer:
     def choose(self, room: Room | None, *, newest: bool) -> Choice:
         """Return the content to copy: all of it if it fits; otherwise, with ``newest``, the newest requests that fit.
 
+        Each request that no longer fits is left out, and older ones are tried. Packs that no request names are left
+        out, too.
+
         :param room: room in the target; None: the target has no capacity.
         :raises StoreTooSmallError: the content does not fit, and ``newest`` is false.
         """
@@ -385,7 +388,8 @@ class Transfer:
     ) -> tuple[str, int | None, Choice]:
         """Return the URL to open the target with for writing, the target's capacity, and the content to copy.
 
-        A new target gets a capacity that holds all content, unless its URL names a capacity.
+        If the default capacity of a new target is too small for the content, or below ``least``, the returned URL names
+        a larger one. A capacity that the URL names already is not changed.
 
         :param there: the target, open for reading; None: it does not exist yet.
         :param least: smallest capacity of a new target in bytes; None: none.
@@ -420,7 +424,8 @@ class Transfer:
 
         :raises StoreTooSmallError: the content does not fit, and ``newest`` is false; nothing was written.
         :raises CorruptArchiveError: the file to import changed meanwhile; earlier commits stay in effect.
-        :raises StoreError: a store failed; earlier commits stay in effect, and the next run does not repeat them.
+        :raises StoreError: a store failed; earlier commits stay in effect, and the next transfer
+            does not copy their content again.
         """
         choice, received = self.choose(Room.of(target), newest=newest), self._received
         received.missing = list(choice.missing)
@@ -467,7 +472,9 @@ class _Receiver:
         self._requests = {manifest.id for manifest in backend.manifests(self._namespace)}
 
     def pack(self, pack: bytes) -> None:
-        """Copy a pack if the target lacks any of its blocks. A later commit may write it.
+        """Read a pack for the next commit, if the target lacks any of its blocks; skip it if it is damaged or gone.
+
+        Packs that wait already are committed first if they would be too large together with it.
 
         :raises StoreError: a commit failed; earlier commits stay in effect.
         """
@@ -485,6 +492,8 @@ class _Receiver:
 
     def request(self, manifest: RequestManifest) -> None:
         """Commit a request with those of its packs that the target lacks, and with other waiting packs.
+
+        A request that the target holds already, or that is incomplete, is only counted.
 
         :raises StoreError: the commit failed; earlier commits stay in effect.
         """
@@ -510,7 +519,7 @@ class _Receiver:
             self._commit([])
 
     def check(self) -> None:
-        """Add the written requests and packs that the target no longer holds to the outcome.
+        """Record as lost the written requests and packs that the target no longer holds.
 
         :raises StoreError: the medium failed.
         """
@@ -538,7 +547,7 @@ def print_received(
 
     :param place: URL that the target was opened with. It differs from ``url`` if the target was created with a capacity
         that was computed from the content.
-    :param capacity: capacity of the target in bytes.
+    :param capacity: capacity of the target in bytes; None: unlimited.
     :param seconds: duration of the transfer; None: ``received`` is a plan.
     """
     requests, packs = _counts(received.requests, received.packs)

@@ -64,7 +64,7 @@ class NamespaceView:
         self.backend = backend
         self.namespace = namespace
         self.executor = executor
-        self.index = Index(_most_keys(backend, layout), options.fingerprint_bits)
+        self.index = Index(_most_keys(backend, layout))
         self.cursor: bytes | None = None
         """Position in the backend's change log up to which the index is complete. None: unknown, so the next refresh
         reads the whole catalogue."""

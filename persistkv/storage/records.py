@@ -33,8 +33,6 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Refuse to open a store that holds only other identities."""
     events: bool = False
     """Report stored and removed keys in ``News``."""
-    fingerprint_bits: int = 64
-    """Significant bits of the fingerprints (hashes of keys) in the index; fewer than 64 only to test collisions."""
 
 
 class StoreCounters(msgspec.Struct):

@@ -230,7 +230,7 @@ class StoreClient:
         """Messages for the user from opening, such as the differences from the nearest namespace."""
         self.supervisor = Supervisor(host, hello, watchdog_s=watchdog_s, least_start_s=least_start_s)
         self._pid = os.getpid()
-        self.table = LookupTable(hello.options.fingerprint_bits)
+        self.table = LookupTable()
         """Fingerprints of the keys that are durable and can be loaded; empty while the host is down. Callers must not
         modify it.
         """

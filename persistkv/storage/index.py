@@ -32,7 +32,7 @@ import xxhash
 
 from persistkv.errors import StoreError
 from persistkv.storage.format.files import replace_file
-from persistkv.storage.format.pack import ID_BYTES, Frame, PackedKeys, PackTable
+from persistkv.storage.format.pack import ID_BYTES, PackedKeys, PackTable
 
 logger = logging.getLogger(__name__)
 
@@ -168,16 +168,16 @@ class LookupTable:
         held = self.held(keys)
         return held.index(False) if False in held else len(held)
 
-    def set_collided(self, keys: Iterable[bytes], *, collided: bool) -> None:
+    def set_collided(self, keys: Mapping[bytes, bool]) -> None:
         """Remember (True) or forget (False) that keys are not held although other keys have their fingerprints. Lookups
         do not find remembered keys. Only the last 4,096 are remembered; a load of an older one fails as a miss.
         """
-        set_bounded(self._collided, keys, present=collided)
+        set_bounded(self._collided, keys)
 
 
-def set_bounded(some: dict[bytes, None], keys: Iterable[bytes], *, present: bool) -> None:
-    """Add keys to an ordered set if ``present``, else remove them. Above 4,096 keys, the oldest are removed."""
-    for key in keys:
+def set_bounded(some: dict[bytes, None], changes: Mapping[bytes, bool]) -> None:
+    """Add (True) or remove (False) members of an ordered set. Above 4,096 members, the oldest are removed."""
+    for key, present in changes.items():
         some.pop(key, None)
         if present:
             some[key] = None
@@ -364,11 +364,6 @@ class HeldPack:
     def pack_id(self) -> bytes:
         """The pack's id."""
         return self.table.pack_id
-
-    @property
-    def frames(self) -> tuple[Frame, ...]:
-        """Frames of the pack, decoded at each access."""
-        return self.table.frames
 
     @property
     def places(self) -> Mapping[bytes, int]:

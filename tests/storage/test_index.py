@@ -190,12 +190,12 @@ def test_lookup_table_collided_keys_are_not_held_until_they_are_stored() -> None
     index.add([table_of(1, colliding(20))])
     others = colliding(20)
     assert all(reader.held(others)), "one fingerprint"
-    reader.set_collided(others[:10], collided=True)
+    reader.set_collided(dict.fromkeys(others[:10], True))
     assert reader.held(others) == [False] * 10 + [True] * 10
     assert not reader.contains(others[0])
-    reader.set_collided(others[:5], collided=False)
+    reader.set_collided(dict.fromkeys(others[:5], False))
     assert reader.held(others) == [True] * 5 + [False] * 5 + [True] * 10
-    reader.set_collided(fresh(10_000), collided=True)
+    reader.set_collided(dict.fromkeys(fresh(10_000), True))
     assert all(reader.held(others)), "the oldest are forgotten"
     index.close()
 

@@ -37,7 +37,11 @@ _MAGIC = b"PKVPACK1"
 
 
 class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
-    """An ordered sequence of keys, joined."""
+    """An ordered sequence of keys, joined.
+
+    Methods that return keys, or need single ones, raise CorruptPackError if the lengths are malformed or do not fit the
+    data. ``len`` trusts them.
+    """
 
     data: bytes = b""
     """All keys, concatenated."""
@@ -63,19 +67,13 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
         return len(self.data) // self.key_length if self.key_length else len(self.lengths) // 2
 
     def joined(self, start: int, stop: int) -> bytes:
-        """Return keys ``start`` to ``stop`` (exclusive), concatenated.
-
-        :raises CorruptPackError: the keys differ in length, and the lengths are malformed or do not fit the data.
-        """
+        """Return keys ``start`` to ``stop`` (exclusive), concatenated."""
         if self.key_length:
             return self.data[start * self.key_length : stop * self.key_length]
         return b"".join(self.unpack()[start:stop])
 
     def unpack(self) -> list[bytes]:
-        """Return the keys, in order.
-
-        :raises CorruptPackError: the lengths are malformed or do not fit the data.
-        """
+        """Return the keys, in order."""
         if self.key_length:
             if self.key_length < 0 or len(self.data) % self.key_length:
                 raise CorruptPackError("keys", f"{len(self.data)} bytes are no multiple of {self.key_length}")
@@ -94,10 +92,7 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def unpack_all(many: Sequence[PackedKeys]) -> list[bytes]:
-        """Return the keys of several packed sequences, one after the other; faster than ``unpack`` for each.
-
-        :raises CorruptPackError: in one of them, the lengths are malformed or do not fit the data.
-        """
+        """Return the keys of several packed sequences, one after the other; faster than ``unpack`` for each."""
         lengths = {keys.key_length for keys in many}
         if len(lengths) == 1 and 0 not in lengths and not any(len(keys.data) % keys.key_length for keys in many):
             return _cut(b"".join([keys.data for keys in many]), lengths.pop())
@@ -105,18 +100,12 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def fingerprints(self) -> bytes:
-        """The xxh3-64 checksum of each key as little-endian u64, concatenated. Computed at each access.
-
-        :raises CorruptPackError: as ``unpack``.
-        """
+        """The xxh3-64 checksum of each key as little-endian u64, concatenated. Computed at each access."""
         return struct.pack(f"<{len(self)}Q", *map(xxhash.xxh3_64_intdigest, self.unpack()))
 
     @property
     def distinct(self) -> bool:
-        """Whether no key occurs twice.
-
-        :raises CorruptPackError: the lengths are malformed or do not fit the data.
-        """
+        """Whether no key occurs twice."""
         return len(set(self.unpack())) == len(self)
 
 
@@ -160,11 +149,6 @@ class Frame(NamedTuple):
 def pack_frames(frames: Iterable[Frame]) -> bytes:
     """Encode frames as in a pack's table."""
     return b"".join([_FRAME.pack(*frame) for frame in frames])
-
-
-def unpack_frames(data: bytes) -> tuple[Frame, ...]:
-    """Decode frames that were encoded by ``pack_frames``."""
-    return tuple(map(Frame._make, _FRAME.iter_unpack(data)))
 
 
 def frame_seed(namespace: bytes, keys: bytes) -> int:
@@ -218,7 +202,7 @@ class PackTable(msgspec.Struct, frozen=True):
     @property
     def frames(self) -> tuple[Frame, ...]:
         """Frames, decoded at each access."""
-        return unpack_frames(self.packed_frames)
+        return tuple(map(Frame._make, _FRAME.iter_unpack(self.packed_frames)))
 
     @property
     def frame_count(self) -> int:

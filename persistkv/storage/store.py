@@ -290,13 +290,12 @@ class Store:
         touch_s = max(_TOUCH_S, self._interval_s or 0.0)
         return max(0.0, self._committed_at + (touch_s if self._touched else _EXPIRE_S) - time.monotonic())
 
-    def begin_commit(self, *, everything: bool = False, then: Callable[[], None] | None = None) -> None:
-        """Queue a commit of due packs and ended requests. It also includes work that is accepted before it starts.
+    def begin_flush(self, then: Callable[[], None] | None = None) -> None:
+        """Queue a commit of all accepted work, including work that is accepted before the commit starts.
 
-        :param everything: also write staged packs that are not due yet.
         :param then: called when this work is durable, or dropped and counted.
         """
-        self._everything |= everything
+        self._everything = True
         if then is not None:
             self._when_committed.append(then)
         if not self._commit_waits:
@@ -500,15 +499,11 @@ class Store:
         self.catalogue.executor.run_until(lambda: bool(ended))
         return ended[0]
 
-    def commit(self, *, everything: bool = False) -> None:
-        """Call ``begin_commit``, and wait until its work is durable, or dropped and counted. Errors are not raised."""
-        ended: list[bool] = []
-        self.begin_commit(everything=everything, then=partial(ended.append, True))
-        self.catalogue.executor.run_until(lambda: bool(ended))
-
     def flush(self) -> None:
-        """Commit all accepted work, and wait as ``commit`` does."""
-        self.commit(everything=True)
+        """Call ``begin_flush``, and wait until its work is durable, or dropped and counted. Errors are not raised."""
+        ended: list[bool] = []
+        self.begin_flush(partial(ended.append, True))
+        self.catalogue.executor.run_until(lambda: bool(ended))
 
     def refresh(self) -> None:
         """Apply the commits and deletions of other processes to the index.

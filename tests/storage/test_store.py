@@ -31,7 +31,7 @@ def test_round_trip(store_url: str, open_store: OpenStore, keys: Keys, codec: st
     names, places = keys(count), list(range(count))[::-1]
     assert store.put("r", names, places, range(count)) is (count < 64)  # 64 blocks are written directly from the rows
     store.end_request(end("r", names))
-    store.commit()
+    store.flush()
     before = refill(store)
     assert store.read(names, range(count)) == []
     assert (store.rows.array[:count] == before[places]).all()
@@ -65,7 +65,7 @@ def test_nothing_is_visible_before_it_is_durable(store_url: str, open_store: Ope
     assert not any(map(store.contains, small + large))
     assert all(map(store.took, small))
     assert not any(map(store.took, large))
-    store.commit(everything=True)
+    store.flush()
     assert all(map(store.contains, small + large))
     assert sorted(store.take_news().stored) == sorted(small + large)
 
@@ -85,9 +85,9 @@ def test_what_is_held_or_on_its_way_is_not_written_again(store_url: str, open_st
     names = keys(64)
     store.put("a", names, range(64), None)
     assert not store.put("b", names[:2], [0, 1], None), "its rows are needed until the write has succeeded"
-    store.commit()
+    store.flush()
     assert store.put("c", names + names, list(range(64)) * 2, None)
-    store.commit()
+    store.flush()
     assert store.counters.stored_blocks == 64
     assert store.counters.held_blocks == 2 + 128
 
@@ -98,7 +98,7 @@ def test_decoded_blocks_of_a_request_become_one_frame(store_url: str, open_store
     for depth, name in enumerate(names):
         store.put("r", [name], [depth], [depth])
     store.end_request(end("r", names))
-    store.commit()
+    store.flush()
     (pack,) = store.catalogue.backend.tables(store.namespace, store.index.pack_ids())
     assert pack.keys.unpack() == names
     assert len(pack.frames) == 1
@@ -125,7 +125,7 @@ def test_a_manifest_tells_of_the_whole_context(store_url: str, open_store: OpenS
     store.put("a", names[:2], [0, 1], [0, 1])
     store.put("b", names, range(4), range(4))
     store.end_request(end("b", names, tokens=70, labels={"user": "x"}))
-    store.commit()
+    store.flush()
     assert store.take_news().persisted == [("b", True)]
     (manifest,) = manifests(store)
     assert (manifest.id, manifest.tokens, manifest.blocks, manifest.labels) == ("manifest-b", 70, 4, {"user": "x"})
@@ -142,7 +142,7 @@ def test_a_manifest_never_names_what_is_not_there(store_url: str, open_store: Op
     store.end_request(end("r", names, tokens=64))
     store.end_request(end("nothing", keys(2)))
     store.end_request(end("empty", []))
-    store.commit()
+    store.flush()
     assert dict(store.take_news().persisted) == {"r": False, "nothing": False, "empty": True}
     (manifest,) = manifests(store)
     assert (manifest.tokens, manifest.group_blocks) == (32, (2,))
@@ -197,7 +197,7 @@ def test_other_handles_learn_of_what_was_stored_and_deleted(open_store: OpenStor
     writer, reader = open_store(url), open_store(url, refresh_s=0.0)
     names = keys(64)
     writer.put("r", names, range(64), None)
-    writer.commit()
+    writer.flush()
     reader.tick()
     assert sorted(reader.take_news().stored) == sorted(names)
     tables = writer.catalogue.backend.changes(writer.namespace, None).added
@@ -214,8 +214,8 @@ def test_a_commit_looks_again_at_what_others_stored(open_store: OpenStore, keys:
     names = keys(64)
     one.put("r", names, range(64), range(64))
     two.put("r", names, range(64), range(64))
-    one.commit()
-    two.commit()
+    one.flush()
+    two.flush()
     assert all(map(two.contains, names))
     assert two.counters.stored_blocks == 0
     assert inspectable(one).stats().packs == 1
@@ -235,7 +235,7 @@ def test_what_others_commit_before_ours_is_not_passed_over(open_store: OpenStore
     expected = list(foreign)
     inject_faults(ours).before("commit", commit_before)
     ours.put("r", mine := keys(64), range(64), None)
-    ours.commit()
+    ours.flush()
     ours.refresh()
     assert all(map(ours.contains, mine + expected))
 
@@ -247,7 +247,7 @@ def test_small_jobs_do_not_gather_past_their_bound(open_store: OpenStore, keys: 
     assert free == [True, False, False], "what has no room is written from its rows"
     assert store.staged_bytes == 4 * (64 << 10)
     assert not store.has_room
-    store.commit()
+    store.flush()
     assert store.has_room
     assert all(store.contains(key) for job in names for key in job)
 

@@ -348,7 +348,7 @@ class StoreServer:
         """
         self._settle_jobs(store)
         if store.unwritten:
-            store.begin_commit(everything=True, then=partial(self._flush, store))
+            store.begin_flush(partial(self._flush, store))
         elif self._flushing is not None and not self._taking:
             self._flushed.append(self._flushing)
             self._flushing = None
@@ -428,7 +428,7 @@ class StoreServer:
         for message in queue:
             if isinstance(message, RequestEnd):
                 self._end_request(store, message)
-        store.begin_commit(everything=True)  # also while a read hangs
+        store.begin_flush()  # also while a read hangs
 
     def _finished(self) -> bool:
         self._flushed.clear()  # the engine no longer receives answers

@@ -133,20 +133,19 @@ def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def fingerprint_checkpoint(directory: str | os.PathLike[str], *, use_cache: bool = True) -> str:
+def fingerprint_checkpoint(directory: str | os.PathLike[str]) -> str:
     """Return the fingerprint of a checkpoint directory: ``checkpoint:`` and 64 hexadecimal digits.
 
     The weight files are those that Hugging Face's loaders use: ``model.safetensors``, else the files named by
     ``model.safetensors.index.json``, else every ``*.safetensors``, else ``*.bin``, ``*.pt`` and ``*.pth``, except
     training state such as ``optimizer.pt``.
 
-    :param use_cache: use cached hashes of files that have not changed, and cache new ones.
     :raises ConfigurationError: there are no weights, a file is malformed or unreadable, or a file changes while it is
         read.
     """
     entries: list[_TensorEntry] = []
     for path in weight_files(Path(directory)):
-        entries += _file_entries(path, use_cache)
+        entries += _file_entries(path)
     return "checkpoint:" + _combine(entries)
 
 
@@ -199,19 +198,18 @@ def _indexed_files(index: Path) -> list[Path]:
     return sorted(index.parent / name for name in names)
 
 
-def _file_entries(path: Path, use_cache: bool) -> list[_TensorEntry]:
+def _file_entries(path: Path) -> list[_TensorEntry]:
     try:
         with path.open("rb", buffering=0) as file:
             stamp = _stamp(file.fileno())
-            if use_cache and (known := _load_entries(path, stamp)) is not None:
+            if (known := _load_entries(path, stamp)) is not None:
                 return known
             entries = _hash_file(path, file.fileno(), stamp.size)
             if _stamp(file.fileno()) != stamp:
                 raise ConfigurationError("checkpoint", str(path), "a file that does not change while it is read")
     except OSError as error:
         raise ConfigurationError("checkpoint", str(path), f"a readable file ({error.strerror})") from None
-    if use_cache:
-        _save_entries(path, stamp, entries)
+    _save_entries(path, stamp, entries)
     return entries
 
 

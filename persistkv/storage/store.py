@@ -39,16 +39,15 @@ from persistkv.storage.commit_pipeline import (
     plan_packs,
 )
 from persistkv.storage.executor import Executor, InPlaceExecutor
-from persistkv.storage.extensions import BackendStats, InspectableBackend, SupportsNamespaceLookup
+from persistkv.storage.extensions import SupportsNamespaceLookup
 from persistkv.storage.format.codec import parse_codec
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
 from persistkv.storage.format.pack_writer import PackWriter, Segment
-from persistkv.storage.host.prewarm import recent_contexts
 from persistkv.storage.identity import Identity
 from persistkv.storage.index import Index
 from persistkv.storage.load import ReadOutcome, make_scratch, part_bytes, plan_reads, read_part
 from persistkv.storage.namespace_view import NamespaceView
-from persistkv.storage.records import Choice, News, RequestEnd, StoreCounters, StoreOptions
+from persistkv.storage.records import News, RequestEnd, StoreCounters, StoreOptions
 
 _STALE_RETRIES = 2  # repetitions of a commit that another process overtook; the last one does not check for that
 _TOUCH_S = 2.0  # seconds since the last commit after which uses of packs are committed without blocks
@@ -126,13 +125,9 @@ class Store:
         """Whether the key, or one with the same fingerprint, is durable in this namespace and can be read."""
         return key in self.catalogue.index
 
-    def took(self, key: bytes) -> bool:
-        """Whether the key's block is durable or was copied to staging memory, so that its row is no longer needed."""
-        return key in self.catalogue.index or key in self._staging
-
-    def took_all(self, keys: Iterable[bytes]) -> bool:
-        """Whether ``took`` returns True for each of the keys."""
-        return all(key in self._staging for key in self.catalogue.index.absent(keys))
+    def missing(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Return the keys whose blocks are neither durable nor in staging memory, so that only a row may hold them."""
+        return [key for key in self.catalogue.index.absent(keys) if key not in self._staging]
 
     def in_flight(self, keys: Iterable[bytes]) -> set[bytes]:
         """Return those of the keys whose blocks are still to be written from their rows. These rows must not change."""
@@ -450,35 +445,6 @@ class Store:
     def staged_bytes(self) -> int:
         """Raw bytes of staged copies, including those that a transaction is writing."""
         return self._staging.num_bytes
-
-    async def stats(self) -> BackendStats:
-        """Return totals of the whole store, over all namespaces, after running writes have ended.
-
-        :raises StoreError: the medium failed, or the backend keeps no totals.
-        """
-        backend = self.catalogue.backend
-        if not isinstance(backend, InspectableBackend):
-            raise StoreError(f"{type(backend).__name__} counts nothing")
-        return await self.catalogue.call(backend.stats)
-
-    async def recent(
-        self, max_blocks: int, engine: str = "", *, only_asked: bool = False, choice: Choice | None = None
-    ) -> list[list[bytes]]:
-        """Return the held keys of stored requests to prewarm, one list per request; see ``recent_contexts``.
-
-        The result is empty if the backend cannot list requests.
-
-        :param max_blocks: most keys to return, over all requests.
-        :param engine: name under which this engine publishes its answers to ``persistkv warm``; empty: none.
-        :param only_asked: only requests that a pending ``persistkv warm`` selects; no effect if ``choice`` is set.
-        :param choice: only requests that this filter includes; None: no filter.
-        """
-        backend = self.catalogue.backend
-        if not isinstance(backend, InspectableBackend):
-            return []
-        where = backend, self.namespace, self.contains
-        read = partial(recent_contexts, *where, max_blocks, engine, only_asked=only_asked, choice=choice)
-        return await self.catalogue.call(read)
 
     @property
     def news(self) -> News:

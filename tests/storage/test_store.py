@@ -63,8 +63,8 @@ def test_nothing_is_visible_before_it_is_durable(store_url: str, open_store: Ope
     assert store.put("r", small, [0, 1], [0, 1])
     assert not store.put("r", large, range(64), None)
     assert not any(map(store.contains, small + large))
-    assert all(map(store.took, small))
-    assert not any(map(store.took, large))
+    assert store.missing(small) == []
+    assert store.missing(large) == large
     store.flush()
     assert all(map(store.contains, small + large))
     assert sorted(store.take_news().stored) == sorted(small + large)

@@ -209,9 +209,9 @@ class HostStats(_Message):
     staged_bytes: int
     """Raw bytes of staged copies, see ``Store.staged_bytes``."""
     disk_bytes: int
-    """See ``BackendStats.disk_bytes``, over all namespaces; 0 if the medium failed."""
+    """See ``BackendStats.disk_bytes``, over all namespaces; 0 if the medium failed or keeps no totals."""
     capacity: int | None
-    """Bound on ``disk_bytes``; None: unbounded, or the medium failed."""
+    """Bound on ``disk_bytes``; None: unbounded or unknown."""
     cpu_seconds: float
     """User and system CPU time of the process in which the store runs."""
     requests: dict[str, int] = {}

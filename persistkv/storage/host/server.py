@@ -21,7 +21,7 @@ import resource
 import traceback
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,10 +31,11 @@ from persistkv.memory.budget import MAX_IO_THREADS
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
 from persistkv.storage.executor import Executor, InPlaceExecutor, ThreadExecutor
-from persistkv.storage.extensions import SupportsCounters
+from persistkv.storage.extensions import InspectableBackend, SupportsCounters
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host import protocol
 from persistkv.storage.host.connection import ServedConnection
+from persistkv.storage.host.prewarm import recent_contexts
 from persistkv.storage.host.protocol import Notice
 from persistkv.storage.host.status import StatusPublisher
 from persistkv.storage.identity import Identity
@@ -55,8 +56,6 @@ class _Job:
     keys: list[bytes]
     borrowed: set[bytes] = field(default_factory=set)
     """Keys that another job was already storing. If that job fails to store them, this job's rows are used instead."""
-    failed: list[bytes] = field(default_factory=list)
-    """Keys whose blocks were dropped."""
 
 
 class Lifecycle:
@@ -179,14 +178,15 @@ class StoreServer:
             raise
 
     async def _answer_stats(self, store: Store, ask: protocol.AskStats) -> None:
+        backend = store.catalogue.backend
+        disk_bytes, capacity = 0, None
         try:
-            totals = await store.stats()
-            disk_bytes, capacity = totals.disk_bytes, totals.capacity
+            if isinstance(backend, InspectableBackend):
+                totals = await store.catalogue.call(backend.stats)
+                disk_bytes, capacity = totals.disk_bytes, totals.capacity
         except StoreError as error:
             logger.warning("totals cannot be read: %s", str(error))  # the exception references rows
-            disk_bytes, capacity = 0, None
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        backend = store.catalogue.backend
         self._send(
             protocol.HostStats(
                 ask.token,
@@ -202,12 +202,14 @@ class StoreServer:
         )
 
     async def _answer_recent(self, store: Store, ask: protocol.AskRecent) -> None:
+        backend, contexts = store.catalogue.backend, list[list[bytes]]()
+        engine = "" if self._status is None else self._status.engine
         try:
-            engine = "" if self._status is None else self._status.engine
-            contexts = await store.recent(ask.max_blocks, engine, only_asked=ask.only_asked, choice=ask.choice)
+            if isinstance(backend, InspectableBackend):
+                read = partial(recent_contexts, backend, store.namespace, store.contains, ask.max_blocks, engine)
+                contexts = await store.catalogue.call(partial(read, only_asked=ask.only_asked, choice=ask.choice))
         except StoreError as error:
             logger.warning("the most recently used contexts cannot be read: %s", str(error))
-            contexts = []
         self._send(protocol.Recent(tuple(map(PackedKeys.of, contexts))))
 
     # Work
@@ -297,30 +299,22 @@ class StoreServer:
     def _take(self, store: Store, message: protocol.StoreJob | RequestEnd | protocol.Flush) -> None:
         match message:
             case protocol.StoreJob():
-                job = _Job(message, message.keys.unpack())
-                depths = array("I", message.depths) or None
-                self._put(store, job, job.keys, array("I", message.block_ids), depths)
+                self._put(store, _Job(message, message.keys.unpack()))
             case RequestEnd():
                 self._end_request(store, message)
             case protocol.Flush():
                 self._flushing = message
                 self._flush(store)
 
-    def _put(
-        self, store: Store, job: _Job, keys: list[bytes], block_ids: Sequence[int], depths: Sequence[int] | None
-    ) -> None:
-        """Pass all or some blocks of a job to the store. Once they are accepted, answer the job if its rows are no
-        longer read.
-
-        :param block_ids: for each key, the row of its block.
-        :param depths: for each key, as in ``StoreJob.depths``; None: unknown.
-        """
+    def _put(self, store: Store, job: _Job) -> None:
+        """Pass a job to the store. Once its blocks are accepted, answer the job if its rows are no longer read."""
+        message = job.message
 
         def done(free: bool, borrowed: set[bytes]) -> None:
             self._taking -= 1
             job.borrowed = borrowed
             if free:
-                self._done(job)
+                self._done(job, [])
             else:
                 self._writing.append(job)
             if self._flushing is not None:
@@ -328,11 +322,12 @@ class StoreServer:
 
         self._taking += 1
         try:
-            store.begin_put(job.message.request, keys, block_ids, depths, done)
+            depths = array("I", message.depths) or None
+            store.begin_put(message.request, job.keys, array("I", message.block_ids), depths, done)
         except ValueError as error:
-            logger.error("store job %d is refused: %s", job.message.job_id, error)
-            job.failed = job.keys
-            done(True, set())
+            logger.error("store job %d is refused: %s", message.job_id, error)
+            self._taking -= 1
+            self._done(job, job.keys)
 
     def _end_request(self, store: Store, message: RequestEnd) -> None:
         try:
@@ -366,23 +361,15 @@ class StoreServer:
                 self._settle(store, job)
 
     def _settle(self, store: Store, job: _Job) -> None:
-        """Answer a store job. If another job failed to store its borrowed keys, first store these from its own rows."""
-        if store.took_all(job.keys):
-            self._done(job)
-            return
-        places = [place for place, key in enumerate(job.keys) if not store.took(key)]
-        job.failed += [job.keys[place] for place in places if job.keys[place] not in job.borrowed]
-        again = [place for place in places if job.keys[place] in job.borrowed]
-        if not again or self.ending:
-            self._done(job)
-            return
-        block_ids, depths = array("I", job.message.block_ids), array("I", job.message.depths)
-        keys = [job.keys[place] for place in again]
-        rows = [block_ids[place] for place in again]
-        self._put(store, job, keys, rows, [depths[place] for place in again] if depths else None)
+        """Answer a store job. If another job failed to store its borrowed keys, first store it again from its rows."""
+        missing = store.missing(job.keys)
+        if self.ending or job.borrowed.isdisjoint(missing):
+            self._done(job, missing)
+        else:
+            self._put(store, job)
 
-    def _done(self, job: _Job) -> None:
-        self._send(protocol.JobDone(job.message.job_id, PackedKeys.of(job.failed), 0))
+    def _done(self, job: _Job, failed: list[bytes]) -> None:
+        self._send(protocol.JobDone(job.message.job_id, PackedKeys.of(failed), 0))
 
     def _refuse_all(self) -> None:
         """Fail all queued jobs, because no store is open."""

@@ -14,10 +14,9 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain, takewhile, zip_longest
 from pathlib import Path
 from typing import NamedTuple, TypeVar
-
-import msgspec
 
 from persistkv.config import RowLayout
 from persistkv.errors import StoreError, StoreFullError
@@ -439,27 +438,31 @@ class ManifestMaker:
         self._pack_of = pack_of
         self._block_bytes = block_bytes
 
-    def make(self, end: RequestEnd) -> tuple[ManifestWrite | None, bool]:
+    def make(self, end: RequestEnd, created: float | None = None) -> tuple[ManifestWrite | None, bool]:
         """Return a manifest of the longest durable prefix of each group, and whether it covers the whole context.
 
         The manifest is None if no group has a durable prefix.
+
+        :param created: as in ``RequestManifest``; None: now.
         """
-        kept = [self._prefix(keys) for keys in end.group_keys]
+        kept = [list(takewhile(self._pack_of.__contains__, keys)) for keys in end.group_keys]
         whole = list(map(len, kept)) == list(map(len, end.group_keys))
         if not any(kept):
             return None, whole
-        keys: ManifestKeys = tuple(PackedKeys.of(chain) for chain in kept)
+        keys: ManifestKeys = tuple(map(PackedKeys.of, kept))
         manifest = RequestManifest(
             id=end.manifest_id,
-            created=time.time(),
+            created=time.time() if created is None else created,
             tokens=end.tokens if whole else min(end.tokens, min(map(len, kept)) * end.block_size),
             group_blocks=tuple(map(len, kept)),
-            raw_bytes=sum(len(chain) * size for chain, size in zip(kept, self._block_bytes, strict=True)),
+            raw_bytes=sum(len(some) * size for some, size in zip(kept, self._block_bytes, strict=True)),
             ordered=end.ordered,
             labels=end.labels,
             context=context_digest(keys),
         )
-        return ManifestWrite(manifest, keys, self._packs_of(kept)), whole
+        by_depth = chain.from_iterable(zip_longest(*kept))
+        packs = dict.fromkeys(self._pack_of[key] for key in by_depth if key is not None)
+        return ManifestWrite(manifest, keys, list(packs)), whole
 
     def shorten(self, manifest: RequestManifest, keys: ManifestKeys) -> ManifestWrite | None:
         """Return a manifest as ``make`` would build it now, with the same creation time; None if no block is left.
@@ -467,32 +470,10 @@ class ManifestMaker:
         Its number of tokens is estimated from the present manifest. For a request of few blocks it may be too high.
         """
         block_size = manifest.tokens // max([1, *manifest.group_blocks])
-        chains = tuple(chain.unpack() for chain in keys)
-        end = RequestEnd(
-            manifest.id, manifest.id, chains, manifest.tokens, block_size, manifest.ordered, manifest.labels
-        )
-        write, _ = self.make(end)
-        if write is None:
-            return None
-        return replace(write, manifest=msgspec.structs.replace(write.manifest, created=manifest.created))
-
-    def _prefix(self, keys: list[bytes]) -> list[bytes]:
-        for position, key in enumerate(keys):
-            if key not in self._pack_of:
-                return keys[:position]
-        return keys
-
-    def _packs_of(self, chains: Sequence[Sequence[bytes]]) -> list[bytes]:
-        """Return the ids of all packs that hold these keys, sorted by the lowest position of their keys in a chain.
-
-        :param chains: keys of each KV cache group, in order; all of them are held.
-        """
-        packs: dict[bytes, int] = {}
-        for chain in chains:
-            for depth, key in enumerate(chain):
-                pack_id = self._pack_of[key]
-                packs[pack_id] = min(depth, packs.get(pack_id, depth))
-        return sorted(packs, key=packs.__getitem__)
+        unpacked = tuple(group.unpack() for group in keys)
+        name, tokens = manifest.id, manifest.tokens
+        end = RequestEnd(name, name, unpacked, tokens, block_size, manifest.ordered, manifest.labels)
+        return self.make(end, manifest.created)[0]
 
 
 class NamedRequest(NamedTuple):

@@ -107,7 +107,8 @@ class InFlight:
         self._counters = counters
         self._max_queue_bytes = max_queue_bytes
         self._jobs: dict[int, _Job] = {}
-        self._queued_bytes = 0
+        self.queued_bytes = 0
+        """Raw bytes of the store jobs in flight."""
         self._ending: dict[str, int] = {}
         self._ending_bytes = 0
         self._outcomes: list[JobOutcome] = []
@@ -126,19 +127,14 @@ class InFlight:
         """Whether jobs or request ends are in flight, or ``take_outcomes`` has outcomes to return."""
         return bool(self._jobs or self._ending or self._outcomes)
 
-    @property
-    def queued_bytes(self) -> int:
-        """Raw bytes of the store jobs in flight."""
-        return self._queued_bytes
-
     def fits(self, num_bytes: int) -> bool:
         """Return whether a store job of ``num_bytes`` raw bytes fits in the queue and may be sent."""
-        return self._queued_bytes == 0 or self._queued_bytes + num_bytes <= self._max_queue_bytes
+        return self.queued_bytes == 0 or self.queued_bytes + num_bytes <= self._max_queue_bytes
 
     def begin(self, job_id: int, keys: Sequence[bytes], num_bytes: int, *, is_store: bool) -> None:
         """Record that a job is sent to the host. ``num_bytes`` is the raw bytes of a store job, 0 for a load job."""
         self._jobs[job_id] = _Job(keys, num_bytes, time.monotonic(), is_store)
-        self._queued_bytes += num_bytes
+        self.queued_bytes += num_bytes
 
     def refuse(self, job_id: int, keys: Sequence[bytes], num_bytes: int) -> None:
         """Record a job that is not sent to the host; all of its keys have failed. ``num_bytes`` is as in ``begin``."""
@@ -155,7 +151,7 @@ class InFlight:
         job = self._jobs.pop(job_id, None)
         if job is None:
             return
-        self._queued_bytes -= job.num_bytes
+        self.queued_bytes -= job.num_bytes
         num_bytes = loaded_bytes
         if job.is_store:
             num_bytes = job.num_bytes * (len(job.keys) - len(failed)) // max(1, len(job.keys))
@@ -192,7 +188,7 @@ class InFlight:
         self._persisted.update(dict.fromkeys(self._ending, False))
         self._jobs.clear()
         self._ending.clear()
-        self._queued_bytes = self._ending_bytes = 0
+        self.queued_bytes = self._ending_bytes = 0
 
     def take_outcomes(self) -> list[JobOutcome]:
         """Return the results of the jobs that ended since the last call."""

@@ -38,6 +38,7 @@ from persistkv_s3.client.transport import (
     ConditionFailedError,
     Deadline,
     FrameSink,
+    LateError,
     ObjectInfo,
     RowSink,
     S3Error,
@@ -297,10 +298,16 @@ class Bucket:
         """
         deadline = Deadline(self._deadline_s, self.clock)
         bound = _FIRST_BOUND_S
+        cause: S3Error | None = None
         for attempts_left in reversed(range(MOST_ATTEMPTS)):
             try:
                 return self._attempt(attempt, deadline, num_bytes)
+            except LateError as error:
+                if cause is None:
+                    raise
+                raise LateError(f"{error}; the attempt before failed: {cause}") from cause
             except S3Error as error:
+                cause = error
                 pause = error.pause_s + self.clock.random.uniform(0, bound)
                 if not error.retryable or not attempts_left or pause >= deadline.remaining:
                     raise

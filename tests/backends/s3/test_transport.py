@@ -183,6 +183,11 @@ def test_what_may_pass_is_tried_again(error: S3Error, pauses: list[float]) -> No
     assert all(pause >= error.pause_s for pause in pauses)
 
 
+def test_get_deadline_passes_in_a_retry_error_names_the_first_failure() -> None:
+    with pytest.raises(LateError, match="took too long; the attempt before failed: connection refused"):
+        reliable(Scripted(BrokenError("connection refused"), LateError("took too long"))).get("k")
+
+
 @pytest.mark.parametrize("error", [RefusedError("x"), ObjectMissingError("x"), LateError("x")])
 def test_what_will_not_pass_is_not(error: S3Error) -> None:
     client = Scripted(error)

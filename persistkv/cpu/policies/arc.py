@@ -6,7 +6,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from persistkv.base import OffloadKey
-from persistkv.cpu.policies.base import CachePolicy, EvictionOrder
+from persistkv.cpu.policies.base import CachePolicy
+from persistkv.cpu.policies.lru import LRUCachePolicy
 
 
 class ARCCachePolicy(CachePolicy):
@@ -19,8 +20,8 @@ class ARCCachePolicy(CachePolicy):
 
     def __init__(self, num_blocks: int, refs: Sequence[int]) -> None:
         super().__init__(num_blocks, refs)
-        self._once = EvictionOrder(refs)
-        self._again = EvictionOrder(refs)
+        self._once = LRUCachePolicy(num_blocks, refs)
+        self._again = LRUCachePolicy(num_blocks, refs)
         self._gone_once: OrderedDict[OffloadKey, None] = OrderedDict()
         self._gone_again: OrderedDict[OffloadKey, None] = OrderedDict()
         self._target = 0.0  # target number of blocks in the first list
@@ -28,19 +29,19 @@ class ARCCachePolicy(CachePolicy):
     def insert(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
         for key, row in zip(reversed(keys), reversed(rows), strict=True):
             part = self._again if self._learn_from_return(key) else self._once
-            part.append((key,), (row,))
+            part.insert((key,), (row,))
         self._trim_gone()
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         for key in reversed(keys):
             if key in self._again:
-                self._again.refresh((key,))
+                self._again.touch((key,))
                 continue
             row = self._once.discard(key)
             if row is not None:
                 # Storing a block also touches it. Only a use of a readable block counts as a second use.
                 part = self._once if self._refs[row] < 0 else self._again
-                part.append((key,), (row,))
+                part.insert((key,), (row,))
 
     def release(self, keys: Sequence[OffloadKey]) -> None:
         self._once.release(keys)
@@ -82,10 +83,9 @@ class ARCCachePolicy(CachePolicy):
     def _evict_one(self) -> tuple[OffloadKey, int] | None:
         lists = ((self._once, self._gone_once), (self._again, self._gone_again))
         for part, gone in lists if len(self._once) > self._target else reversed(lists):
-            victim = part.pop_coldest()
-            if victim is not None:
-                gone[victim[0]] = None
-                return victim
+            if victims := part.evict(1):
+                gone[victims[0][0]] = None
+                return victims[0]
         return None
 
     def _trim_gone(self) -> None:

@@ -34,7 +34,7 @@ class EvictionTests(BackendSuite):
 
     @pytest.fixture
     def set_clocks(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
-        """Return a function that sets the drivers' wall clock and monotonic clock ahead of the real time, in seconds."""
+        """Return a function that sets drivers' wall and monotonic clocks ahead of the real time, in seconds."""
         wall, elapsed = time.time, time.clock_gettime
 
         def set_clocks(wall_s: float, elapsed_s: float) -> None:

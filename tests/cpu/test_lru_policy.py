@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persistkv.base import OffloadKey
-from persistkv.cpu.policies.lru import LRUCachePolicy
+from persistkv.cpu.policies import LRUCachePolicy
 
 KEYS = [OffloadKey(bytes([number])) for number in range(8)]
 

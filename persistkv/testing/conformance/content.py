@@ -15,7 +15,14 @@ from persistkv.storage.format.codec import ZstdCodec
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.format.pack_writer import PackWriter
-from persistkv.testing.conformance.suite import BackendSuite, RawKind, RawStore, check_totals, read_pack
+from persistkv.testing.conformance.suite import (
+    BackendSuite,
+    RawKind,
+    RawStore,
+    check_totals,
+    read_pack,
+    sample_identity,
+)
 from persistkv.testing.samples import payload_of, sample_keys, sample_manifest, sample_pack
 
 _MIB = 1 << 20
@@ -155,7 +162,9 @@ class ReadTests(BackendSuite):
             expected[offset] ^= 0xFF
         assert read_pack(backend, namespace, pack.table) == bytes(expected)
 
-    def test_what_was_read_outlives_the_pack(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_what_was_read_outlives_the_pack(self, url: str) -> None:
+        backend = self.open(url)
+        namespace = backend.open_namespace(sample_identity()).id
         pack = sample_pack(namespace, 1, blocks=8, block_bytes=100_000)
         backend.commit(namespace, CommitBatch([pack]))
         held = list(backend.changes(namespace, None).added)
@@ -215,7 +224,6 @@ class ManifestTests(BackendSuite):
         backend.commit(namespace, CommitBatch(manifests=writes[:2]))
         assert {manifest.id for manifest in backend.manifests(namespace)} == {"r0", "r1", "r2"}
         assert backend.manifest_keys(namespace, ["r1"])[0] == writes[1].keys
-        check_totals(backend)
 
     def test_many_while_others_commit(self, backend: InspectableBackend, namespace: bytes) -> None:
         writes = [sample_manifest(f"r{number}", number) for number in range(700)]
@@ -260,7 +268,9 @@ class ManifestTests(BackendSuite):
         backend.commit(namespace, CommitBatch(deletions=[first.pack_id]))
         assert backend.uses(namespace, ["short", "long"]) == [None, None]
 
-    def test_abandoned_iteration_holds_nothing(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_abandoned_iteration_holds_nothing(self, url: str) -> None:
+        backend = self.open(url)
+        namespace = backend.open_namespace(sample_identity()).id
         backend.commit(namespace, CommitBatch(manifests=[sample_manifest(f"r{number}") for number in range(3)]))
         iterator = iter(backend.manifests(namespace))
         next(iterator)

@@ -433,11 +433,6 @@ class OffloadingConnectorScheduler:
         """Call ``take_events`` of the manager, and return the events. Must be called once per engine step."""
         return list(self.manager.take_events())
 
-    @property
-    def has_requests(self) -> bool:
-        """Whether any request exists, including finished requests with transfers in flight."""
-        return bool(self._requests)
-
     def shutdown(self) -> None:
         """Shut the manager down; no transfer may be in flight. Idempotent."""
         self.manager.shutdown()

@@ -307,7 +307,6 @@ class TestEndOfRequest:
         assert scheduler.manager.finished == []
         assert scheduler.update_connector_output(finish(metadata)).released == ["request"]
         assert scheduler.manager.finished == ["request"]
-        assert not scheduler.has_requests
 
     def test_releases_at_once_where_nothing_is_stored(self, scheduler: WatchedScheduler) -> None:
         scheduler.on_new_request("request")

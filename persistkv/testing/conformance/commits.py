@@ -72,7 +72,7 @@ class CommitTests(BackendSuite):
         held, good = sample_pack(namespace, 1), sample_pack(namespace, 2)
         cursor = backend.commit(namespace, CommitBatch([held])).cursor
         stats = backend.stats()
-        source = FailingSource(sample_blocks(3, 40, 1 << 18), fails_at=30)
+        source = FailingSource([sample_blocks(3, 40, 1 << 18)], fails_at=30)
         torn = PackWriter(namespace, RawCodec(), [Segment(0, 1 << 18, sample_keys(3, 40), source)])
         with pytest.raises(SourceFailure):
             backend.commit(namespace, CommitBatch([good, torn], [sample_manifest("r1")], [held.pack_id]))

@@ -61,10 +61,8 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_age_s: float = 2.0
     """Maximum seconds that a small job waits to be written together with others."""
     durability: str = "commit"
-    """``commit``: packs of 4 MiB and more are written at once, smaller ones when their request ends or after
-    ``max_age_s``. ``interval:5s``: accepted blocks are written together when the oldest of them reaches that age; a
-    crash of the host loses at most that interval. In both modes, blocks that count as persisted or that a lookup finds
-    are on disk. See ``persistkv.config.parse_durability``."""
+    """``commit``, or ``interval:5s``: a crash of the host loses at most that interval. See
+    ``persistkv.config.parse_durability``."""
     io_threads: int = 2
     """Threads of the store's host that read, verify, encode and decode, in addition to the one that writes."""
     open_timeout_s: float = 60.0

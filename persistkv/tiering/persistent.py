@@ -12,7 +12,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -24,11 +24,11 @@ from persistkv.base import (
     RequestOffloadingContext,
     get_offload_group_idx,
 )
-from persistkv.config import OffloadingConfig, RowLayout, convert_options, parse_durability, parse_size
+from persistkv.config import OffloadingConfig, convert_options, parse_durability, parse_size
 from persistkv.errors import ConfigurationError, MissingOptionError
 from persistkv.memory.budget import BLOCKS_STAGED, MAX_IO_THREADS, MIN_STAGING_BYTES
 from persistkv.storage.format.codec import parse_codec
-from persistkv.storage.host.client import JobOutcome, StoreClient, StoreStats
+from persistkv.storage.host.client import StoreClient, StoreStats
 from persistkv.storage.host.protocol import Hello
 from persistkv.storage.host.supervisor import Host, InlineHost, ProcessHost, ThreadHost
 from persistkv.storage.identity import Identity
@@ -49,7 +49,7 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The store, e.g. ``lmdb:///var/cache/kv?capacity=100GiB``."""
     codec: str = "raw"
     """Codec of new packs."""
-    host: str = "process"
+    host: Literal["process", "thread", "inline"] = "process"
     """Where the store's I/O runs: ``process`` (a host process), ``thread`` (of the engine) or ``inline`` (the caller's
     thread)."""
     strict_identity: bool = False
@@ -61,10 +61,8 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_age_s: float = 2.0
     """Maximum seconds that a small job waits to be written together with others."""
     durability: str = "commit"
-    """``commit``: packs of 4 MiB and more are written at once, smaller ones when their request ends or after
-    ``max_age_s``. ``interval:5s``: accepted blocks are written together when the oldest of them reaches that age; a
-    crash of the host loses at most that interval. In both modes, blocks that count as persisted or that a lookup finds
-    are on disk. See ``persistkv.config.parse_durability``."""
+    """``commit``, or ``interval:5s``: a crash of the host loses at most that interval. See
+    ``persistkv.config.parse_durability``."""
     io_threads: int = 2
     """Threads of the store's host that read, verify, encode and decode, in addition to the one that writes."""
     open_timeout_s: float = 60.0
@@ -96,6 +94,12 @@ class PersistentTier(SecondaryTierManager):
         if not config.identity:
             raise MissingOptionError("the persistent tier", "an identity: all that tells this engine's KV from others")
         self.options = _checked(options)
+        staging_bytes = parse_size(self.options.staging_bytes, name="staging_bytes")
+        largest = max(group.block_bytes for group in config.layout.groups)
+        least = max(MIN_STAGING_BYTES, BLOCKS_STAGED * largest)
+        if staging_bytes < least:
+            expected = f"{least} bytes or more, for blocks of {largest} bytes"
+            raise ConfigurationError("staging_bytes", self.options.staging_bytes, expected)
         self._client = StoreClient(
             self._choose_host(),
             Hello(
@@ -104,7 +108,7 @@ class PersistentTier(SecondaryTierManager):
                 config.layout,
                 StoreOptions(
                     codec=self.options.codec,
-                    staging_bytes=_checked_bound(self.options.staging_bytes, config.layout),
+                    staging_bytes=staging_bytes,
                     max_age_s=self.options.max_age_s,
                     durability=self.options.durability,
                     io_threads=self.options.io_threads,
@@ -197,9 +201,8 @@ class PersistentTier(SecondaryTierManager):
         return sum(groups[get_offload_group_idx(key)].block_bytes for key in keys)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
+        self._poll()
         finished, self._finished = self._finished, []
-        finished += map(_result, self._client.poll())
-        self._learn_ends()
         return finished
 
     def has_pending_work(self) -> bool:
@@ -210,7 +213,7 @@ class PersistentTier(SecondaryTierManager):
         deadline = time.monotonic() + timeout_s
         self._client.flush(timeout_s)
         while self._client.num_jobs and time.monotonic() < deadline:
-            self._finished += map(_result, self._client.poll())
+            self._poll()
             time.sleep(_NAP_S)
         return not self._client.num_jobs
 
@@ -227,7 +230,12 @@ class PersistentTier(SecondaryTierManager):
         self._sequence += 1
         description = req_context.description
         num_groups = len(self.config.layout.groups)
-        chains = _by_group(arrived, num_groups) if description is None else description.group_keys
+        chains: Sequence[Sequence[OffloadKey]]
+        if description is None:
+            known = dict.fromkeys(arrived)
+            chains = [[key for key in known if get_offload_group_idx(key) == group] for group in range(num_groups)]
+        else:
+            chains = description.group_keys
         if len(chains) != num_groups:
             logger.error("request %s has keys of %d groups; there are %d", req_context.req_id, len(chains), num_groups)
             self._remember(req_context.req_id, False)
@@ -245,7 +253,11 @@ class PersistentTier(SecondaryTierManager):
             )
         )
 
-    def _learn_ends(self) -> None:
+    def _poll(self) -> None:
+        for outcome in self._client.poll():
+            failed = [OffloadKey(key) for key in outcome.failed]
+            result = JobResult(outcome.job_id, not outcome.refused, failed, outcome.num_bytes, outcome.seconds)
+            self._finished.append(result)
         for req_id, whole in self._client.take_persisted().items():
             self._remember(req_id, whole)
 
@@ -315,8 +327,7 @@ class PersistentTier(SecondaryTierManager):
         """
         deadline = time.monotonic() + timeout_s
         while req_id not in self._ended and time.monotonic() < deadline:
-            self._finished += map(_result, self._client.poll())
-            self._learn_ends()
+            self._poll()
             time.sleep(_NAP_S)
         return self._ended.get(req_id, False)
 
@@ -343,11 +354,7 @@ class PersistentTier(SecondaryTierManager):
 
 def _checked(options: Mapping[str, Any]) -> PersistentTierOptions:
     where = "tier persistent"
-    if "url" not in options:
-        raise MissingOptionError(f"{where} option url", "a store's URL, e.g. lmdb:///var/cache/kv")
     checked = convert_options(PersistentTierOptions, options, where=where)
-    if checked.host not in ("process", "thread", "inline"):
-        raise ConfigurationError(f"{where} option host", checked.host, "process, thread or inline")
     for name, least in (("max_age_s", 0.0), ("open_timeout_s", 1.0), ("watchdog_s", 1.0)):
         if not getattr(checked, name) >= least:
             raise ConfigurationError(f"{where} option {name}", getattr(checked, name), f"{least:g} seconds or more")
@@ -358,27 +365,6 @@ def _checked(options: Mapping[str, Any]) -> PersistentTierOptions:
     return checked
 
 
-def _checked_bound(value: int | str, layout: RowLayout) -> int:
-    bound = parse_size(value, name="staging_bytes")
-    largest = max(group.block_bytes for group in layout.groups)
-    least = max(MIN_STAGING_BYTES, BLOCKS_STAGED * largest)
-    if bound < least:
-        raise ConfigurationError("staging_bytes", value, f"{least} bytes or more, for blocks of {largest} bytes")
-    return bound
-
-
-def _result(outcome: JobOutcome) -> JobResult:
-    failed = [OffloadKey(key) for key in outcome.failed]
-    return JobResult(outcome.job_id, not outcome.refused, failed, outcome.num_bytes, outcome.seconds)
-
-
 def _depths(depth: Any, keys: Sequence[OffloadKey]) -> list[int] | None:
     depths = list(map(depth, keys))
     return None if None in depths else depths
-
-
-def _by_group(keys: Sequence[OffloadKey], num_groups: int) -> list[list[OffloadKey]]:
-    chains: list[list[OffloadKey]] = [[] for _ in range(num_groups)]
-    for key in dict.fromkeys(keys):
-        chains[get_offload_group_idx(key)].append(key)
-    return chains

@@ -188,7 +188,7 @@ def test_the_host_killed_in_a_cascade_and_in_a_promotion(
         ({}, "tier persistent option url"),
         ({"url": "lmdb:///tmp/x", "kodec": "raw"}, "tier persistent option kodec: 'raw' .* one of codec, .*host"),
         ({"url": "lmdb:///tmp/x", "codec": "lz4"}, "codec: 'lz4' .* one of raw, zstd"),
-        ({"url": "lmdb:///tmp/x", "host": "moon"}, "option host: 'moon' .* process, thread or inline"),
+        ({"url": "lmdb:///tmp/x", "host": "moon"}, "option host: 'moon' .* one of process, thread, inline"),
         ({"url": "lmdb:///tmp/x", "queue_bytes": "-5"}, "queue_bytes"),
         ({"url": "lmdb:///tmp/x", "max_age_s": "soon"}, "option max_age_s: 'soon'"),
         ({"url": "lmdb:///tmp/x", "durability": "5s"}, "durability: '5s' .* commit, or interval:5s"),

@@ -10,10 +10,10 @@ import torch
 from transformers import BatchEncoding, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 import persistkv
+from persistkv import Engine
 from persistkv.base import TransferResult
 from persistkv.connector.worker import OffloadingConnectorWorker
 from persistkv.errors import ConfigurationError, EngineClosedError, PromptTooLongError, UnsupportedModelError
-from persistkv.integrations.transformers import Engine
 from tests.integrations.transformers.conftest import OpenEngine
 
 

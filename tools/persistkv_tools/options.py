@@ -341,6 +341,14 @@ def with_uses(
         yield from zip(some, backend.uses(namespace, [manifest.id for manifest in some]), strict=True)
 
 
+def row(request: RequestManifest | RequestView) -> tuple[bytes | str, frozenset[tuple[str, str]]]:
+    """Return (context digest, labels), with the request id if the digest is unknown.
+
+    Requests of a namespace for which these are equal are copies: lists show them as one row.
+    """
+    return request.context or request.id, frozenset(request.labels.items())
+
+
 def _some(names: Iterator[str]) -> str:
     found = sorted(names)
     more = f" and {len(found) - _NAMED_AT_MOST} more" if len(found) > _NAMED_AT_MOST else ""

@@ -67,7 +67,7 @@ state = VerifyState.begin("lmdb:///here", 1.0)
 interrupt_in(0.3)
 begin = time.monotonic()
 try:
-    with closing(Verifier(backend, spaces, state, lambda num_bytes: None, 4, None, 1)) as verifier:
+    with closing(Verifier(backend, spaces, state, lambda num_bytes: None, 4, batch_bytes=1)) as verifier:
         list(verifier.packs())
 except KeyboardInterrupt:
     print(time.monotonic() - begin)

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import time
 from collections import Counter
@@ -31,14 +32,8 @@ from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.host.status import read_statuses
-from persistkv.storage.namespace_view import (
-    SHORTENED_AT_ONCE,
-    ManifestMaker,
-    NamedRequest,
-    read_requests,
-    shortened,
-)
-from persistkv_tools import render
+from persistkv.storage.namespace_view import SHORTENED_AT_ONCE, ManifestMaker, NamedRequest, read_requests, shortened
+from persistkv_tools import options, render
 from persistkv_tools.maintain.integrity import (
     Tally,
     Verifier,
@@ -48,13 +43,13 @@ from persistkv_tools.maintain.integrity import (
     packs_left,
     read_catalogues,
 )
-from persistkv_tools.options import Json, Rate, Url, Yes, ensure_consent
-from persistkv_tools.packs import Finding, NamespacePacks, Took, check_pack
+from persistkv_tools.options import ensure_consent
+from persistkv_tools.packs import BATCH_BYTES, Finding, NamespacePacks, Took, check_pack
 from persistkv_tools.progress import Throttle, byte_progress, counted
 
 _SAVE_S = 5.0
-_PORTION_BYTES = 1 << 30  # 1 GiB
-_BOUNDED_BATCH_BYTES = 1 << 20  # 1 MiB
+_PORTION_BYTES, _BOUNDED_PORTION_BYTES = 1 << 30, 64 << 20  # 1 GiB, 64 MiB
+_BOUNDED_BATCH_BYTES = 1 << 20  # 1 MiB: small reads, so that reads of an engine need not wait long
 _SHARE_BESIDE_ENGINES = 0.05  # of the time
 _THREADS = 4
 _SWITCH_S = 0.0002
@@ -142,18 +137,18 @@ _FINDINGS = render.columns(
 
 
 def verify(
-    url: Url,
+    url: options.Url,
     sample: Annotated[float, typer.Option(metavar="SHARE", help="Read a random share of the packs, e.g. 0.05.")] = 1.0,
-    rate: Rate = None,
+    rate: options.Rate = None,
     repair: Annotated[
         bool, typer.Option("--repair", help="Delete bad packs; requests keep the blocks before them.")
     ] = False,
-    yes: Yes = False,
+    yes: options.Yes = False,
     resume: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Save the progress here, and resume from it; removed at the end."),
     ] = None,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Read everything and check it, a twentieth of the time where an engine shows that it uses the store and there is
     no --rate. Exit code 1: something is wrong, repaired or not. Exit code 3: a commit of --repair failed; those before
@@ -218,11 +213,10 @@ def check_store(
     spaces = read_catalogues(backend)
     total = sum(space.tables[pack].payload_length for space, pack in packs_left(spaces, state))
     took = counted(progress, "verify", total, throttle)
-    portion = None if resume is None else min(_PORTION_BYTES, throttle.bytes_in(_SAVE_S))
-    if throttle.bounded:  # small reads, so that reads of an engine need not wait long
-        verifier = Verifier(backend, spaces, state, took, 0, portion, _BOUNDED_BATCH_BYTES)
-    else:
-        verifier = Verifier(backend, spaces, state, took, _THREADS, portion)
+    threads, portion, batch = _THREADS, _PORTION_BYTES, BATCH_BYTES
+    if throttle.bounded:
+        threads, portion, batch = 0, _BOUNDED_PORTION_BYTES, _BOUNDED_BATCH_BYTES
+    verifier = Verifier(backend, spaces, state, took, threads, math.inf if resume is None else portion, batch)
     with closing(verifier), _prompt_threads():
         if not throttle.bounded:
             verifier.begin()

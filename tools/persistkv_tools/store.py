@@ -6,13 +6,14 @@ Each operation is implemented in the module of its command, which is imported wh
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from persistkv.config import parse_size, store_url
-from persistkv.errors import StoreError
+from persistkv.config import StoreUrl, parse_size, store_url
+from persistkv.errors import ConfigurationError, StoreError
+from persistkv.storage import open_inspectable
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.extensions import InspectableBackend, SupportsCompaction
 from persistkv_tools.options import (
@@ -23,6 +24,7 @@ from persistkv_tools.options import (
     chosen_requests,
     find_request,
     opened,
+    opened_if_there,
     throttle_of,
 )
 from persistkv_tools.progress import counted
@@ -289,20 +291,21 @@ class StoreHandle:
         :raises ConfigurationError: the target is this store, or an argument is invalid.
         :raises StoreTooSmallError: the content does not fit, and ``newest`` is false; nothing was written.
         """
-        from persistkv_tools.transfer.push import copy_requests
+        from persistkv_tools.transfer.push import Pushed, Transfer, sources_of
 
-        spaces = chosen_namespaces(self.backend, namespace)
-        return copy_requests(
-            self.url,
-            self.backend,
-            spaces,
-            target,
-            selection,
-            throttle_of(rate),
-            progress,
-            newest=newest,
-            dry_run=dry_run,
-        )
+        ends = [StoreUrl.parse(end) for end in (self.url, target)]
+        if (ends[0].scheme, ends[0].location) == (ends[1].scheme, ends[1].location):
+            raise ConfigurationError("target", target, "another store than the source")
+        throttle = throttle_of(rate)
+        sources = sources_of(self.backend, chosen_namespaces(self.backend, namespace), selection)
+        with opened_if_there(target) as there:
+            transfer = Transfer(sources, there, target, everything=selection == _ALL)
+            place, capacity, choice = transfer.place(there, self.backend.stats().capacity, newest=newest)
+        if dry_run:
+            return Pushed(transfer.planned(choice), place, capacity)
+        with closing(open_inspectable(place)) as writing:
+            took = counted(progress, "copy", transfer.content.payload_bytes, throttle)
+            return Pushed(transfer.run(writing, took, newest=newest), place, writing.stats().capacity)
 
     def close(self) -> None:
         """Release the store. Idempotent."""

@@ -19,19 +19,8 @@ from rich.tree import Tree
 from persistkv.memory.budget import no_collections
 from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.pack import Frame, PackTable
-from persistkv_tools import render
-from persistkv_tools.options import (
-    FoundRequest,
-    InNamespace,
-    Json,
-    NotFoundError,
-    RequestId,
-    RequestView,
-    Url,
-    find_request,
-    opened,
-    short_id,
-)
+from persistkv_tools import options, render
+from persistkv_tools.options import FoundRequest, NotFoundError, RequestView, find_request, opened, short_id
 from persistkv_tools.packs import keys_of
 
 _SHOWN_PACKS = 40
@@ -143,15 +132,15 @@ _KEYS = render.columns("key depth pack=held_by frame_at=offset", held_by=lambda 
 
 
 def show(
-    url: Url,
-    request: RequestId,
+    url: options.Url,
+    request: options.RequestId,
     tree: Annotated[
         bool, typer.Option("--tree", help="Also draw the prefix tree of the namespace's contexts.")
     ] = False,
     nodes: Annotated[int, typer.Option(min=1, max=10_000, help="Nodes of the tree to draw at most.")] = 40,
     keys: Annotated[int, typer.Option(min=0, help="Keys to name of each group.")] = 4,
-    namespace: InNamespace = None,
-    json: Json = False,
+    namespace: options.InNamespace = None,
+    json: options.Json = False,
 ) -> None:
     """Show one context: packs, keys, sizes, and blocks shared with other requests.
 

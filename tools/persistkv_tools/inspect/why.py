@@ -13,8 +13,8 @@ import typer
 from persistkv.errors import FileError
 from persistkv.storage.backend import Namespace
 from persistkv.storage.identity import Identity, fingerprint_checkpoint
-from persistkv_tools import render
-from persistkv_tools.options import InNamespace, Json, NotFoundError, Url, chosen_namespaces, opened
+from persistkv_tools import options, render
+from persistkv_tools.options import NotFoundError, chosen_namespaces, opened
 
 _LONGEST = 200
 _DTYPES = ("dtype", "torch_dtype")
@@ -53,7 +53,7 @@ _COLUMNS = render.columns(
 
 
 def why(
-    url: Url,
+    url: options.Url,
     against: Annotated[
         str | None,
         typer.Option(
@@ -62,8 +62,8 @@ def why(
             show_default=False,
         ),
     ] = None,
-    namespace: InNamespace = None,
-    json: Json = False,
+    namespace: options.InNamespace = None,
+    json: options.Json = False,
 ) -> None:
     """Show why a store does or does not serve something: the fields in which identities differ.
 

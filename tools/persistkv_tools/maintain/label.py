@@ -12,32 +12,24 @@ from persistkv import open_store
 from persistkv.errors import ConfigurationError, MissingOptionError, StoreError
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.extensions import InspectableBackend
-from persistkv_tools import render
-from persistkv_tools.options import (
-    FoundRequest,
-    InNamespace,
-    Json,
-    NotFoundError,
-    RequestId,
-    Url,
-    find_request,
-)
+from persistkv_tools import options, render
+from persistkv_tools.options import FoundRequest, NotFoundError, find_request
 from persistkv_tools.packs import NamespacePacks
 
 _ATTEMPTS = 100
 
 
 def label(
-    url: Url,
-    request: RequestId,
+    url: options.Url,
+    request: options.RequestId,
     labels: Annotated[
         list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help="Labels to give, over those of that name.")
     ] = None,
     remove: Annotated[
         list[str] | None, typer.Option("--remove", metavar="NAME", help="Take this one away; may be given again.")
     ] = None,
-    namespace: InNamespace = None,
-    json: Json = False,
+    namespace: options.InNamespace = None,
+    json: options.Json = False,
 ) -> None:
     """Tag a context, for ls, prune, export and push to find it by. It counts as used.
 
@@ -56,7 +48,9 @@ def label(
         render.say(f"{now.id} (namespace {now.namespace[:8]}): {render.format_labels(now.labels) or 'no labels'}")
 
 
-def pin(url: Url, request: RequestId, namespace: InNamespace = None, json: Json = False) -> None:
+def pin(
+    url: options.Url, request: options.RequestId, namespace: options.InNamespace = None, json: options.Json = False
+) -> None:
     """Keep a context: neither it nor its packs are evicted, nor do they expire, until it is unpinned.
 
     Example: persistkv pin lmdb:///var/cache/kv 0c4de6a0
@@ -64,7 +58,9 @@ def pin(url: Url, request: RequestId, namespace: InNamespace = None, json: Json 
     _pin(url, request, namespace, json, pinned=True)
 
 
-def unpin(url: Url, request: RequestId, namespace: InNamespace = None, json: Json = False) -> None:
+def unpin(
+    url: options.Url, request: options.RequestId, namespace: options.InNamespace = None, json: options.Json = False
+) -> None:
     """Let a context be evicted again.
 
     Example: persistkv unpin lmdb:///var/cache/kv 0c4de6a0

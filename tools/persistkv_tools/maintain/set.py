@@ -14,8 +14,8 @@ import typer
 from persistkv.config import StoreUrl, parse_duration, parse_size
 from persistkv.errors import ConfigurationError, UnsupportedStoreError
 from persistkv.storage.extensions import InspectableBackend, Policy, SupportsPolicy
-from persistkv_tools import render
-from persistkv_tools.options import Json, Url, Yes, ensure_consent, opened, with_uses
+from persistkv_tools import options, render
+from persistkv_tools.options import ensure_consent, opened, with_uses
 
 _NONE = "none"
 
@@ -36,14 +36,14 @@ class Consequences(msgspec.Struct, frozen=True):
 
 
 def set_(
-    url: Url,
+    url: options.Url,
     values: Annotated[
         list[str] | None,
         typer.Argument(metavar="[NAME=VALUE]...", help="capacity=200GiB, ttl=7d or ttl=none. Without any: show them."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the consequences.")] = False,
-    yes: Yes = False,
-    json: Json = False,
+    yes: options.Yes = False,
+    json: options.Json = False,
 ) -> None:
     """Show or change a store's capacity and ttl. Engines may run.
 

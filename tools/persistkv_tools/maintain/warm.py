@@ -13,18 +13,8 @@ from persistkv.errors import MissingOptionError
 from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.host.prewarm import WarmAnswer, WarmRequest, request_warm, warm_answers, withdraw_warm
 from persistkv.storage.host.status import read_statuses
-from persistkv_tools import render
-from persistkv_tools.options import (
-    FoundRequest,
-    InNamespace,
-    Json,
-    Labels,
-    RequestIds,
-    Selection,
-    Url,
-    chosen_requests,
-    opened,
-)
+from persistkv_tools import options, render
+from persistkv_tools.options import FoundRequest, Selection, chosen_requests, opened
 
 _LOOK_S = 0.5
 _SHOWN = 20
@@ -45,10 +35,10 @@ class Warmed(msgspec.Struct, frozen=True):
 
 
 def warm(
-    url: Url,
-    requests: RequestIds = None,
-    label: Labels = None,
-    namespace: InNamespace = None,
+    url: options.Url,
+    requests: options.RequestIds = None,
+    label: options.Labels = None,
+    namespace: options.InNamespace = None,
     ttl: Annotated[
         str,
         typer.Option(
@@ -60,7 +50,7 @@ def warm(
         typer.Option(metavar="AGE", help="Wait at most this long for an engine, e.g. 5m."),
     ] = None,
     withdraw: Annotated[bool, typer.Option("--withdraw", help="Withdraw the request; promoted blocks stay.")] = False,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Have engines read contexts into memory, those that run and those that start.
 

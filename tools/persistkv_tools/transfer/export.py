@@ -20,17 +20,8 @@ from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.identity import Identity
-from persistkv_tools import render
-from persistkv_tools.options import (
-    FoundRequest,
-    InNamespace,
-    Json,
-    Labels,
-    Rate,
-    RequestIds,
-    Selection,
-    Url,
-)
+from persistkv_tools import options, render
+from persistkv_tools.options import FoundRequest, Selection
 from persistkv_tools.packs import NamespacePacks, OtherReleaseError, Packs, Took, all_keys, check_pack
 from persistkv_tools.progress import byte_progress
 from persistkv_tools.transfer.archive import STANDARD_OUTPUT, ArchiveWriter
@@ -84,17 +75,17 @@ class Sent(msgspec.Struct):
 
 
 def export(
-    url: Url,
+    url: options.Url,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write; -: to standard output.")
     ],
-    requests: RequestIds = None,
+    requests: options.RequestIds = None,
     everything: Annotated[bool, typer.Option("--all", help="All requests.")] = False,
-    label: Labels = None,
-    namespace: InNamespace = None,
+    label: options.Labels = None,
+    namespace: options.InNamespace = None,
     force: Annotated[bool, typer.Option("--force", help="Take the place of a file that is there.")] = False,
-    rate: Rate = None,
-    json: Json = False,
+    rate: options.Rate = None,
+    json: options.Json = False,
 ) -> None:
     """Write contexts to one file that any store can import. Exit code 1: some are damaged and were left out.
 

@@ -18,8 +18,8 @@ from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.manifest import ManifestKeys
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.identity import Identity
-from persistkv_tools import render
-from persistkv_tools.options import Json, Url, opened_if_there
+from persistkv_tools import options, render
+from persistkv_tools.options import opened_if_there
 from persistkv_tools.packs import OtherReleaseError, Packs, Took, all_keys, check_payload
 from persistkv_tools.progress import byte_progress, counted
 from persistkv_tools.transfer.archive import ArchiveReader, PackRecord, RequestRecord
@@ -29,10 +29,10 @@ from persistkv_tools.transfer.push import Newest, Transfer, print_received
 
 def import_(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A file from persistkv export.")],
-    url: Url,
+    url: options.Url,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse a store that holds only other identities.")] = False,
     newest: Newest = False,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Verify an export file completely, then write its content to a store, which is created if absent.
 

@@ -13,37 +13,25 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
 import typer
-from rich.progress import Progress
 
 from persistkv import open_store
 from persistkv.config import MAX_PACK_BYTES, StoreUrl
-from persistkv.errors import ConfigurationError, PersistKVError
-from persistkv.storage import BACKENDS, open_inspectable
+from persistkv.errors import PersistKVError
+from persistkv.storage import BACKENDS
 from persistkv.storage.backend import CommitBatch, ManifestWrite, Namespace
 from persistkv.storage.extensions import InspectableBackend, SupportsCompaction, SupportsPolicy
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.format.pack_writer import PackCopy
-from persistkv_tools import render
-from persistkv_tools.options import (
-    STORE_VARIABLE,
-    InNamespace,
-    Json,
-    Labels,
-    NewerThan,
-    OlderThan,
-    Rate,
-    Selection,
-    opened_if_there,
-)
+from persistkv_tools import options, render
+from persistkv_tools.options import STORE_VARIABLE, Selection
 from persistkv_tools.packs import NamespacePacks, Packs, Took, all_keys
-from persistkv_tools.progress import Throttle, byte_progress, counted
+from persistkv_tools.progress import byte_progress
 from persistkv_tools.transfer.export import Source, print_incomplete
 
 _SHOWN = 20
@@ -71,14 +59,14 @@ def push(
         str, typer.Argument(metavar="SRC", help="The store to copy from.", envvar=STORE_VARIABLE, show_default=False)
     ],
     target: Annotated[str, typer.Argument(metavar="DST", help=_TARGET_HELP)],
-    namespace: InNamespace = None,
-    label: Labels = None,
-    older_than: OlderThan = None,
-    newer_than: NewerThan = None,
+    namespace: options.InNamespace = None,
+    label: options.Labels = None,
+    older_than: options.OlderThan = None,
+    newer_than: options.NewerThan = None,
     newest: Newest = False,
-    rate: Rate = None,
+    rate: options.Rate = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be copied.")] = False,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Copy what another store lacks; run it again where it was cut off. Exit code 1: some requests did not get there.
 
@@ -95,9 +83,8 @@ def push(
         totals = {"dry_run": dry_run, "received": pushed.received, "capacity": pushed.capacity}
         render.print_json({"source": source, "target": target, **totals})
     else:
-        print_received(
-            pushed.received, target, pushed.url, pushed.capacity, None if dry_run else time.monotonic() - begin
-        )
+        seconds = None if dry_run else time.monotonic() - begin
+        print_received(pushed.received, target, pushed.url, pushed.capacity, seconds)
     if not pushed.received.complete:
         raise typer.Exit(1)
 
@@ -105,49 +92,19 @@ def push(
 def pull(
     target: Annotated[str, typer.Argument(metavar="DST", help=_TARGET_HELP, envvar=STORE_VARIABLE, show_default=False)],
     source: Annotated[str, typer.Argument(metavar="SRC", help="The store to copy from.")],
-    **options: object,
+    **chosen: object,
 ) -> None:
     """Copy what this store lacks and another one has: push, seen from the other end.
 
     Example: persistkv pull lmdb:///var/cache/kv s3://my-bucket/kv --label user=anna --rate 100MiB
     """
-    push(source, target, **options)  # type: ignore[arg-type]
+    push(source, target, **chosen)  # type: ignore[arg-type]
 
 
 _push, _pull = (inspect.signature(function, eval_str=True) for function in (push, pull))
 pull.__signature__ = _pull.replace(  # type: ignore[attr-defined]
     parameters=[*list(_pull.parameters.values())[:2], *list(_push.parameters.values())[2:]]
 )
-
-
-def copy_requests(
-    url: str,
-    backend: InspectableBackend,
-    namespaces: Iterable[Namespace],
-    target: str,
-    selection: Selection,
-    throttle: Throttle,
-    progress: Progress | None,
-    *,
-    newest: bool,
-    dry_run: bool,
-) -> Pushed:
-    """Copy requests that another store lacks; see ``StoreHandle.push``.
-
-    :param url: URL of the store to copy from, which is open as ``backend``.
-    """
-    ends = [StoreUrl.parse(end) for end in (url, target)]
-    if (ends[0].scheme, ends[0].location) == (ends[1].scheme, ends[1].location):
-        raise ConfigurationError("target", target, "another store than the source")
-    sources = sources_of(backend, namespaces, selection)
-    with opened_if_there(target) as there:
-        transfer = Transfer(sources, there, target, everything=selection == Selection())
-        place, capacity, choice = transfer.place(there, backend.stats().capacity, newest=newest)
-    if dry_run:
-        return Pushed(transfer.planned(choice), place, capacity)
-    with closing(open_inspectable(place)) as writing:
-        took = counted(progress, "copy", transfer.content.payload_bytes, throttle)
-        return Pushed(transfer.run(writing, took, newest=newest), place, writing.stats().capacity)
 
 
 def sources_of(backend: InspectableBackend, namespaces: Iterable[Namespace], selection: Selection) -> list[Source]:
@@ -299,11 +256,9 @@ class Transfer:
         self._sources = sources
         self._everything = Choice([], [], Content())
         self._received = Received()
-        packs: dict[tuple[bytes, bytes], PackTable] = {}
         for source in sources:
             self._compare(source, target, everything=everything)
-        for source, pack in self._everything.orphans:
-            packs[source.identity.digest, pack] = source.packs.tables[pack]
+        packs = {(source.identity.digest, pack): source.packs.tables[pack] for source, pack in self._everything.orphans}
         for source, manifest, lacking in self._everything.candidates:
             self.content.add_request(manifest)
             packs.update(((source.identity.digest, pack), source.packs.tables[pack]) for pack in lacking)
@@ -363,11 +318,7 @@ class Transfer:
                 " free for them."
                 " Prune it, give it a larger capacity, or copy the newest requests that fit with --newest"
             )
-        return self._newest(lambda content: content.store_bytes <= room.free_bytes)
-
-    def _newest(self, fits: Callable[[Content], bool]) -> Choice:
-        content, missing, chosen = Content(), list[str](), list[Candidate]()
-        packs: set[tuple[bytes, bytes]] = set()
+        content, missing, chosen, packs = Content(), list[str](), list[Candidate](), set[tuple[bytes, bytes]]()
         for candidate in sorted(self._everything.candidates, key=_age, reverse=True):
             namespace, tables = candidate.source.identity.digest, candidate.source.packs.tables
             fresh = [(namespace, pack) for pack in candidate.packs if (namespace, pack) not in packs]
@@ -375,7 +326,7 @@ class Transfer:
             wider.add_request(candidate.manifest)
             for _, pack in fresh:
                 wider.add_pack(tables[pack])
-            if fits(wider):
+            if wider.store_bytes <= room.free_bytes:
                 content = wider
                 packs.update(fresh)
                 chosen.append(candidate)
@@ -409,15 +360,14 @@ class Transfer:
 
     def planned(self, choice: Choice) -> Received:
         """Return the outcome that ``run`` will have if no store changes meanwhile and no pack is damaged."""
-        content = choice.content
-        return msgspec.structs.replace(
-            self._received,
-            packs=content.packs,
-            stored_bytes=content.payload_bytes,
-            requests=content.requests,
-            missing=list(choice.missing),
-            missing_packs=len(self._everything.orphans) - len(choice.orphans),
-        )
+        content, received = choice.content, self._begun(choice)
+        received.packs, received.requests = content.packs, content.requests
+        received.stored_bytes = content.payload_bytes
+        return received
+
+    def _begun(self, choice: Choice) -> Received:
+        missing_packs = len(self._everything.orphans) - len(choice.orphans)
+        return msgspec.structs.replace(self._received, missing=list(choice.missing), missing_packs=missing_packs)
 
     def run(self, target: InspectableBackend, took: Took, *, newest: bool = False) -> Received:
         """Copy all content or, with ``newest``, the newest requests that fit. Requests are copied oldest first.
@@ -427,10 +377,8 @@ class Transfer:
         :raises StoreError: a store failed; earlier commits stay in effect, and the next transfer
             does not copy their content again.
         """
-        choice, received = self.choose(Room.of(target), newest=newest), self._received
-        received.missing = list(choice.missing)
-        received.missing_packs = len(self._everything.orphans) - len(choice.orphans)
-        receivers = []
+        choice = self.choose(Room.of(target), newest=newest)
+        received, receivers = self._begun(choice), []
         for source in self._sources:
             receivers.append(receiver := _Receiver(target, source, received, took))
             for place, pack in choice.orphans:

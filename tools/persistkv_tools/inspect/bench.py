@@ -36,15 +36,14 @@ from persistkv.memory.pages import use_huge_pages
 from persistkv.storage import BACKENDS, open_inspectable
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.commit_pipeline import DIRECT_BYTES
-from persistkv.storage.extensions import InspectableBackend, PlainMedium, SupportsPlainMedium
+from persistkv.storage.extensions import PlainMedium, SupportsPlainMedium
 from persistkv.storage.host.client import JobOutcome, StoreClient
 from persistkv.storage.host.protocol import Hello
 from persistkv.storage.host.supervisor import Host, ProcessHost
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
-from persistkv_tools import render
+from persistkv_tools import options, render
 from persistkv_tools.inspect.doctor import CODECS, LEAST_GAIN, sample_store
-from persistkv_tools.options import Json, Url
 from persistkv_tools.packs import Took
 from persistkv_tools.progress import byte_progress, counted
 
@@ -61,7 +60,6 @@ _POOR = 0.5
 """Below this share of the good ratio, an operation is judged slow."""
 _CODEC_ROUNDS = 3
 """Rounds in which each codec is measured, after a warm-up round."""
-_NO_ADVICE = "the codecs were not compared"
 
 
 class Figure(msgspec.Struct, frozen=True):
@@ -126,10 +124,10 @@ _CODEC_FIGURES = render.columns("codec ratio store=store_bytes_per_s load=load_b
 
 
 def bench(
-    url: Url,
+    url: options.Url,
     size: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of one job.")] = "32MiB",
     rounds: Annotated[int, typer.Option(min=1, help="Number of rounds.")] = 7,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Compare persistkv on this disk or bucket with plain reads and writes of the same bytes, and judge the ratios.
 
@@ -172,7 +170,12 @@ def _bench(url: str, job_bytes: int, rounds: int, took: Took) -> BenchReport:
     notes: list[str] = []
     times: dict[str, list[float]] = defaultdict(list)
     codecs: list[CodecFigure] = []
-    job, sample = _Job(job_bytes), _sample(url, job_bytes, notes)
+    job = _Job(job_bytes)
+    try:
+        with closing(open_inspectable(url, read_only=True)) as backend:
+            sample, problem = sample_store(backend, job_bytes), "the store holds less than 1 MiB"
+    except StoreError as error:
+        sample, problem = b"", str(error)
     with _scratch(url, notes) as (scratch, directory), ExitStack() as stack:
         if (plain := _plain_medium(scratch, directory, notes)) is not None:
             stack.enter_context(closing(plain))
@@ -193,59 +196,26 @@ def _bench(url: str, job_bytes: int, rounds: int, took: Took) -> BenchReport:
             del seconds[0]
         if directory is not None:
             try:
-                _cold(scratch, directory, job, keys, plain, times, took)
+                for number, names in enumerate(keys[1:]):
+                    if isinstance(plain, _PlainDisk):
+                        time.sleep(_PAUSE_S)  # a disk answers sooner right after another read
+                        times["plain load, cold"].append(_seconds(plain.read_cold, number, job.target))
+                        job.clear()  # as after a load: reads into memory that was just written are faster
+                    drop_page_cache([directory])
+                    with job.client(scratch) as client:
+                        time.sleep(_PAUSE_S)
+                        times["load, cold"].append(job.load(client, names))
+                    took(job_bytes)
             except OSError as error:
                 notes.append(f"reads past the page cache cannot be measured: {error.strerror}")
-        if sample:
-            try:
-                codecs += _measure_codecs(scratch, directory, job, sample, took)
-            except StoreError as error:
-                notes.append(f"{_NO_ADVICE}: {error}")
+        try:
+            codecs += _measure_codecs(scratch, directory, job, sample, took) if sample else ()
+        except StoreError as error:
+            sample, problem = b"", str(error)
+        if not sample:
+            notes.append(f"the codecs were not compared: {problem}")
     figures = [_figure(name, times[name], times.get(f"plain {name}"), job_bytes) for name in _GOOD if times.get(name)]
     return BenchReport(url, scratch, job_bytes, rounds, figures, codecs, recommend(codecs) if codecs else None, notes)
-
-
-def _sample(url: str, most_bytes: int, notes: list[str]) -> bytes:
-    """Return a sample of the store's raw content; empty, with a note, if the store is absent or holds too little."""
-    sample, problem = b"", "the store holds less than 1 MiB"
-    try:
-        with closing(open_inspectable(url, read_only=True)) as backend:
-            sample = sample_store(backend, most_bytes)
-    except StoreError as error:
-        problem = str(error)
-    if not sample:
-        notes.append(f"{_NO_ADVICE}: {problem}")
-    return sample
-
-
-def _cold(
-    scratch: str,
-    directory: Path,
-    job: _Job,
-    keys: list[list[bytes]],
-    plain: PlainMedium | None,
-    times: dict[str, list[float]],
-    took: Took,
-) -> None:
-    """Measure loads that find nothing in the page cache, by persistkv and by plain reads.
-
-    Pause before each read: a disk answers sooner right after another read.
-
-    :param scratch: URL of the temporary store, whose files are in ``directory``.
-    :param keys: block keys that each round stored; the first round, for warm-up, is skipped.
-    :param times: receives the seconds of each load, by operation.
-    :raises OSError: the page cache keeps the files.
-    """
-    for number, names in enumerate(keys[1:]):
-        if isinstance(plain, _PlainDisk):
-            time.sleep(_PAUSE_S)
-            times["plain load, cold"].append(_seconds(plain.read_cold, number, job.target))
-            job.clear()  # as after a load: reads into memory that was just written are faster
-        drop_page_cache([directory])
-        with job.client(scratch) as client:
-            time.sleep(_PAUSE_S)
-            times["load, cold"].append(job.load(client, names))
-        took(job.num_bytes)
 
 
 def _measure_codecs(
@@ -347,25 +317,20 @@ def _scratch(url: str, notes: list[str]) -> Iterator[tuple[str, Path | None]]:
             shutil.rmtree(directory)
         else:
             with closing(open_inspectable(scratch)) as backend:
-                _empty(backend)
+                for namespace in list(backend.namespaces()):
+                    packs = [table.pack_id for table in backend.changes(namespace.id, None).added]
+                    for start in range(0, len(packs), _DELETED_AT_ONCE):
+                        backend.commit(namespace.id, CommitBatch(deletions=packs[start : start + _DELETED_AT_ONCE]))
             notes.append(f"{scratch} is empty; a few small objects of it stay, to be removed by the bucket's own tools")
 
 
-def _empty(backend: InspectableBackend) -> None:
-    for namespace in list(backend.namespaces()):
-        packs = [table.pack_id for table in backend.changes(namespace.id, None).added]
-        for start in range(0, len(packs), _DELETED_AT_ONCE):
-            backend.commit(namespace.id, CommitBatch(deletions=packs[start : start + _DELETED_AT_ONCE]))
-
-
 class _Job:
-    """Block buffers of a job in shared memory, in shuffled order: stores read the first half, loads fill the second."""
+    """Block buffers of a job in shared memory, in shuffled order: stores read the first half, loads fill the second.
+
+    :raises ConfigurationError: they do not fit the memory.
+    """
 
     def __init__(self, num_bytes: int) -> None:
-        """Allocate the buffers.
-
-        :raises ConfigurationError: they do not fit the memory.
-        """
         self.num_bytes = num_bytes
         self._fd = os.memfd_create("persistkv-bench")
         try:
@@ -474,25 +439,22 @@ def _plain_medium(scratch: str, directory: Path | None, notes: list[str]) -> Pla
 
 
 class _PlainDisk(PlainMedium):
-    """A file that is written and read with plain system calls."""
+    """A file that is written and read with plain system calls.
+
+    :raises OSError: the file system has no O_DIRECT.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Create the file.
-
-        :raises OSError: the file system has no O_DIRECT.
-        """
         self._direct = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
         self._buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._end = 0
 
     def write(self, buffers: Sequence[memoryview]) -> None:
-        """Append past the page cache, durably.
-
-        :raises StoreError: the disk is full, or failed.
-        """
+        """Append past the page cache, durably."""
         try:
-            self._end += transfer(os.pwritev, self._direct, buffers, self._end)
+            transfer(os.pwritev, self._direct, buffers, self._end)
             os.fdatasync(self._direct)
+            self._end += sum(map(len, buffers))
         except OSError as error:
             raise StoreError(f"the plain file cannot be written: {error.strerror}") from error
 
@@ -500,8 +462,6 @@ class _PlainDisk(PlainMedium):
         """Fill buffers with the bytes of the last ``write``, read through the page cache.
 
         Also compute a checksum of each buffer, because a load does so; it is not compared.
-
-        :raises StoreError: the disk failed.
         """
         try:
             transfer(os.preadv, self._buffered, buffers, self._end - sum(map(len, buffers)))
@@ -526,20 +486,17 @@ class _PlainDisk(PlainMedium):
 
 def transfer(
     call: Callable[[int, Sequence[memoryview], int], int], fd: int, buffers: Sequence[memoryview], offset: int
-) -> int:
+) -> None:
     """Transfer buffers from or to byte ``offset`` of a file, in as few calls of preadv or pwritev as possible.
 
-    :returns: number of bytes.
     :raises OSError: a call transferred fewer bytes.
     """
-    begin = offset
     for start in range(0, len(buffers), _MAX_BUFFERS):
         part = buffers[start : start + _MAX_BUFFERS]
         wanted = sum(map(len, part))
         if (done := call(fd, part, offset)) != wanted:
             raise OSError(errno.EIO, f"{done} of {wanted} bytes")
         offset += wanted
-    return offset - begin
 
 
 def drop_page_cache(paths: Sequence[Path]) -> None:

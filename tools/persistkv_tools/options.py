@@ -18,7 +18,7 @@ from persistkv.errors import ConfigurationError, MissingOptionError, PersistKVEr
 from persistkv.storage import open_inspectable
 from persistkv.storage.backend import Namespace
 from persistkv.storage.extensions import InspectableBackend, RequestUse
-from persistkv.storage.format.manifest import RequestManifest
+from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
 from persistkv_tools import render
 from persistkv_tools.progress import Throttle
 from persistkv_tools.render import view_of
@@ -149,13 +149,6 @@ def opened(url: str, *, writable: bool = False, exists: bool = False) -> Iterato
         yield backend
 
 
-class FoundRequest(NamedTuple):
-    """A request of a store, with its namespace."""
-
-    namespace: Namespace
-    manifest: RequestManifest
-
-
 def short_id(request: str) -> str:
     """Return the request's id if it has at most 8 characters, or else 8 hexadecimal digits of its digest."""
     return request if len(request) <= _SHORT else blake2b(request.encode(), digest_size=_SHORT // 2).hexdigest()
@@ -212,6 +205,27 @@ class RequestView(msgspec.Struct, frozen=True):
         stored = round(self.raw_bytes * use.packs_stored_bytes / packed) if packed else None
         known = {name: getattr(use, name) for name in ("last_used", "reused", "shared_by", "pinned", "hits")}
         return msgspec.structs.replace(self, **known, stored_bytes=stored)
+
+
+class FoundRequest(NamedTuple):
+    """A request of a store, with its namespace."""
+
+    namespace: Namespace
+    manifest: RequestManifest
+
+    def keys(self, backend: InspectableBackend) -> ManifestKeys:
+        """Return the keys of the request.
+
+        :raises NotFoundError: the request was deleted meanwhile, or its keys are unreadable.
+        """
+        keys = backend.manifest_keys(self.namespace.id, [self.manifest.id])[0]
+        if keys is None:
+            raise NotFoundError(f"the keys of {self.manifest.id} are gone or do not read; persistkv verify tells which")
+        return keys
+
+    def view(self, backend: InspectableBackend) -> RequestView:
+        """Return the view of the request, with its use."""
+        return RequestView.of(self.namespace.id, self.manifest, backend.uses(self.namespace.id, [self.manifest.id])[0])
 
 
 class Selection(msgspec.Struct, frozen=True):

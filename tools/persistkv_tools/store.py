@@ -5,7 +5,7 @@ Each operation is implemented in the module of its command, which is imported wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +17,6 @@ from persistkv.storage import open_inspectable
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.extensions import InspectableBackend, SupportsCompaction
 from persistkv_tools.options import (
-    FoundRequest,
     RequestView,
     Selection,
     chosen_namespaces,
@@ -225,14 +224,14 @@ class StoreHandle:
         """
         found = find_request(self.backend, request, namespace)
         self._writable().commit(found.namespace.id, CommitBatch(pins=[(found.manifest.id, pinned)]))
-        return self._view(found)
+        return found.view(self.backend)
 
     def label(
         self,
         request: str,
         labels: Mapping[str, str] | None = None,
         *,
-        remove: Iterable[str] = (),
+        remove: Collection[str] = (),
         namespace: str | None = None,
     ) -> RequestView:
         """Set labels of a request and remove others; return the request. This counts as a use of it."""
@@ -240,7 +239,7 @@ class StoreHandle:
 
         found = find_request(self.backend, request, namespace)
         relabel(self._writable(), found, labels or {}, remove)
-        return self._view(find_request(self.backend, found.manifest.id, found.namespace.id.hex()))
+        return find_request(self.backend, found.manifest.id, found.namespace.id.hex()).view(self.backend)
 
     # Copies
 
@@ -318,10 +317,6 @@ class StoreHandle:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _view(self, found: FoundRequest) -> RequestView:
-        namespace, manifest = found.namespace.id, found.manifest
-        return RequestView.of(namespace, manifest, self.backend.uses(namespace, [manifest.id])[0])
 
     def _writable(self) -> InspectableBackend:
         if self._read_only:

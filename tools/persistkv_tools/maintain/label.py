@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated
 
 import msgspec
@@ -13,7 +13,7 @@ from persistkv.errors import ConfigurationError, MissingOptionError, StoreError
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.extensions import InspectableBackend
 from persistkv_tools import options, render
-from persistkv_tools.options import FoundRequest, NotFoundError, find_request
+from persistkv_tools.options import FoundRequest, find_request
 from persistkv_tools.packs import NamespacePacks
 
 _ATTEMPTS = 100
@@ -94,7 +94,7 @@ def parse_labels(texts: Iterable[str]) -> dict[str, str]:
 
 
 def relabel(
-    backend: InspectableBackend, found: FoundRequest, given: Mapping[str, str], removed: Iterable[str]
+    backend: InspectableBackend, found: FoundRequest, given: Mapping[str, str], removed: Collection[str]
 ) -> dict[str, str]:
     """Set and remove labels of a request; return its labels afterwards. A change counts as a use of the request.
 
@@ -105,13 +105,9 @@ def relabel(
     namespace, name = found.namespace.id, found.manifest.id
     for _ in range(_ATTEMPTS):
         packs = NamespacePacks(backend, namespace)
-        manifest = find_request(backend, name, namespace.hex()).manifest
-        keys = backend.manifest_keys(namespace, [name])[0]
-        if keys is None:
-            raise NotFoundError(f"the keys of {name} are gone or do not read; persistkv verify tells which")
-        labels = {**manifest.labels, **given}
-        for label in removed:
-            labels.pop(label, None)
+        found = find_request(backend, name, namespace.hex())
+        manifest, keys = found.manifest, found.keys(backend)
+        labels = {name: value for name, value in {**manifest.labels, **given}.items() if name not in removed}
         if labels == manifest.labels:
             return labels
         held = packs.in_order(keys)

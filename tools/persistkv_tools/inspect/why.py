@@ -149,7 +149,15 @@ def compare_model(directory: Path, theirs: Namespace) -> ComparisonView:
     """
     stored = theirs.identity.properties
     ours: dict[str, Any] = {"weights": fingerprint_checkpoint(directory)}
-    config = _read_config(directory)
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_bytes())  # with Infinity, which some models have
+    except OSError as error:
+        raise FileError("read", path, error) from None
+    except (ValueError, RecursionError) as error:
+        raise FileError("read", path, ValueError(f"no JSON ({error})")) from None
+    if not isinstance(config, dict):
+        raise FileError("read", path, ValueError("no JSON object"))
     for name in _DTYPES:
         if isinstance(stored.get("dtype"), dict) and isinstance(config.get(name), str):
             ours["dtype"] = {"model": config[name]}
@@ -173,16 +181,3 @@ def _common(values: Mapping[str, Any], others: Any) -> dict[str, Any]:
             both = isinstance(value, Mapping) and isinstance(others[name], Mapping)
             found[name] = _common(value, others[name]) if both else value
     return found
-
-
-def _read_config(directory: Path) -> dict[str, Any]:
-    path = directory / "config.json"
-    try:
-        config = json.loads(path.read_bytes())
-    except OSError as error:
-        raise FileError("read", path, error) from None
-    except (ValueError, RecursionError) as error:
-        raise FileError("read", path, ValueError(f"no JSON ({error})")) from None
-    if not isinstance(config, dict):
-        raise FileError("read", path, ValueError("no JSON object"))
-    return config

@@ -52,7 +52,9 @@ def set_(
     Example: persistkv set lmdb:///var/cache/kv capacity=200GiB ttl=30d
     """
     with opened(url) as backend:
-        before = _supported(backend, url).policy()
+        if not isinstance(backend, SupportsPolicy):
+            raise UnsupportedStoreError(url, "record a policy")
+        before = backend.policy()
         after = _changed(before, values or [])
         found = _consequences(backend, url, before, after)
     if not json:
@@ -62,19 +64,14 @@ def set_(
         ensure_consent("set", "--yes or --dry-run", yes=yes, json=json)
         if yes or typer.confirm("Change it?"):
             with opened(url, writable=True) as backend:
-                _supported(backend, url).set_policy(after)
-            done = True
+                if isinstance(backend, SupportsPolicy):
+                    backend.set_policy(after)
+                    done = True
     if json:
         policies = {"before": before, "after": after}
         render.print_json({"url": url, **policies, "consequences": found, "changed": done})
     elif done:
         render.say("changed; engines follow with their next commit")
-
-
-def _supported(backend: InspectableBackend, url: str) -> SupportsPolicy:
-    if not isinstance(backend, SupportsPolicy):
-        raise UnsupportedStoreError(url, "record a policy")
-    return backend
 
 
 def _changed(policy: Policy, values: list[str]) -> Policy:
@@ -136,7 +133,5 @@ def _print(before: Policy, after: Policy, found: Consequences) -> None:
 def _duration(seconds: float | None) -> str:
     if seconds is None:
         return _NONE
-    for unit, letter in ((86_400, "d"), (3600, "h"), (60, "m")):
-        if seconds >= unit and seconds % unit == 0:
-            return f"{seconds / unit:g}{letter}"
-    return f"{seconds:g}s"
+    units = ((86_400, "d"), (3600, "h"), (60, "m"), (1, "s"))
+    return next(f"{seconds / unit:g}{letter}" for unit, letter in units if seconds % unit == 0 or unit == 1)

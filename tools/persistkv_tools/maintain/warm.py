@@ -81,7 +81,8 @@ def warm(
         render.say(f"{render.count(len(chosen), 'request')} no longer asked for")
     else:
         _print(warmed, ttl, waited=wait_s is not None)
-    if wait_s is not None and not all(map(_is_warm, warmed)):
+    promoted = all(one.answers and not any(answer.missing for answer in one.answers) for one in warmed)
+    if wait_s is not None and not promoted:
         raise typer.Exit(1)
 
 
@@ -90,10 +91,6 @@ def _warmed(backend: InspectableBackend, found: FoundRequest, asked: WarmRequest
     live = {row.engine for row in read_statuses(backend) if row.namespace == asked.namespace and row.is_live(now)}
     answers = warm_answers(backend, asked)
     return Warmed(manifest.id, asked.namespace, manifest.blocks, manifest.raw_bytes, len(live), answers)
-
-
-def _is_warm(warmed: Warmed) -> bool:
-    return bool(warmed.answers) and not any(answer.missing for answer in warmed.answers)
 
 
 def _print(warmed: list[Warmed], ttl: str, *, waited: bool) -> None:
@@ -109,14 +106,15 @@ def _print(warmed: list[Warmed], ttl: str, *, waited: bool) -> None:
     if not warmed:
         render.say("no request has these labels")
     elif not any(one.answers for one in warmed):
-        render.say(_silence(sum(one.live_engines for one in warmed), waited=waited))
+        if not any(one.live_engines for one in warmed):
+            render.say(
+                "nothing was promoted: no engine of this model shows itself on the store (on S3 only with ?status=10s)"
+            )
+        elif waited:
+            told = f"engines prewarm only if told so ({_PREWARMING})"
+            render.say(f"no engine answered: {told}, and look while they serve requests")
+        else:
+            render.say(
+                "engines that run and prewarm look for it every 5 s while they serve requests; --wait 1m shows answers"
+            )
         render.say(f"engines that start within {ttl} and prewarm ({_PREWARMING}) read it first")
-
-
-def _silence(live_engines: int, *, waited: bool) -> str:
-    """Return an explanation why no engine has answered."""
-    if not live_engines:
-        return "nothing was promoted: no engine of this model shows itself on the store (on S3 only with ?status=10s)"
-    if not waited:
-        return "engines that run and prewarm look for it every 5 s while they serve requests; --wait 1m shows answers"
-    return f"no engine answered: engines prewarm only if told so ({_PREWARMING}), and look while they serve requests"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from operator import itemgetter
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import msgspec
 
 from persistkv import open_store
 from persistkv.storage.backend import Namespace
-from persistkv.storage.extensions import InspectableBackend, SupportsCompaction
+from persistkv.storage.extensions import BackendStats, FreeSpace, InspectableBackend, SupportsCompaction
 from persistkv.storage.format.codec import RawCodec
 from persistkv_tools import options, render
 
@@ -78,38 +79,25 @@ class Bin(msgspec.Struct):
     raw_bytes: int = 0
 
 
-class FreeTotals(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class FreeTotals(FreeSpace):
     """Part of ``disk_bytes`` that is free for new content."""
 
-    catalogue_bytes: int
-    """Free bytes in the index; if payloads are stored in the index, free bytes of the whole store."""
-    payload_bytes: int
-    """Free bytes in the payload files."""
-    pieces: int
-    """Number of contiguous extents of free payload space."""
-    largest_bytes: int
-    """Size of the largest of these extents."""
     fragmentation: float | None
     """Share of the free payload space outside the largest extent, 0 to 1; None if no payload space is free."""
 
 
-class StoreTotals(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class StoreTotals(BackendStats):
     """Totals of a store, over all namespaces and for each one."""
 
     url: str
-    requests: int
-    packs: int
-    blocks: int
-    raw_bytes: int
-    stored_bytes: int
     codec_ratio: float | None
     """Raw bytes per stored byte; None for an empty store."""
     referenced_blocks: int
     dedup_ratio: float | None
-    disk_bytes: int
     disk_ratio: float | None
     """Bytes on disk per stored byte. The excess over 1 is index, requests and free space; None for an empty store."""
-    capacity: int | None
     fill: float | None
     """Share of the capacity that ``disk_bytes`` takes; None without a capacity."""
     free: FreeTotals | None
@@ -120,9 +108,6 @@ class StoreTotals(msgspec.Struct, frozen=True, kw_only=True):
     """The model with the most stored bytes first."""
     ages: list[Bin]
     sizes: list[Bin]
-    quarantined: tuple[str, ...]
-    """Directories of damaged stores that were renamed; they count towards no capacity."""
-    quarantined_bytes: int
 
 
 def _model(totals: NamespaceTotals | ModelTotals) -> str:
@@ -227,10 +212,9 @@ def store_totals(url: str, backend: InspectableBackend) -> StoreTotals:
     if isinstance(backend, SupportsCompaction):
         extents = backend.free_space()
         outside = _ratio(extents.payload_bytes - extents.largest_bytes, extents.payload_bytes)
-        free = render.view_of(FreeTotals, extents, fragmentation=outside)
-    return render.view_of(
-        StoreTotals,
-        stats,
+        free = FreeTotals(**asdict(extents), fragmentation=outside)
+    return StoreTotals(
+        **asdict(stats),
         url=url,
         codec_ratio=_ratio(stats.raw_bytes, stats.stored_bytes),
         referenced_blocks=referenced,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import msgspec
@@ -13,7 +14,7 @@ from rich.console import Group
 from rich.live import Live
 
 from persistkv.config import parse_duration
-from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage.extensions import BackendStats, InspectableBackend
 from persistkv.storage.host.status import EngineStatus, read_statuses
 from persistkv.storage.records import StoreCounters
 from persistkv_tools import options, render
@@ -33,24 +34,15 @@ class Rates(msgspec.Struct, frozen=True):
     commits: float
 
 
-class EngineView(msgspec.Struct, frozen=True, kw_only=True):
+class EngineView(EngineStatus, frozen=True, kw_only=True):
     """Status of one engine."""
 
-    engine: str
-    host: str
-    pid: int
-    """Id of the process that does the I/O."""
-    engine_pid: int | None
-    """Id of the process that runs the model; null: unknown."""
-    namespace: str
     model: str
     """Name or path of the model; may be empty."""
     live: bool
     """False: the engine's status is too old. It was probably killed, or its clock differs from that of this machine."""
-    started: float
-    """Seconds since the epoch."""
     updated: float
-    """When the engine published this status: seconds since the epoch."""
+    """Time when the engine published this status: seconds since the epoch."""
     hit_rate: float | None
     """Share of loaded blocks among blocks loaded from the store, stored or dropped, since the engine started.
 
@@ -58,26 +50,14 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     """
     rates: Rates | None
     """None until two different status rows of the engine were read."""
-    indexed_blocks: int
-    waiting_jobs: int
-    writing_jobs: int
-    loading_jobs: int
-    staged_bytes: int
-    breaker: str | None
-    counters: StoreCounters
 
 
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Snapshot(BackendStats):
     """A store and its engines at one moment."""
 
     url: str
     time: float
-    requests: int
-    packs: int
-    blocks: int
-    stored_bytes: int
-    disk_bytes: int
-    capacity: int | None
     fill: float | None
     """Share of the capacity that is taken."""
     engines: list[EngineView]
@@ -204,7 +184,7 @@ class Watch:
         stats = self._backend.stats()
         fill = round(stats.disk_bytes / stats.capacity, 4) if stats.capacity else None
         engines = sorted(views, key=lambda view: not view.live)
-        return render.view_of(Snapshot, stats, url=self._url, time=now, fill=fill, engines=engines)
+        return Snapshot(**asdict(stats), url=self._url, time=now, fill=fill, engines=engines)
 
 
 def hit_rate(counters: StoreCounters) -> float | None:

@@ -135,7 +135,7 @@ def _value(value: object) -> str:
 
 
 def compare_namespaces(ours: Namespace, theirs: Namespace) -> ComparisonView:
-    views = [render.view_of(DifferenceView, found) for found in ours.identity.diff(theirs.identity)]
+    views = [DifferenceView(*found) for found in ours.identity.diff(theirs.identity)]
     return ComparisonView(ours.id.hex(), theirs.id.hex(), not views, _count(theirs.identity), [], views)
 
 
@@ -164,7 +164,7 @@ def compare_model(directory: Path, theirs: Namespace) -> ComparisonView:
     ours["config"] = _common(config, stored.get("config", {}))
     known = Identity.of(ours)
     matching = Identity.of(_common(stored, ours))
-    differences = [render.view_of(DifferenceView, found) for found in known.diff(matching)]
+    differences = [DifferenceView(*found) for found in known.diff(matching)]
     left = [name for name in stored if name not in ours]
     return ComparisonView(str(directory), theirs.id.hex(), not differences, _count(known), sorted(left), differences)
 

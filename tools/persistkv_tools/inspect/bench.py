@@ -29,12 +29,12 @@ import numpy.typing as npt
 import typer
 import xxhash
 
+from persistkv import open_store
 from persistkv.config import GroupLayout, RowLayout, StoreUrl, parse_size
 from persistkv.errors import ConfigurationError, StoreError
 from persistkv.memory.libc import address_of
 from persistkv.memory.pages import use_huge_pages
 from persistkv.storage import BACKENDS, open_inspectable
-from persistkv.storage.backend import CommitBatch
 from persistkv.storage.commit_pipeline import DIRECT_BYTES
 from persistkv.storage.extensions import PlainMedium, SupportsPlainMedium
 from persistkv.storage.host.client import JobOutcome, StoreClient
@@ -49,7 +49,6 @@ from persistkv_tools.progress import byte_progress, counted
 
 _BLOCK_BYTES = 64 << 10  # 64 KiB
 _QUEUE_BYTES = 8 << 30  # 8 GiB
-_DELETED_AT_ONCE = 256
 _MAX_BUFFERS = 1024  # of one system call
 _PAUSE_S = 0.2  # before a cold read
 _NAP_S = 0.0001
@@ -192,8 +191,8 @@ def _bench(url: str, job_bytes: int, rounds: int, took: Took) -> BenchReport:
                         plain.read(job.target)  # fills the page cache
                     times["plain load, warm"].append(_seconds(plain.read, job.target))
                 took(job_bytes)
-        for seconds in times.values():
-            del seconds[0]
+        for warmed_up in times.values():
+            del warmed_up[0]
         if directory is not None:
             try:
                 for number, names in enumerate(keys[1:]):
@@ -214,7 +213,14 @@ def _bench(url: str, job_bytes: int, rounds: int, took: Took) -> BenchReport:
             sample, problem = b"", str(error)
         if not sample:
             notes.append(f"the codecs were not compared: {problem}")
-    figures = [_figure(name, times[name], times.get(f"plain {name}"), job_bytes) for name in _GOOD if times.get(name)]
+    figures = []
+    for name in _GOOD:
+        if name in times:
+            seconds = round(statistics.median(times[name]), 6)
+            plain_times = times.get(f"plain {name}")
+            limit = round(statistics.median(plain_times), 6) if plain_times else None
+            ratio = None if limit is None else round(limit / seconds, 3)
+            figures.append(Figure(name, seconds, round(job_bytes / seconds), limit, ratio, verdict(name, ratio)))
     return BenchReport(url, scratch, job_bytes, rounds, figures, codecs, recommend(codecs) if codecs else None, notes)
 
 
@@ -236,7 +242,7 @@ def _measure_codecs(
         for name, keys in turns:
             stores[name].append(job.store(clients[name], keys))
             took(job.num_bytes)
-        ratios = {name: _codec_ratio(client) for name, client in clients.items()}
+        hosts = {name: client.stats().host for name, client in clients.items()}
         if directory is not None:
             stack.close()
             with suppress(OSError):  # on a file system in memory
@@ -247,29 +253,18 @@ def _measure_codecs(
             took(job.num_bytes)
     seconds = {name: (statistics.median(stores[name][1:]), statistics.median(loads[name][1:])) for name in CODECS}
     for name, (store, load) in seconds.items():
+        if (host := hosts[name]) is None or not host.counters.stored_bytes:
+            raise StoreError("the host process does not say how much it stored")
+        ratio = host.counters.stored_raw_bytes / host.counters.stored_bytes
         relative = (store + load) / sum(seconds["raw"])
         speeds = round(job.num_bytes / store), round(job.num_bytes / load)
-        yield CodecFigure(name, round(ratios[name], 3), *speeds, round(relative, 3))
-
-
-def _codec_ratio(client: StoreClient) -> float:
-    host = client.stats().host
-    if host is None or not host.counters.stored_bytes:
-        raise StoreError("the host process does not say how much it stored")
-    return host.counters.stored_raw_bytes / host.counters.stored_bytes
+        yield CodecFigure(name, round(ratio, 3), *speeds, round(relative, 3))
 
 
 def _seconds(call: Callable[..., None], *arguments: object) -> float:
     begin = time.perf_counter()
     call(*arguments)
     return time.perf_counter() - begin
-
-
-def _figure(name: str, times: list[float], plain: list[float] | None, job_bytes: int) -> Figure:
-    seconds = round(statistics.median(times), 6)
-    limit = round(statistics.median(plain), 6) if plain else None
-    ratio = None if limit is None else round(limit / seconds, 3)
-    return Figure(name, seconds, round(job_bytes / seconds), limit, ratio, verdict(name, ratio))
 
 
 def verdict(name: str, ratio: float | None) -> str:
@@ -290,12 +285,11 @@ def recommend(figures: Sequence[CodecFigure]) -> Advice:
     halves the bytes and takes twice as long is worth as much as ``raw``.
     """
     best = max((figure for figure in figures if figure.codec != "raw"), key=lambda figure: figure.ratio / figure.time)
-    traits = (
-        f"{best.codec} makes the data {best.ratio:.2f}x smaller, and a store and a load take {best.time:.2f}x as long"
-    )
+    smaller, longer = f"{best.codec} makes the data {best.ratio:.2f}x smaller", f"{best.time:.2f}x as long as with raw"
+    traits = f"{smaller}, and a store and a load take {longer}"
     if best.ratio / best.time >= LEAST_GAIN:
-        return Advice(best.codec, f"{traits} as with raw")
-    return Advice("raw", f"no codec is worth its time here: {traits} as with raw")
+        return Advice(best.codec, traits)
+    return Advice("raw", f"no codec is worth its time here: {traits}")
 
 
 @contextmanager
@@ -316,11 +310,8 @@ def _scratch(url: str, notes: list[str]) -> Iterator[tuple[str, Path | None]]:
         if directory is not None:
             shutil.rmtree(directory)
         else:
-            with closing(open_inspectable(scratch)) as backend:
-                for namespace in list(backend.namespaces()):
-                    packs = [table.pack_id for table in backend.changes(namespace.id, None).added]
-                    for start in range(0, len(packs), _DELETED_AT_ONCE):
-                        backend.commit(namespace.id, CommitBatch(deletions=packs[start : start + _DELETED_AT_ONCE]))
+            with open_store(scratch, read_only=False) as store:
+                store.prune(orphans=True)
             notes.append(f"{scratch} is empty; a few small objects of it stay, to be removed by the bucket's own tools")
 
 
@@ -431,8 +422,7 @@ def _plain_medium(scratch: str, directory: Path | None, notes: list[str]) -> Pla
             notes.append(f"the disk cannot be measured past the page cache ({error.strerror}): there are no ratios")
             return None
     parsed = StoreUrl.parse(scratch)
-    driver = BACKENDS.get(parsed.scheme)
-    if issubclass(driver, SupportsPlainMedium):
+    if issubclass(driver := BACKENDS.get(parsed.scheme), SupportsPlainMedium):
         return driver.plain_medium(parsed)
     notes.append("what the medium could give at most is not known here: there are figures, and no ratios")
     return None
@@ -454,9 +444,9 @@ class _PlainDisk(PlainMedium):
         try:
             transfer(os.pwritev, self._direct, buffers, self._end)
             os.fdatasync(self._direct)
-            self._end += sum(map(len, buffers))
         except OSError as error:
             raise StoreError(f"the plain file cannot be written: {error.strerror}") from error
+        self._end += sum(map(len, buffers))
 
     def read(self, buffers: Sequence[memoryview]) -> None:
         """Fill buffers with the bytes of the last ``write``, read through the page cache.
@@ -505,17 +495,14 @@ def drop_page_cache(paths: Sequence[Path]) -> None:
     :raises OSError: more than 1 MiB of a file, and more than 1 % of it, stays in the page cache.
     """
     for file in (below for path in paths for below in (path, *path.rglob("*")) if below.is_file()):
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with file.open("rb") as opened:
             for _ in range(2):
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                if _resident_bytes(fd) <= max(os.fstat(fd).st_size // 100, 1 << 20):
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                if _resident_bytes(opened.fileno()) <= max(file.stat().st_size // 100, 1 << 20):
                     break
-                os.fsync(fd)  # dirty pages stay; only then, because each fsync flushes the disk
+                os.fsync(opened.fileno())  # dirty pages stay; only then, because each fsync flushes the disk
             else:
                 raise OSError(errno.EBUSY, f"{file} stays in the page cache: another process uses it")
-        finally:
-            os.close(fd)
 
 
 def _resident_bytes(fd: int) -> int:

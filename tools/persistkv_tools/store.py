@@ -22,11 +22,9 @@ from persistkv_tools.options import (
     chosen_namespaces,
     chosen_requests,
     find_request,
-    opened,
     opened_if_there,
-    throttle_of,
 )
-from persistkv_tools.progress import counted
+from persistkv_tools.progress import Throttle, counted
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -67,7 +65,7 @@ class StoreHandle:
         self.url = url
         self._read_only = read_only
         self._resources = ExitStack()
-        self._reader = self._resources.enter_context(opened(url))
+        self._reader = self._resources.enter_context(closing(open_inspectable(url, read_only=True)))
         self._writer: InspectableBackend | None = None
 
     @property
@@ -146,22 +144,19 @@ class StoreHandle:
 
     def plan_repair(self, findings: Iterable[Finding]) -> RepairPlan:
         """Return the packs that ``repair`` would delete, and the requests that it would shorten."""
-        from persistkv_tools.maintain.integrity import read_catalogues
         from persistkv_tools.maintain.verify import plan_repair
 
-        return plan_repair(self.backend, read_catalogues(self.backend), findings)
+        return plan_repair(self.backend, findings)
 
     def repair(self, findings: Iterable[Finding], done: Repaired | None = None) -> Repaired:
         """Delete packs that ``verify`` found bad and that are still bad; requests keep the blocks before these.
 
         :param done: updated by each commit, and returned.
         """
-        from persistkv_tools.maintain.integrity import read_catalogues
         from persistkv_tools.maintain.verify import Repaired, repair_packs
 
         done = Repaired() if done is None else done
-        backend = self._writable()
-        repair_packs(backend, read_catalogues(backend), findings, lambda num_bytes: None, done)
+        repair_packs(self._writable(), findings, done)
         return done
 
     def prune(
@@ -263,7 +258,7 @@ class StoreHandle:
         from persistkv_tools.transfer.archive import ArchiveWriter
         from persistkv_tools.transfer.export import export_requests
 
-        throttle = throttle_of(rate)
+        throttle = Throttle(None if rate is None else parse_size(rate, name="--rate"))
         found = chosen_requests(self.backend, requests, selection, namespace)
         with ArchiveWriter(output) as writer:
             return export_requests(
@@ -290,13 +285,17 @@ class StoreHandle:
         :raises ConfigurationError: the target is this store, or an argument is invalid.
         :raises StoreTooSmallError: the content does not fit, and ``newest`` is false; nothing was written.
         """
-        from persistkv_tools.transfer.push import Pushed, Transfer, sources_of
+        from persistkv_tools.transfer.export import Source
+        from persistkv_tools.transfer.push import Pushed, Transfer
 
         ends = [StoreUrl.parse(end) for end in (self.url, target)]
         if (ends[0].scheme, ends[0].location) == (ends[1].scheme, ends[1].location):
             raise ConfigurationError("target", target, "another store than the source")
-        throttle = throttle_of(rate)
-        sources = sources_of(self.backend, chosen_namespaces(self.backend, namespace), selection)
+        throttle = Throttle(None if rate is None else parse_size(rate, name="--rate"))
+        sources = [
+            Source.of(self.backend, space, filter(selection.takes, self.backend.manifests(space.id)))
+            for space in chosen_namespaces(self.backend, namespace)
+        ]
         with opened_if_there(target) as there:
             transfer = Transfer(sources, there, target, everything=selection == _ALL)
             place, capacity, choice = transfer.place(there, self.backend.stats().capacity, newest=newest)
@@ -322,5 +321,5 @@ class StoreHandle:
         if self._read_only:
             raise StoreError(f"{self.url} is open read-only: open it with read_only=False")
         if self._writer is None:
-            self._writer = self._resources.enter_context(opened(self.url, writable=True, exists=True))
+            self._writer = self._resources.enter_context(closing(open_inspectable(self.url)))
         return self._writer

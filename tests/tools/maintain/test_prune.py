@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-import persistkv_tools.options
+import persistkv_tools.store
 from persistkv.errors import StoreError
 from persistkv.storage import open_backend, open_inspectable
 from persistkv.storage.backend import CommitBatch
@@ -286,7 +286,7 @@ def failing(monkeypatch):
             backend.before("commit", fail)
             return backend
 
-        monkeypatch.setattr(persistkv_tools.options, "open_inspectable", opened)
+        monkeypatch.setattr(persistkv_tools.store, "open_inspectable", opened)
 
     return fail_after
 

@@ -7,7 +7,6 @@ earlier requests had named, and the blocks that it added.
 from __future__ import annotations
 
 import html
-import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ import msgspec
 import typer
 
 from persistkv import __version__
-from persistkv.errors import FileError, printable
+from persistkv.errors import printable
 from persistkv.storage.extensions import InspectableBackend
 from persistkv_tools import options, render
 from persistkv_tools.inspect.show import TreeNode, prefix_tree
@@ -130,12 +129,7 @@ def report(
     """
     with opened(url) as backend:
         made = report_page(report_data(url, backend)).encode()
-    beside = output.with_name(output.name + ".part")
-    try:
-        beside.write_bytes(made)
-        os.replace(beside, output)
-    except OSError as error:
-        raise FileError("write", output, error) from None
+    options.write_file(output, made)
     if json:
         render.print_json({"url": url, "file": str(output), "bytes": len(made)})
     else:

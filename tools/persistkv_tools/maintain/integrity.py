@@ -13,12 +13,11 @@
 from __future__ import annotations
 
 import math
-import os
 import secrets
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, groupby, islice
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 
 import msgspec
@@ -35,6 +34,7 @@ from persistkv.storage.executor import ThreadPool
 from persistkv.storage.extensions import InspectableBackend, scan, scan_order
 from persistkv.storage.format.manifest import ManifestKeys
 from persistkv.storage.format.pack import MAX_KEY_BYTES, PackedKeys, PackTable
+from persistkv_tools import options
 from persistkv_tools.packs import (
     BATCH_BYTES,
     Finding,
@@ -121,12 +121,7 @@ class VerifyState(Tally, kw_only=True):
 
         :raises ConfigurationError: the file cannot be written.
         """
-        part = path.with_name(path.name + ".new")
-        try:
-            part.write_bytes(msgspec.json.encode(self))
-            os.replace(part, path)
-        except OSError as error:
-            raise FileError("write", path, error) from None
+        options.write_file(path, msgspec.json.encode(self))
 
     def draws(self, pack_id: bytes) -> bool:
         """Return whether the random sample includes the pack."""
@@ -149,19 +144,20 @@ def count_rows(backend: InspectableBackend, spaces: list[NamespacePacks]) -> lis
         heads = sum(1 for space in spaces for _ in backend.manifests(space.namespace))
         moved = any(space.refresh() for space in spaces) or len(list(backend.namespaces())) != len(spaces)
         after = backend.stats()
-        if not moved and all(
-            getattr(before, name) == getattr(after, name) for name in ("packs", "requests", "stored_bytes")
-        ):
+        totals = attrgetter("packs", "requests", "stored_bytes")
+        if not moved and totals(before) == totals(after):
             packs = before.packs - sum(len(space.tables) for space in spaces)
-            heads = before.requests - heads
-            found = (_unread(Problem.PACK_ROWS, "packs", packs), _unread(Problem.MANIFEST_ROWS, "requests", heads))
-            return [finding for finding in found if finding.count]
+            unread = (Problem.PACK_ROWS, "packs", packs), (Problem.MANIFEST_ROWS, "requests", before.requests - heads)
+            return [
+                Finding(
+                    problem=problem,
+                    detail=f"the totals count {abs(rows)} {'more' if rows > 0 else 'fewer'} than the {what} that read",
+                    count=abs(rows),
+                )
+                for problem, what, rows in unread
+                if rows
+            ]
     return None
-
-
-def _unread(problem: Problem, what: str, missing: int) -> Finding:
-    detail = f"the totals count {abs(missing)} {'more' if missing > 0 else 'fewer'} than the {what} that read"
-    return Finding(problem=problem, detail=detail, count=abs(missing))
 
 
 def packs_left(spaces: list[NamespacePacks], state: VerifyState) -> list[tuple[NamespacePacks, bytes]]:
@@ -175,13 +171,14 @@ def packs_left(spaces: list[NamespacePacks], state: VerifyState) -> list[tuple[N
 
 
 def _portions(
-    spaces: list[NamespacePacks], state: VerifyState, most_bytes: float
+    left: list[tuple[NamespacePacks, bytes]], most_bytes: float
 ) -> Iterator[tuple[NamespacePacks, list[bytes]]]:
-    for space, left in groupby(packs_left(spaces, state), key=itemgetter(0)):
+    """Cut packs into portions of one namespace; the last pack of each makes it as large as ``most_bytes``."""
+    for space, packs in groupby(left, key=itemgetter(0)):
         portion, size = list[bytes](), 0
-        for _, found in left:
-            portion.append(found)
-            size += space.tables[found].payload_length if found in space.tables else 0
+        for _, pack in packs:
+            portion.append(pack)
+            size += space.tables[pack].payload_length if pack in space.tables else 0
             if size >= most_bytes:
                 yield space, portion
                 portion, size = [], 0
@@ -214,7 +211,7 @@ class Verifier:
         self._state = state
         self._took = took
         self._batch_bytes = batch_bytes
-        self._portions = _portions(spaces, state, portion_bytes)
+        self._portions = _portions(packs_left(spaces, state), portion_bytes)
         self._portion: tuple[NamespacePacks, list[bytes]] | None = None
         self._looks: Iterator[tuple[_Batch, list[bool]]] = iter(())
         self._pool = ThreadPool(threads, "persistkv-verify") if threads else None

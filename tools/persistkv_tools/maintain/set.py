@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +14,7 @@ import typer
 
 from persistkv.config import StoreUrl, parse_duration, parse_size
 from persistkv.errors import ConfigurationError, UnsupportedStoreError
+from persistkv.storage import open_inspectable
 from persistkv.storage.extensions import InspectableBackend, Policy, SupportsPolicy
 from persistkv_tools import options, render
 from persistkv_tools.options import ensure_consent, opened, with_uses
@@ -63,7 +65,7 @@ def set_(
     if after != before and not dry_run:
         ensure_consent("set", "--yes or --dry-run", yes=yes, json=json)
         if yes or typer.confirm("Change it?"):
-            with opened(url, writable=True) as backend:
+            with closing(open_inspectable(url)) as backend:
                 if isinstance(backend, SupportsPolicy):
                     backend.set_policy(after)
                     done = True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -42,15 +41,19 @@ class Source(NamedTuple):
     @classmethod
     def of(cls, backend: InspectableBackend, namespace: Namespace, requests: Iterable[RequestManifest]) -> Source:
         """Return a source for some requests of a namespace in a store."""
-        packs = NamespacePacks(backend, namespace.id)
         found = sorted(requests, key=lambda manifest: (manifest.created, manifest.id))
-        return cls(
-            namespace.identity,
-            packs,
-            found,
-            lambda name: backend.manifest_keys(namespace.id, [name])[0],
-            partial(_read_pack, backend),
-        )
+
+        def read(table: PackTable, took: Took) -> Buffer | None:
+            payload = bytearray()
+            try:
+                return None if check_pack(backend, table, took, payload) else payload
+            except OtherReleaseError:
+                return None
+
+        def keys(name: str) -> ManifestKeys | None:
+            return backend.manifest_keys(namespace.id, [name])[0]
+
+        return cls(namespace.identity, NamespacePacks(backend, namespace.id), found, keys, read)
 
     def stored_bytes(self, backend: InspectableBackend) -> int:
         """Return the payload bytes of the packs that the requests name; each pack counts once."""
@@ -155,14 +158,6 @@ def export_requests(
             else:
                 sent.incomplete.append(manifest.id)
     return sent
-
-
-def _read_pack(backend: InspectableBackend, table: PackTable, took: Took) -> Buffer | None:
-    payload = bytearray()
-    try:
-        return None if check_pack(backend, table, took, payload) else payload
-    except OtherReleaseError:
-        return None
 
 
 def print_incomplete(names: list[str], *, stderr: bool = False) -> None:

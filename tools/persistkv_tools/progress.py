@@ -45,13 +45,12 @@ def counted(
     :param progress: display of the bar; None: no bar.
     :param total: bytes in all; None if unknown.
     """
-    task = None if progress is None else progress.add_task(what, total=total)
+    shown, pace = progress or Progress(disable=True), throttle or Throttle()
+    task = shown.add_task(what, total=total)
 
     def took(num_bytes: int) -> None:
-        if progress is not None and task is not None:
-            progress.advance(task, num_bytes)
-        if throttle is not None:
-            throttle.took(num_bytes)
+        shown.advance(task, num_bytes)
+        pace.took(num_bytes)
 
     return took
 

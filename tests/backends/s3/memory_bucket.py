@@ -127,7 +127,7 @@ class MemoryClient(Transport):
         if stop is not None and start is not None and len(data) < stop:
             raise ObjectMissingError(key)
         if stop is not None:
-            data = data[-stop:] if start is None else data[start:stop]
+            data = data[start:stop]
         sink.expect(len(data))
         while len(room := sink.room()):
             count = min(len(room), len(data))

@@ -447,7 +447,7 @@ class SimulatedTransport(Transport):
             return found
 
         found = self._send("GET", key, effect, deadline)
-        data = found.data if stop is None else found.data[-stop:] if start is None else found.data[start:stop]
+        data = found.data if stop is None else found.data[start:stop]
         sink.expect(len(data))
         left = memoryview(data)
         while left:

@@ -17,11 +17,9 @@ import msgspec
 import xxhash
 
 from persistkv.errors import CorruptPackError, CorruptStoreError
-from persistkv.storage.backend import Namespace
 from persistkv.storage.extensions import Policy
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import ID_BYTES
-from persistkv.storage.identity import Identity
 
 VERSION = 1
 NONCE_BYTES = 8
@@ -34,7 +32,6 @@ MAX_SEGMENT_BYTES = 256 << 20  # 256 MiB
 MAX_SNAPSHOT_BYTES = 1 << 20  # 1 MiB
 _HEAD_MAGIC = b"PKVS3HD1"
 _SEAL = struct.Struct("<BQ")
-_CREATED = struct.Struct("<d")
 _TABLE_LENGTH = struct.Struct("<Q")
 _TRAILER_BYTES = 24  # of a pack; its first field is the length of the table
 
@@ -372,19 +369,3 @@ def decode_head(data: Buffer, where: str) -> Head:
     if len(rest) and rest[0] != VERSION:
         raise CorruptStoreError(f"{where}: format {rest[0]}; this release reads {VERSION}")
     return unseal(rest, Head)
-
-
-def encode_namespace(namespace: Namespace) -> bytes:
-    """Encode the identity object of a namespace, without its authentication tag."""
-    return _CREATED.pack(namespace.created) + namespace.identity.encode()
-
-
-def parse_namespace(data: Buffer, name: bytes) -> Namespace | None:
-    """Parse an identity object; return None if it is invalid, or its namespace id is not ``name``."""
-    if len(data) < _CREATED.size:
-        return None
-    try:
-        found = Namespace(Identity.decode(bytes(data[_CREATED.size :])), *_CREATED.unpack_from(data))
-        return found if found.id == name else None
-    except (ValueError, RecursionError):
-        return None

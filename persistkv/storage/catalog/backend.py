@@ -9,10 +9,11 @@ import os
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from itertools import islice
+from typing import TypeVar
 
 from persistkv.errors import CorruptPackError, StoreError, StoreFullError, StoreUnavailableError
 from persistkv.storage.backend import Changes, CommitBatch, CommitResult, Namespace, ReadSpan
@@ -50,9 +51,11 @@ from persistkv.storage.format.manifest import ManifestKeys, RequestManifest, dec
 from persistkv.storage.format.pack import ID_BYTES, PackTable, table_lengths
 from persistkv.storage.identity import Identity
 
+T = TypeVar("T")
+
 _AT_ONCE = 256  # manifests or tables per read transaction
+_ROWS_AT_ONCE = 4_096  # per read transaction, while a whole namespace is read
 _KEY_BYTES = 16  # minimum that the key of a block takes in its pack's table
-_TABLES_AT_ONCE = 4_096  # while a whole namespace is read
 _EXPIRED_AT_ONCE = 128  # packs and manifests that one commit expires, at less than 1 ms each
 
 
@@ -89,16 +92,19 @@ class Catalog(ABC):
                 added, removed = moved
                 return Changes(state.cursor, _find_tables(rows, namespace, added), removed)
         most = self.disk_bytes() // _KEY_BYTES  # the count may be damaged
-        return Changes(state.cursor, self._all_tables(namespace), reset=True, blocks=min(state.blocks, most))
+        return Changes(
+            state.cursor, self._all(PACKS, namespace, pack_table), reset=True, blocks=min(state.blocks, most)
+        )
 
-    def _all_tables(self, namespace: bytes) -> Iterator[PackTable]:
+    def _all(self, table: str, namespace: bytes, decode: Callable[[Buffer, Buffer], T | None]) -> Iterator[T]:
+        """Yield the decoded rows (key, value) of a namespace, some in each transaction; skip those decoded as None."""
         start = namespace
         while start:
             with self.rows() as rows:
-                found = islice(rows.range(PACKS, start), _TABLES_AT_ONCE)
-                some = [(bytes(key), pack_table(key, row)) for key, row in found if key[:ID_BYTES] == namespace]
-            yield from (table for _, table in some if table is not None)
-            start = some[-1][0] + b"\0" if len(some) == _TABLES_AT_ONCE else b""
+                found = islice(rows.range(table, start), _ROWS_AT_ONCE)
+                some = [(bytes(key), decode(key, row)) for key, row in found if key[:ID_BYTES] == namespace]
+            yield from (decoded for _, decoded in some if decoded is not None)
+            start = some[-1][0] + b"\0" if len(some) == _ROWS_AT_ONCE else b""
 
     def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
         found: list[PackTable] = []
@@ -108,13 +114,7 @@ class Catalog(ABC):
         return found
 
     def manifests(self, namespace: bytes) -> Iterator[RequestManifest]:
-        start = namespace
-        while start:
-            with self.rows() as rows:
-                found = islice(rows.range(MANIFESTS, start), _AT_ONCE)
-                some = [(bytes(key), bytes(row)) for key, row in found if key[:ID_BYTES] == namespace]
-            yield from filter(None, (_decoded_head(row) for _, row in some))
-            start = some[-1][0] + b"\0" if len(some) == _AT_ONCE else b""
+        return self._all(MANIFESTS, namespace, lambda key, row: _decoded_head(row))
 
     def manifest_keys(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[ManifestKeys | None]:
         found: list[ManifestKeys | None] = []
@@ -168,12 +168,14 @@ class CatalogBackend(Catalog, InspectableBackend):
     def open_namespace(self, identity: Identity) -> Namespace:
         name = identity.digest
         with self.rows() as rows:
-            if (found := _find_namespace(rows, name)) is not None:
+            if (found := decode_namespace(name, rows.get(NAMESPACES, name))) is not None:
                 return found
         if not self.capabilities.writable:
             raise StoreUnavailableError(f"the store holds no namespace {name.hex()}, and is open read-only")
         with self.rows(write=True) as rows:
-            if (found := _find_namespace(rows, name)) is not None:  # another process has created it meanwhile
+            if (
+                found := decode_namespace(name, rows.get(NAMESPACES, name))
+            ) is not None:  # another process has created it meanwhile
                 return found
             created = Namespace(identity, time.time())
             rows.put(NAMESPACES, name, encode_namespace(created))
@@ -182,16 +184,7 @@ class CatalogBackend(Catalog, InspectableBackend):
             return created
 
     def stats(self) -> BackendStats:
-        states = self.states()
-        return BackendStats(
-            packs=sum(state.packs for state in states),
-            blocks=sum(state.blocks for state in states),
-            requests=sum(state.requests for state in states),
-            raw_bytes=sum(state.raw_bytes for state in states),
-            stored_bytes=sum(state.stored_bytes for state in states),
-            disk_bytes=self.disk_bytes(),
-            capacity=None,
-        )
+        return totals(self.states(), self.disk_bytes(), None)
 
 
 class RowBackend(CatalogBackend):
@@ -255,6 +248,19 @@ class _Room:
         return True
 
 
+def totals(states: Sequence[NamespaceState], disk_bytes: int, capacity: int | None) -> BackendStats:
+    """Return the totals of a store from those of its namespaces; the other parameters as in ``BackendStats``."""
+    return BackendStats(
+        packs=sum(state.packs for state in states),
+        blocks=sum(state.blocks for state in states),
+        requests=sum(state.requests for state in states),
+        raw_bytes=sum(state.raw_bytes for state in states),
+        stored_bytes=sum(state.stored_bytes for state in states),
+        disk_bytes=disk_bytes,
+        capacity=capacity,
+    )
+
+
 def check_batch(namespace: bytes, batch: CommitBatch) -> None:
     """Check that all packs of a batch belong to the namespace.
 
@@ -265,11 +271,6 @@ def check_batch(namespace: bytes, batch: CommitBatch) -> None:
 
 
 # The results of these functions leave out rows that are missing or damaged.
-
-
-def _find_namespace(rows: Rows, name: bytes) -> Namespace | None:
-    row = rows.get(NAMESPACES, name)
-    return None if row is None else decode_namespace(name, row)
 
 
 def _find_tables(rows: Rows, namespace: bytes, pack_ids: Iterable[bytes]) -> list[PackTable]:

@@ -252,9 +252,9 @@ def encode_namespace(namespace: Namespace) -> bytes:
     return _CREATED.pack(namespace.created) + namespace.identity.encode()
 
 
-def decode_namespace(key: Buffer, row: Buffer) -> Namespace | None:
-    """Decode key and value of a row in ``NAMESPACES``; return None if the row is damaged."""
-    if len(row) < _CREATED.size:
+def decode_namespace(key: Buffer, row: Buffer | None) -> Namespace | None:
+    """Decode key and value of a row in ``NAMESPACES``; return None if the row is missing or damaged."""
+    if row is None or len(row) < _CREATED.size:
         return None
     try:
         identity = Identity.decode(bytes(row[_CREATED.size :]))

@@ -12,6 +12,7 @@ import xxhash
 
 from persistkv.errors import CorruptPackError, CorruptStoreError
 from persistkv.storage.backend import Namespace
+from persistkv.storage.catalog.rows import decode_namespace, encode_namespace
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_s3.feed.format import (
@@ -27,11 +28,9 @@ from persistkv_s3.feed.format import (
     StoreNames,
     decode_head,
     encode_head,
-    encode_namespace,
     frame_records,
     parse_feed,
     parse_inbox,
-    parse_namespace,
     parse_pack,
     seal,
     split_records,
@@ -164,9 +163,9 @@ def test_identity_objects() -> None:
     namespace = Namespace(sample_identity(), 12.5)
     data = encode_namespace(namespace)
     assert data == struct.pack("<d", 12.5) + sample_identity().encode()
-    assert parse_namespace(data, NAMESPACE) == namespace
-    assert parse_namespace(data, bytes(16)) is None
-    assert parse_namespace(data[:10], NAMESPACE) is None
+    assert decode_namespace(NAMESPACE, data) == namespace
+    assert decode_namespace(bytes(16), data) is None
+    assert decode_namespace(NAMESPACE, data[:10]) is None
 
 
 def test_names_as_documented_and_strange_ones() -> None:

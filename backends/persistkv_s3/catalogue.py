@@ -50,7 +50,7 @@ from persistkv.storage.catalog.rows import (
     manifest_row,
     pack_table,
 )
-from persistkv.storage.catalog.transaction import Evicted, kept_names
+from persistkv.storage.catalog.transaction import kept_names
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.manifest import decode_manifest
 from persistkv.storage.format.pack import ID_BYTES, PackTable
@@ -301,20 +301,6 @@ class _Objects:
             self.deleted.append((name[ID_BYTES:], nonce))
 
 
-class _EvictionGoal:
-    """Eviction goal: reduce the namespace's bytes by ``excess``."""
-
-    def __init__(self, rows: LocalRows, excess: int) -> None:
-        self._rows = rows
-        self._target = rows.num_bytes - excess
-
-    def met(self) -> bool:
-        return self._rows.num_bytes <= self._target
-
-    def helps(self, pack: bytes) -> bool:
-        return True
-
-
 class Catalogue(Catalog):
     """Local catalogue of one namespace, see the top of this file. Thread-safe.
 
@@ -530,10 +516,12 @@ class Catalogue(Catalog):
             transaction = CatalogTransaction(rows, objects, self._namespace, at=at)
             if ttl_s is not None:
                 transaction.expire(ttl_s, at_most)
-            goal = _EvictionGoal(rows, excess)
-            for _ in range(at_most):
-                if goal.met() or _oldest(rows) > until or transaction.evict(goal, 1) is Evicted.ALL:
-                    break
+            target = rows.num_bytes - excess
+
+            def is_enough() -> bool:
+                return rows.num_bytes <= target or _oldest(rows) > until
+
+            transaction.evict(is_enough, at_most)
             found.append(Removals(objects.deleted, rows.dropped))
             raise _Undo
         return found[0]

@@ -56,7 +56,6 @@ T = TypeVar("T")
 _AT_ONCE = 256  # manifests or tables per read transaction
 _ROWS_AT_ONCE = 4_096  # per read transaction, while a whole namespace is read
 _KEY_BYTES = 16  # minimum that the key of a block takes in its pack's table
-_EXPIRED_AT_ONCE = 128  # packs and manifests that one commit expires, at less than 1 ms each
 
 
 class Catalog(ABC):
@@ -209,7 +208,7 @@ class RowBackend(CatalogBackend):
                 return CommitResult(batch.seen, stale=True)
             transaction.remove(batch)
             if self.ttl_s is not None:
-                transaction.expire(self.ttl_s, _EXPIRED_AT_ONCE)
+                transaction.expire(self.ttl_s)
             self._make_room(rows, transaction, batch)
             transaction.add(batch)
             transaction.finish()
@@ -220,7 +219,7 @@ class RowBackend(CatalogBackend):
         if self.capacity is None or not (missing or batch.manifests):
             return
         need = sum(pack.payload_bound for pack in missing) + rows_bound(missing, batch.manifests)
-        if transaction.evict(_Room(self, rows, need), at_most=1 << 62) is not Evicted.ENOUGH:
+        if transaction.evict(lambda: self.has_room(rows, need), at_most=1 << 62) is not Evicted.ENOUGH:
             raise StoreFullError(f"{need} bytes do not fit a capacity of {self.capacity}")
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
@@ -229,23 +228,6 @@ class RowBackend(CatalogBackend):
 
     def stats(self) -> BackendStats:
         return replace(super().stats(), capacity=self.capacity)
-
-
-class _Room:
-    """Goal of eviction: room for ``need`` bytes in the transaction of ``rows``."""
-
-    def __init__(self, backend: RowBackend, rows: Rows, need: int) -> None:
-        self._backend = backend
-        self._rows = rows
-        self._need = need
-
-    def met(self) -> bool:
-        """Return whether there is enough room now."""
-        return self._backend.has_room(self._rows, self._need)
-
-    def helps(self, pack: bytes) -> bool:
-        """Return True: evicting any pack frees room."""
-        return True
 
 
 def totals(states: Sequence[NamespaceState], disk_bytes: int, capacity: int | None) -> BackendStats:

@@ -9,8 +9,8 @@ import os
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import islice
 from typing import TypeVar
@@ -89,7 +89,9 @@ class Catalog(ABC):
             moved = None if since is None else _moved(rows, namespace, since, state.sequence)
             if moved is not None:
                 added, removed = moved
-                return Changes(state.cursor, _find_tables(rows, namespace, added), removed)
+                names = [namespace + pack_id for pack_id in added]
+                tables = [pack_table(name, rows.get(PACKS, name)) for name in names]
+                return Changes(state.cursor, [table for table in tables if table is not None], removed)
         most = self.disk_bytes() // _KEY_BYTES  # the count may be damaged
         return Changes(
             state.cursor, self._all(PACKS, namespace, pack_table), reset=True, blocks=min(state.blocks, most)
@@ -106,31 +108,21 @@ class Catalog(ABC):
             start = some[-1][0] + b"\0" if len(some) == _ROWS_AT_ONCE else b""
 
     def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
-        found: list[PackTable] = []
-        for start in range(0, len(pack_ids), _AT_ONCE):
-            with self.rows() as rows:
-                found += _find_tables(rows, namespace, pack_ids[start : start + _AT_ONCE])
-        return found
+        names = [namespace + pack_id for pack_id in pack_ids]
+        found = [pack_table(name, rows.get(PACKS, name)) for rows, name in self._each(names)]
+        return [table for table in found if table is not None]
 
     def manifests(self, namespace: bytes) -> Iterator[RequestManifest]:
-        return self._all(MANIFESTS, namespace, lambda key, row: _decoded_head(row))
+        return self._all(MANIFESTS, namespace, lambda key, row: _decoded(decode_manifest, row))
 
     def manifest_keys(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[ManifestKeys | None]:
-        found: list[ManifestKeys | None] = []
-        for start in range(0, len(manifest_ids), _AT_ONCE):
-            with self.rows() as rows:
-                for manifest_id in manifest_ids[start : start + _AT_ONCE]:
-                    row = rows.get(MANIFEST_KEYS, manifest_row(namespace, manifest_id))
-                    keys = None
-                    with suppress(CorruptPackError):
-                        keys = None if row is None else decode_manifest_keys(row)
-                    found.append(keys)
-        return found
+        names = [manifest_row(namespace, manifest_id) for manifest_id in manifest_ids]
+        return [_decoded(decode_manifest_keys, rows.get(MANIFEST_KEYS, name)) for rows, name in self._each(names)]
 
     def manifests_naming(self, namespace: bytes, packs: Sequence[bytes]) -> list[RequestManifest]:
         with self.rows() as rows:
             names = dict.fromkeys(name for pack_id in packs for name in manifests_of(rows, namespace + pack_id))
-            return list(filter(None, (_decoded_head(rows.get(MANIFESTS, name)) for name in names)))
+            return list(filter(None, (_decoded(decode_manifest, rows.get(MANIFESTS, name)) for name in names)))
 
     def chain(self, namespace: bytes, manifest_id: str) -> list[bytes] | None:
         with self.rows() as rows:
@@ -139,14 +131,19 @@ class Catalog(ABC):
 
     def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
         moments: dict[bytes, list[int]] = {}
+        with self.rows() as rows:
+            skew = read_clock(rows)[1].skew
         found: list[RequestUse | None] = []
-        for start in range(0, len(manifest_ids), _AT_ONCE):
-            with self.rows() as rows:
-                skew = read_clock(rows)[1].skew
-                for manifest_id in manifest_ids[start : start + _AT_ONCE]:
-                    chain = Chain.decode(rows.get(CHAINS, manifest_row(namespace, manifest_id)))
-                    found.append(None if chain is None else _use_of(rows, namespace, chain, skew, moments))
+        for rows, name in self._each([manifest_row(namespace, manifest_id) for manifest_id in manifest_ids]):
+            chain = Chain.decode(rows.get(CHAINS, name))
+            found.append(None if chain is None else _use_of(rows, namespace, chain, skew, moments))
         return found
+
+    def _each(self, names: Sequence[bytes]) -> Iterator[tuple[Rows, bytes]]:
+        """Yield each name with a read transaction, which some hundred names share."""
+        for start in range(0, len(names), _AT_ONCE):
+            with self.rows() as rows:
+                yield from ((rows, name) for name in names[start : start + _AT_ONCE])
 
     def states(self) -> list[NamespaceState]:
         """Return the totals of each namespace, and the number of packs added and removed so far."""
@@ -255,15 +252,9 @@ def check_batch(namespace: bytes, batch: CommitBatch) -> None:
 # The results of these functions leave out rows that are missing or damaged.
 
 
-def _find_tables(rows: Rows, namespace: bytes, pack_ids: Iterable[bytes]) -> list[PackTable]:
-    names = [namespace + pack_id for pack_id in pack_ids]
-    found = [pack_table(name, row) for name in names if (row := rows.get(PACKS, name)) is not None]
-    return [table for table in found if table is not None]
-
-
-def _decoded_head(row: Buffer | None) -> RequestManifest | None:
+def _decoded(decode: Callable[[Buffer], T], row: Buffer | None) -> T | None:
     try:
-        return None if row is None else decode_manifest(row)
+        return None if row is None else decode(row)
     except CorruptPackError:
         return None
 

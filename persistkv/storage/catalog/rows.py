@@ -263,8 +263,10 @@ def decode_namespace(key: Buffer, row: Buffer | None) -> Namespace | None:
         return None
 
 
-def pack_table(key: Buffer, row: Buffer) -> PackTable | None:
-    """Return the table of the pack in a row of ``PACKS``; None if the row is damaged or belongs to another key."""
+def pack_table(key: Buffer, row: Buffer | None) -> PackTable | None:
+    """Return the table of the pack in a row of ``PACKS``; None if the row is missing, damaged or of another key."""
+    if row is None:
+        return None
     try:
         table = PackTable.parse_stored(row[SEQUENCE.size :])
     except CorruptPackError:

@@ -203,8 +203,7 @@ class CatalogTransaction:
     # Packs
 
     def _holds(self, name: bytes) -> bool:
-        row = self._rows.get(PACKS, name)
-        return row is not None and pack_table(name, row) is not None
+        return pack_table(name, self._rows.get(PACKS, name)) is not None
 
     def _add(self, pack: NewPack) -> None:
         """Write a pack, or touch it if it is held. A pack with a damaged table is not held and is rewritten."""

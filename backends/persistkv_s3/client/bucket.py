@@ -220,15 +220,13 @@ class Bucket:
         :raises UnchangedError: the object still has the ETag ``known``.
         :raises CorruptPackError: the object is larger than 1 MiB.
         """
-        sink = WholeSink(_SMALL_BYTES)
 
-        def attempt(deadline: Deadline) -> str:
-            nonlocal sink
+        def attempt(deadline: Deadline) -> tuple[bytearray, str]:
             sink = WholeSink(_SMALL_BYTES)  # the object may be another one than at the previous attempt
-            return self._transport.get(key, None, None, sink, deadline, known=known)
+            etag = self._transport.get(key, None, None, sink, deadline, known=known)
+            return sink.data, etag
 
-        etag = self._run(attempt)
-        return sink.data, etag
+        return self._run(attempt)
 
     def get(self, key: str, limit: int = _SMALL_BYTES) -> bytearray:
         """Return a whole object.

@@ -28,6 +28,7 @@ from persistkv_s3.feed.format import (
     StoreNames,
     decode_head,
     encode_head,
+    feed_name,
     frame_records,
     parse_feed,
     parse_inbox,
@@ -172,13 +173,13 @@ def test_names_as_documented_and_strange_ones() -> None:
     names, store = Names("p/", NAMESPACE, "k"), StoreNames("p/", "k")
     base = f"p/{NAMESPACE.hex()}-k/"
     assert names.pack(NAMESPACE, NONCE) == f"{base}packs/{NAMESPACE.hex()}-{NONCE.hex()}"
-    assert names.feed(255, TERM) == f"{base}feed/0000000000ff-{TERM.hex()}"
+    assert names.base + feed_name(255, TERM) == f"{base}feed/0000000000ff-{TERM.hex()}"
     commit = InboxName(NAMESPACE, WRITER, 255)
     assert store.inbox(commit) == f"p/inbox-k/{NAMESPACE.hex()}-{WRITER.hex()}-0000000000ff"
     assert store.head == "p/persistkv-k"
     assert parse_inbox(store.inbox(commit)) == commit
     assert parse_pack(names.pack(NAMESPACE, NONCE)) == (NAMESPACE, NONCE)
-    assert parse_feed(names.feed(255, TERM)) == (255, TERM)
+    assert parse_feed(names.base + feed_name(255, TERM)) == (255, TERM)
     for strange in ("p/x", "p/0-0", "p/" + "g" * 32 + "-000000000001", "p/-1"):
         assert (parse_inbox(strange), parse_pack(strange), parse_feed(strange)) == (None, None, None)
 

@@ -117,7 +117,7 @@ class Server:
             return found
         if start is not None and len(found.data) < stop:
             raise ObjectMissingError(f"{key} has {len(found.data)} bytes instead of {stop} or more")
-        return found._replace(data=found.data[-stop:] if start is None else found.data[start:stop])
+        return found._replace(data=found.data[start:stop])
 
     def head(self, key: str) -> ObjectInfo:
         """:raises ObjectMissingError: there is no such object."""

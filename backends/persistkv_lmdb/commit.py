@@ -105,8 +105,7 @@ class BatchCommit:
             room.need_for(commit.missing(batch.packs), batch)
             room.check()
             commit.apply(batch)
-            if (ttl_s := read_ttl(transaction)) is not None:
-                commit.expire(ttl_s, _EXPIRED_AT_ONCE)
+            commit.expire(read_ttl(transaction), _EXPIRED_AT_ONCE)
             if commit.grew:
                 environment.taken.append(room.need.payload)
                 room.widen(Amount(0, 0))

@@ -22,6 +22,7 @@ from persistkv.base import (
     OffloadPolicy,
     ReqContext,
     RequestOffloadingContext,
+    Retention,
     get_offload_group_idx,
 )
 from persistkv.config import OffloadingConfig, RowLayout, convert_options, parse_durability, parse_size
@@ -241,7 +242,7 @@ class PersistentTier(SecondaryTierManager):
                 self.config.block_size,
                 description is not None,
                 {} if description is None else description.labels,
-                description is not None and description.pinned,
+                Retention() if description is None else description.retention,
             )
         )
 

@@ -233,6 +233,8 @@ class NamespaceHead(msgspec.Struct, array_like=True, kw_only=True):
     """Time of the least recent use of a pack or manifest that may be evicted; 0: none may."""
     swept: float = 0.0
     """Start of the last complete sweep (deletion of objects that nothing refers to); before it, time of a merge."""
+    expires: float = math.inf
+    """Time at which a manifest expires first by its own ttl, unless it is used again; infinite: none has one."""
 
     def term_of(self, position: int) -> bytes | None:
         """Return the term of the feed object at a position; None if ``spans`` does not contain the position."""

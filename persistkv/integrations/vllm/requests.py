@@ -80,7 +80,7 @@ class LiveRequest:
         labels = {**labels, **options.labels}
         self._description = None if position is None else _Description(position, group_tokens, labels)
         if self._description is not None:
-            self._description.pinned = options.pin
+            self._description.retention = options.retention
         self.context = ReqContext(req_id, description=self._description)
         self._is_long: bool | None = None
         self.has_stored = False

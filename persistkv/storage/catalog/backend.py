@@ -215,8 +215,7 @@ class RowBackend(CatalogBackend):
             if batch.seen is not None and batch.seen != transaction.cursor:
                 return CommitResult(batch.seen, stale=True)
             transaction.remove(batch)
-            if self.ttl_s is not None:
-                transaction.expire(self.ttl_s, _EXPIRED_AT_ONCE)
+            transaction.expire(self.ttl_s, _EXPIRED_AT_ONCE)
             self._make_room(rows, transaction, batch)
             transaction.add(batch)
             transaction.finish()

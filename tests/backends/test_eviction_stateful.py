@@ -34,6 +34,7 @@ class Held:
     depth: int
     packs: list[int] = field(default_factory=list)
     pinned: bool = False
+    low: bool = False
 
 
 class EvictionMachine(RuleBasedStateMachine):
@@ -79,22 +80,22 @@ class EvictionMachine(RuleBasedStateMachine):
         missing = set(expected)
         while missing:
             pinned = {number for held in self.manifests.values() if held.pinned for number in held.packs}
-            order: list[tuple[int, int, int, int | str]] = [
-                (held.used, UNKNOWN_DEPTH - held.depth, 0, number)
+            order: list[tuple[bool, int, int, int, int | str]] = [
+                (not held.low, held.used, UNKNOWN_DEPTH - held.depth, 0, number)
                 for number, held in self.packs.items()
                 if number not in pinned | self.kept
             ]
             order += [
-                (held.used, UNKNOWN_DEPTH, 1, name)
+                (not held.low, held.used, UNKNOWN_DEPTH, 1, name)
                 for name, held in self.manifests.items()
                 if not held.pinned and held.used < self.moment
             ]
-            first = min(order)  # numbers are never compared with names: the third item differs
-            if isinstance(first[3], str):
-                assert first[3] not in self.present(), "a manifest was passed over"
-                del self.manifests[first[3]]
+            first = min(order)  # numbers are never compared with names: the fourth item differs
+            if isinstance(first[4], str):
+                assert first[4] not in self.present(), "a manifest was passed over"
+                del self.manifests[first[4]]
                 continue
-            peers = [candidate[3] for candidate in order if candidate[:3] == first[:3]]
+            peers = [candidate[4] for candidate in order if candidate[:4] == first[:4]]
             went = [number for number in peers if isinstance(number, int) and number in missing]
             assert went, "a younger pack went before an older one"
             for number in went:
@@ -125,18 +126,22 @@ class EvictionMachine(RuleBasedStateMachine):
         self.evict(evicted)
         self.drop_aged_manifests()
 
-    @rule(name=st.sampled_from("abc"), numbers=st.lists(NUMBERS, max_size=4, unique=True))
-    def end(self, name: str, numbers: list[int]) -> None:
+    @rule(name=st.sampled_from("abc"), numbers=st.lists(NUMBERS, max_size=4, unique=True), low=st.booleans())
+    def end(self, name: str, numbers: list[int], low: bool) -> None:
         self.moment += 1
         numbers = [number for number in numbers if number in self.packs]
         self.kept = set(numbers)
         pinned = name in self.manifests and self.manifests[name].pinned
+        ids = [self.ids[number] for number in numbers]
         evicted = self.commit(
-            CommitBatch(manifests=[sample_manifest(name, packs=[self.ids[number] for number in numbers])])
+            CommitBatch(manifests=[sample_manifest(name, packs=ids, priority="low" if low else "normal")])
         )
-        self.manifests[name] = Held(self.moment, 0, numbers, pinned)
+        self.manifests[name] = Held(self.moment, 0, numbers, pinned, low)
         for number in numbers:
             self.use(number)
+            shared = any(number in held.packs for other, held in self.manifests.items() if other != name)
+            if not (low and shared):
+                self.packs[number].low = low
         self.evict(evicted)
         self.drop_aged_manifests()
 
@@ -168,8 +173,10 @@ class EvictionMachine(RuleBasedStateMachine):
             held = self.manifests.pop(name)
             assert not held.pinned
             pinned = {number for other in self.manifests.values() if other.pinned for number in other.packs}
-            free = [other.used for number, other in self.packs.items() if number not in pinned | self.kept]
-            assert all(held.used < used for used in free), "a younger manifest went before an older pack"
+            free = [
+                (not other.low, other.used) for number, other in self.packs.items() if number not in pinned | self.kept
+            ]
+            assert all((not held.low, held.used) < used for used in free), "it went before a pack that precedes it"
 
     @invariant()
     def agree(self) -> None:

@@ -215,17 +215,17 @@ class EvictionOrder:
 
     def add_pack(self, name: bytes, depth: int, pins: int) -> None:
         """List a new pack as used now. ``depth`` and ``pins`` are as in ``Use``."""
-        self._put(name, Use(self.moment, self.time, depth, pins, low=False))
+        self._put(name, Use(self.moment, self.time, depth, pins, named=0))
 
-    def touch(self, name: bytes, low: bool | None = None) -> bool:
+    def touch(self, name: bytes, named: int = 0) -> bool:
         """Record that a pack was used now; return False if it is not listed.
 
-        :param low: new value of ``Use.low``; None: keep it.
+        :param named: lower bound of ``Use.named`` from now on.
         """
         use = self.use(name)
         if use is None:
             return False
-        used = use._replace(moment=self.moment, time=self.time, low=use.low if low is None else low)
+        used = use._replace(moment=self.moment, time=self.time, named=max(use.named, named))
         if used != use:
             self._rows.delete(ORDER, use.order_key(name))
             self._put(name, used)

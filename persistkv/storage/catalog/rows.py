@@ -99,11 +99,12 @@ LOG_KEY = struct.Struct(">16sQ")
 ADDED, REMOVED = b"+", b"-"
 _CREATED = struct.Struct("<d")
 _STATE = struct.Struct("<8s6Q")
-_USE = struct.Struct("<QdII?")
+_USE = struct.Struct("<QdIIB")
 _CHAIN = struct.Struct("<QdBdd")
 MAX_COUNT = 1 << 62  # limit of valid counters; adding to them cannot overflow 64 bits
 
 PINNED, ORDERED, LOW = 1, 2, 4
+NAMED_LOW, NAMED = 1, 2
 PACK, MANIFEST = 0, 1
 NAME_BYTES = 2 * ID_BYTES  # namespace, and pack id or digest of a manifest's id
 ORDER_KEY = struct.Struct(">?QIB32s")
@@ -125,13 +126,19 @@ class Use(NamedTuple):
     """Smallest ``Frame.depth`` of its frames, in blocks; UNKNOWN_DEPTH if it is not known."""
     pins: int
     """Number of pinned manifests that name the pack."""
-    low: bool
-    """Low priority: evicted before all other packs. Only manifests of low priority have named the pack so far."""
+    named: int
+    """Which manifests have named the pack since it was written: 0: none, ``NAMED_LOW``: of low priority, ``NAMED``:
+    others, too."""
 
     @property
     def pinned(self) -> bool:
         """Whether a pinned manifest names the pack. The eviction order (``ORDER``) does not list it then."""
         return self.pins > 0
+
+    @property
+    def low(self) -> bool:
+        """Whether the pack has low priority: it is evicted before all others."""
+        return self.named == NAMED_LOW
 
     def order_key(self, name: bytes) -> bytes:
         """Return the pack's key in ``ORDER``.

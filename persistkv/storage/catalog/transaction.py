@@ -18,6 +18,8 @@ from persistkv.storage.catalog.rows import (
     LOW,
     MANIFEST_KEYS,
     MANIFESTS,
+    NAMED,
+    NAMED_LOW,
     ORDERED,
     PACKS,
     PINNED,
@@ -318,9 +320,8 @@ class CatalogTransaction:
         self._state.requests += 1
         for pack_id in packs:
             pack = self._namespace + pack_id
-            keeps = low and self._is_named(pack)  # a manifest of another priority may name it
             self._rows.put(LINKS, pack + name[ID_BYTES:], b"")
-            self._order.touch(pack, None if keeps else low)
+            self._order.touch(pack, NAMED_LOW if low else NAMED)
             if pinned:
                 self._order.pin(pack, 1)
 

@@ -159,6 +159,19 @@ def keys_of(count, first=0):
     return [bytes([first + index]) * 32 + bytes(4) for index in range(count)]
 
 
+def prompt_keys(token_ids, cache_salt):
+    """Return the keys of a prompt's full chunks, from one hash after the other, as vLLM documents them."""
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash
+
+    init_none_hash(sha256)
+    hashes = [None]
+    for start in range(0, len(token_ids) // CHUNK_TOKENS * CHUNK_TOKENS, CHUNK_TOKENS):
+        extra = (("cache_salt", cache_salt),) if cache_salt and not start else None
+        hashes.append(hash_block_tokens(sha256, hashes[-1], token_ids[start : start + CHUNK_TOKENS], extra))
+    return [bytes(block_hash) + bytes(4) for block_hash in hashes[1:]]
+
+
 def same(engine, count, first_page):
     return bool((engine.pages[:count] == engine.pages[first_page : first_page + count]).all())
 
@@ -286,12 +299,23 @@ def test_config_info_names_the_store(start):
     assert set(labels) <= set(type(engine.spec).config_info_keys(engine.spec.extra_config))
 
 
-@pytest.mark.parametrize("payload", [{"labels": {"session": "7"}}, {"labels": {"session": "7", "model": "tiny"}}])
+@pytest.mark.parametrize(
+    "payload",
+    [
+        {"labels": {"session": "7"}},
+        {"labels": {"session": "7", "model": "tiny"}},
+        {"token_ids": list(range(5 * CHUNK_TOKENS - 1))},
+        {"token_ids": list(range(4 * CHUNK_TOKENS)), "cache_salt": "tenant"},
+    ],
+)
 def test_prefetch_hint_promotes_a_context_before_its_request(start, url, payload):
     from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
     from vllm.v1.kv_offload.base import LookupResult
 
     engine, chosen, other = start(PREWARM), keys_of(4), keys_of(4, 4)
+    if "token_ids" in payload:
+        chosen = prompt_keys(payload["token_ids"], payload.get("cache_salt"))
+        assert len(chosen) == 4
     engine.store(chosen, kv_transfer_params={"persistkv": {"labels": {"session": "7"}}})
     engine.store(other)
     wait_stored(url, 2)

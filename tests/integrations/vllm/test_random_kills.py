@@ -83,6 +83,11 @@ class Clients:
         for thread in self._threads:
             thread.join()
 
+    def accepted(self) -> list[int]:
+        """Return the indices of the questions whose blocks the store has certainly accepted."""
+        with self._changed:
+            return [index for index, when in self.answered.items() if when < time.monotonic() - ACCEPTED_S]
+
     def check(self, server: Server, index: int) -> int:
         """Ask one question; record a wrong answer; return the number of cached tokens."""
         question = self._questions[index]
@@ -150,7 +155,7 @@ def test_server_killed_at_random_answers_right_and_starts_warm(
         while True:
             clients.use(server)
             time.sleep(draw.uniform(*LIFE_S))
-            accepted = [index for index, when in clients.answered.items() if when < time.monotonic() - ACCEPTED_S]
+            accepted = clients.accepted()
             kill = draw.choice(KILLS)
             kills.append(kill.__name__)
             kill(server)
@@ -160,7 +165,7 @@ def test_server_killed_at_random_answers_right_and_starts_warm(
             if time.monotonic() > end:
                 break
             server = start_server(tier(url))
-            for index in draw.sample(accepted, PROBES):
+            for index in draw.sample(accepted, min(PROBES, len(accepted))):
                 probes.append((clients.check(server, index), questions[index].cached))
     finally:
         clients.close()
@@ -173,4 +178,5 @@ def test_server_killed_at_random_answers_right_and_starts_warm(
     assert not clients.wrong
     assert not clients.failures
     assert clients.answers > CLIENTS * len(kills)
+    assert probes
     assert [cached for cached, _ in probes] == [full for _, full in probes]

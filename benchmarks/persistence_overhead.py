@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.rig import median_interval, show, touch_memory
-from persistkv.integrations.transformers import Engine
+from persistkv import Engine
 from persistkv.integrations.transformers.demo_worker import make_checkpoint
 from persistkv.storage.host.protocol import HostStats
 

@@ -6,6 +6,7 @@ Other modules do not catch them by name.
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +29,10 @@ class FieldDifference(NamedTuple):
 class PersistKVError(Exception):
     """Base class of all errors that persistkv raises on purpose."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Copy and unpickle without the constructor, whose parameters differ between the subclasses."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
+
 
 class ConfigurationError(PersistKVError, ValueError):
     """A value given by the caller is invalid. Nothing was opened, and no stored data was changed.
@@ -42,9 +47,6 @@ class ConfigurationError(PersistKVError, ValueError):
         self.value = value
         self.expected = expected
 
-    def __reduce__(self) -> tuple[type[ConfigurationError], tuple[str, object, str]]:
-        return (ConfigurationError, (self.field, self.value, self.expected))
-
 
 class MissingOptionError(ConfigurationError):
     """A required value was not given.
@@ -57,9 +59,6 @@ class MissingOptionError(ConfigurationError):
         PersistKVError.__init__(self, f"{what} requires {needed}")
         self.field, self.value, self.expected = what, None, needed
 
-    def __reduce__(self) -> tuple[type[MissingOptionError], tuple[str, str]]:  # type: ignore[override]
-        return (MissingOptionError, (self.field, self.expected))
-
 
 class UnsupportedStoreError(ConfigurationError):
     """The driver of a store lacks an optional capability that the operation needs.
@@ -70,9 +69,6 @@ class UnsupportedStoreError(ConfigurationError):
     def __init__(self, url: str, ability: str) -> None:
         PersistKVError.__init__(self, f"{url}: the driver of this store does not {ability}")
         self.field, self.value, self.expected = "url", url, ability
-
-    def __reduce__(self) -> tuple[type[UnsupportedStoreError], tuple[str, str]]:  # type: ignore[override]
-        return (UnsupportedStoreError, (str(self.value), self.expected))
 
 
 class FileError(ConfigurationError):
@@ -86,9 +82,6 @@ class FileError(ConfigurationError):
         where = "standard output" if str(path) == "-" else str(path)
         PersistKVError.__init__(self, f"cannot {action} {where}: {reason}")
         self.field, self.value, self.expected = action, str(path), reason
-
-    def __reduce__(self) -> tuple[type[FileError], tuple[str, Path, Exception]]:  # type: ignore[override]
-        return (FileError, (self.field, Path(str(self.value)), ValueError(self.expected)))
 
 
 class EngineClosedError(PersistKVError):
@@ -113,9 +106,6 @@ class PromptTooLongError(ConfigurationError):
         self.limit = limit
         self.option = option
         self.needed = needed
-
-    def __reduce__(self) -> tuple[type[PromptTooLongError], tuple[int, int, str, int]]:  # type: ignore[override]
-        return (PromptTooLongError, (self.tokens, self.limit, self.option, self.needed))
 
 
 class UnsupportedModelError(PersistKVError):
@@ -188,9 +178,6 @@ class MissingExtraError(PersistKVError):
         super().__init__(f"{package} is not installed: pip install 'persistkv[{extra}]'")
         self.package = package
         self.extra = extra
-
-    def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str, str]]:
-        return (MissingExtraError, (self.package, self.extra))
 
 
 def printable(text: str) -> str:

@@ -21,7 +21,7 @@ from benchmarks.gpu.llama import KV_TOKEN_BYTES, make_llama
 from benchmarks.gpu.results import Results, parse
 from benchmarks.persistence_overhead import MAX_SLOWDOWN, host_stats
 from benchmarks.rig import median_interval
-from persistkv.integrations.transformers import Engine
+from persistkv import Engine
 
 
 class Turn(NamedTuple):

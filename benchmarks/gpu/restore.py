@@ -104,10 +104,11 @@ class Restorer:
         promoted = time.perf_counter()
         loaded = self._tiers.load(req_id, [list(range(len(keys)))], matched)
         end = time.perf_counter()
+        num_promoted = scheduler.num_promoted_tokens(req_id)
         scheduler.request_finished(req_id)
         self._tiers.step()
         scheduler.manager.reset_cache(weights_changed=False)
-        if loaded.num_tokens != num_tokens or loaded.num_promoted_tokens != num_tokens:
+        if not loaded.success or loaded.num_tokens != num_tokens or num_promoted != num_tokens:
             raise RuntimeError(f"restored {loaded} of {num_tokens} tokens")
         restored = self._pages[: len(keys)].clone()
         self._fill(number, len(keys))

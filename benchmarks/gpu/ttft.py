@@ -21,7 +21,8 @@ import torch
 
 from benchmarks.gpu.llama import KV_TOKEN_BYTES, make_llama, weights_hashed_once
 from benchmarks.gpu.results import Results, parse
-from persistkv.integrations.transformers import Engine, GenerateResult
+from persistkv import Engine
+from persistkv.integrations.transformers.results import GenerateResult
 
 TARGETS = {16_384: 0.1}  # of the cold time to first token
 

@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 from persistkv.base import (
     GPULoadStoreSpec,
-    LoadStoreSpec,
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
     OffloadPolicy,
     ReqContext,
     RequestDescription,
+    Retention,
     TransferResult,
     TransferSpec,
 )
@@ -126,13 +126,17 @@ class _Request:
             if len(table) < num_tokens // geometry.block_size:
                 raise ValueError(f"group {group}: {len(table)} device blocks do not cover {num_tokens} tokens")
 
-    def group_without_blocks(self, tables: Sequence[BlockTable], stop: int) -> int | None:
-        """Return the first group whose table lacks a block that a load up to token ``stop`` fills; None: no group."""
+    def check_load_target(self, tables: Sequence[BlockTable], stop: int) -> None:
+        """Check that a load up to token ``stop`` can fill whole blocks of these tables.
+
+        :raises ValueError: ``stop`` is within a block, or a table lacks a block that the load fills.
+        """
+        if any(stop % geometry.block_size for geometry in self.geometries):
+            raise ValueError(f"a load up to token {stop} ends within a block")
         for group, (table, geometry) in enumerate(zip(tables, self.geometries, strict=True)):
             needed = geometry.device_blocks(stop, self.num_local_tokens)
             if None in table[needed.start : needed.stop]:
-                return group
-        return None
+                raise ValueError(f"group {group} has no device blocks for all that {stop} tokens need of it")
 
     def skip_stores(self, num_held_tokens: int) -> None:
         """Do not offer blocks of the first ``num_held_tokens`` for storing, unless the policy is request-level."""
@@ -259,20 +263,20 @@ class OffloadingConnectorScheduler:
         labels: Mapping[str, str] | None = None,
         *,
         store: bool = True,
-        pin: bool = False,
+        retention: Retention | None = None,
     ) -> ReqContext:
         """Announce a request, and return the context for calls of the manager. Must be the first call for each request.
 
         :param kv_transfer_params: parameters that the caller of the engine attached to the request.
         :param labels: name-value pairs that are stored with the request's manifest.
         :param store: False: the request's blocks are looked up and loaded, but not stored.
-        :param pin: True: the stored blocks of the request are neither evicted nor expire, until they are unpinned.
+        :param retention: how long the stored context is kept; None: as long as there is room.
         :raises ValueError: a request of this id exists. A finished request exists until its transfers have ended.
         """
         if req_id in self._requests:
             raise ValueError(f"request {req_id!r} already exists")
         description = RequestDescription(len(self._geometries), labels)
-        description.pinned = pin
+        description.retention = retention or description.retention
         context = ReqContext(req_id, kv_transfer_params, description if store else None, store)
         policy = self.manager.on_new_request(context).policy
         self._requests[req_id] = _Request(self._geometries, context, description, policy, store)
@@ -291,12 +295,41 @@ class OffloadingConnectorScheduler:
         """Return how many tokens after those on the device can be loaded. At least one token remains to be computed.
 
         :param num_computed_tokens: tokens on the device, a multiple of each group's device block.
-        :returns: None while blocks of the prefix are being promoted or written: retry in a later step.
+        :returns: None while blocks of the prefix are being promoted or written: retry in a later step. Such a block
+            does not end the search, so that the manager promotes all needed blocks in one job.
         """
         state = self._requests[req_id]
         state.num_local_tokens = state.num_computed_tokens = num_computed_tokens
         state.num_external_tokens = 0
-        return self._match(state, max(state.description.num_tokens - 1, 0))
+        waiting = set[OffloadKey]()
+        lookup, context, waits = self.manager.lookup, state.context, not state.gave_up_waiting
+
+        def is_there(key: OffloadKey) -> bool:
+            answer = lookup(key, context)
+            if answer is None and waits:
+                waiting.add(key)
+                return True
+            return answer or False
+
+        def prefix(keys: Sequence[OffloadKey]) -> int:
+            answers = self.manager.lookup_prefix(keys, context)
+            waiting.update(key for key, answer in zip(keys, answers, strict=False) if answer is None)
+            return len(answers)
+
+        chains, limit = state.description.group_keys, max(state.description.num_tokens - 1, 0)
+        geometries, unit = self._geometries, self._match_unit
+        probe = prefix if waits else None
+        groups = [GroupBlocks(*pair, is_there, probe) for pair in zip(geometries, chains, strict=True)]
+        if self._max_load_blocks is not None:
+            limit = longest_that_fits(geometries, unit, num_computed_tokens, limit, self._max_load_blocks)
+        matched = longest_match(groups, unit, num_computed_tokens, limit)
+        if not matched:
+            return 0
+        state.promoted |= waiting
+        if waiting and not waiting.isdisjoint(state.keys(num_computed_tokens, matched)):
+            return None
+        self.manager.touch(state.keys(0, matched), context)
+        return matched - num_computed_tokens
 
     def needed_device_blocks(self, req_id: str, num_external_tokens: int) -> list[range]:
         """Return, for each group, the indices of the request's device blocks that a load of so many tokens fills.
@@ -324,23 +357,24 @@ class OffloadingConnectorScheduler:
         :param device_block_ids: for each group, the request's device blocks from its first token on. A sliding window
             needs those of ``needed_device_blocks``; the others may be None.
         :param num_external_tokens: the result of ``get_num_new_matched_tokens``, or less.
-        :returns: tokens that will be loaded: fewer if blocks were evicted since the match, and 0 if a window would then
-            need device blocks that the engine did not allocate.
+        :returns: tokens that will be loaded: ``num_external_tokens``, or 0 if blocks were evicted since the match.
         :raises ValueError: if the blocks do not cover the tokens, or these end within a block; nothing is planned.
         """
         state = self._requests[req_id]
         end = state.num_local_tokens + num_external_tokens
         state.check_tables(device_block_ids, end)
-        if any(end % geometry.block_size for geometry in self._geometries):
-            raise ValueError(f"{num_external_tokens} tokens behind {state.num_local_tokens} end within a block")
-        group = state.group_without_blocks(device_block_ids, end)
-        if group is not None:
-            raise ValueError(f"group {group} has no device blocks for all that {end} tokens need of it")
+        state.check_load_target(device_block_ids, end)
         state.block_tables = [list(table) for table in device_block_ids]
         state.num_external_tokens = num_external_tokens
-        source = self._prepare_load(state)
-        if source is not None:
-            self._loads.append(self._job(state, state.external_keys, (source, state.load_target()), is_load=True))
+        if num_external_tokens:
+            keys = state.external_keys
+            try:
+                source = self.manager.prepare_load(keys, state.context)
+            except KeyError:
+                self.stats.failed_loads += 1
+                state.num_external_tokens = 0
+            else:
+                self._loads.append(self._job(state, keys, (source, state.load_target()), is_load=True))
         state.skip_stores(state.num_matched_tokens)
         return state.num_external_tokens
 
@@ -400,68 +434,9 @@ class OffloadingConnectorScheduler:
         """Call ``take_events`` of the manager, and return the events. Must be called once per engine step."""
         return list(self.manager.take_events())
 
-    @property
-    def has_requests(self) -> bool:
-        """Whether any request exists, including finished requests with transfers in flight."""
-        return bool(self._requests)
-
     def shutdown(self) -> None:
         """Shut the manager down; no transfer may be in flight. Idempotent."""
         self.manager.shutdown()
-
-    def _match(self, state: _Request, limit: int) -> int | None:
-        """Return the result of ``get_num_new_matched_tokens``, for a prefix of at most ``limit`` tokens.
-
-        A block that is not ready yet does not end the search, so that the manager sees all needed blocks in one step
-        and promotes them in one job.
-        """
-        local, waiting = state.num_local_tokens, set[OffloadKey]()
-        lookup, context, waits = self.manager.lookup, state.context, not state.gave_up_waiting
-
-        def is_there(key: OffloadKey) -> bool:
-            answer = lookup(key, context)
-            if answer is None and waits:
-                waiting.add(key)
-                return True
-            return answer or False
-
-        def prefix(keys: Sequence[OffloadKey]) -> int:
-            answers = self.manager.lookup_prefix(keys, context)
-            waiting.update(key for key, answer in zip(keys, answers, strict=False) if answer is None)
-            return len(answers)
-
-        chains = state.description.group_keys
-        probe = prefix if waits else None
-        groups = [GroupBlocks(*pair, is_there, probe) for pair in zip(self._geometries, chains, strict=True)]
-        if self._max_load_blocks is not None:
-            limit = longest_that_fits(self._geometries, self._match_unit, local, limit, self._max_load_blocks)
-        matched = longest_match(groups, self._match_unit, local, limit)
-        if not matched:
-            return 0
-        state.promoted |= waiting
-        if waiting and not waiting.isdisjoint(state.keys(local, matched)):
-            return None
-        self.manager.touch(state.keys(0, matched), context)
-        return matched - local
-
-    def _prepare_load(self, state: _Request) -> LoadStoreSpec | None:
-        """Protect the blocks to load from eviction and return their locations; None: there is nothing to load.
-
-        If some were evicted since the match, match again, once.
-        """
-        for _ in range(2):
-            if not state.num_external_tokens:
-                return None
-            try:
-                return self.manager.prepare_load(state.external_keys, state.context)
-            except KeyError:
-                self.stats.failed_loads += 1
-                state.gave_up_waiting = True
-                state.num_external_tokens = self._match(state, state.num_matched_tokens) or 0
-                if state.group_without_blocks(state.block_tables, state.num_matched_tokens) is not None:
-                    break
-        state.num_external_tokens = 0
-        return None
 
     def _plan_store(self, state: _Request) -> TransferJob | None:
         """Plan the store of newly full blocks; each block is offered to the manager once. None: nothing to store.

@@ -9,6 +9,7 @@ factor are invalid.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -187,6 +188,16 @@ def row_addresses(ids: IntArray, tensor: torch.Tensor) -> IntArray:
     """
     _check_bounds("row", ids, tensor.shape[0])
     return tensor.data_ptr() + ids * tensor.stride(0)
+
+
+def consecutive_runs(*sides: IntArray) -> list[slice]:
+    """Return the runs in which, on every side, each number is the previous one plus 1.
+
+    :param sides: arrays of one length.
+    """
+    breaks = np.logical_or.reduce([np.diff(ids) != 1 for ids in sides])
+    begins = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(sides[0])]
+    return [slice(begin, end) for begin, end in pairwise(begins) if begin < end]
 
 
 def _check_bounds(what: str, ids: IntArray, count: int) -> None:

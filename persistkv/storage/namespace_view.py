@@ -18,6 +18,7 @@ from itertools import chain, takewhile, zip_longest
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from persistkv.base import Retention
 from persistkv.config import RowLayout
 from persistkv.errors import StoreError, StoreFullError
 from persistkv.memory.budget import give_back, no_collections
@@ -459,6 +460,8 @@ class ManifestMaker:
             ordered=end.ordered,
             labels=end.labels,
             context=context_digest(keys),
+            ttl_s=end.retention.ttl_s,
+            priority=end.retention.priority,
         )
         by_depth = chain.from_iterable(zip_longest(*kept))
         packs = dict.fromkeys(self._pack_of[key] for key in by_depth if key is not None)
@@ -471,8 +474,10 @@ class ManifestMaker:
         """
         block_size = manifest.tokens // max([1, *manifest.group_blocks])
         unpacked = tuple(group.unpack() for group in keys)
-        name, tokens = manifest.id, manifest.tokens
-        end = RequestEnd(name, name, unpacked, tokens, block_size, manifest.ordered, manifest.labels)
+        name, retention = manifest.id, Retention(ttl_s=manifest.ttl_s, priority=manifest.priority)
+        end = RequestEnd(
+            name, name, unpacked, manifest.tokens, block_size, manifest.ordered, manifest.labels, retention
+        )
         return self.make(end, manifest.created)[0]
 
 

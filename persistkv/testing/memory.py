@@ -45,18 +45,15 @@ class MemoryRows(Rows):
         return made
 
     def get(self, table: str, key: bytes) -> bytes | None:
-        """See ``Rows``."""
         return self._rows[table].get(key)
 
     def put(self, table: str, key: bytes, value: Buffer) -> None:
-        """See ``Rows``."""
         self.delete(table, key)
         insort(self._keys[table], key)
         self._rows[table][key] = bytes(value)
         self.num_bytes += len(key) + len(value)
 
     def delete(self, table: str, key: bytes) -> bool:
-        """See ``Rows``."""
         value = self._rows[table].pop(key, None)
         if value is None:
             return False
@@ -65,7 +62,6 @@ class MemoryRows(Rows):
         return True
 
     def range(self, table: str, start: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """See ``Rows``."""
         keys, rows = self._keys[table], self._rows[table]
         for number in range(bisect_left(keys, start), len(keys)):
             yield keys[number], rows[keys[number]]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from persistkv.base import make_offload_key
-from persistkv.memory.rows import ByteArray
+from persistkv.base import Priority, make_offload_key
+from persistkv.memory.rows import ByteArray, StagedBlocks
 from persistkv.storage.backend import ManifestWrite
 from persistkv.storage.format.codec import Codec, RawCodec
 from persistkv.storage.format.manifest import RequestManifest
@@ -15,39 +16,33 @@ from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.format.pack_writer import NewPack, PackWriter, Segment
 
 
-class ArraySource:
+class ArraySource(StagedBlocks):
     """Source of blocks in one array.
 
     :param blocks: shape (blocks, bytes of a block).
     """
 
     def __init__(self, blocks: ByteArray) -> None:
-        self.blocks = blocks
-
-    def gather(self, start: int, stop: int) -> ByteArray:
-        """See ``BlockSource.gather``."""
-        return self.blocks[start:stop].reshape(-1)
-
-    def pieces(self, start: int, stop: int) -> list[memoryview]:
-        """See ``BlockSource.pieces``."""
-        return [self.gather(start, stop).data.cast("B")]
+        super().__init__([blocks])
 
 
 class SourceFailure(Exception):
     """Exception raised by ``FailingSource``."""
 
 
-class FailingSource(ArraySource):
+@dataclass(frozen=True)
+class FailingSource(StagedBlocks):
     """Source that raises if block ``fails_at`` is requested."""
 
-    def __init__(self, blocks: ByteArray, fails_at: int) -> None:
-        super().__init__(blocks)
-        self.fails_at = fails_at
+    fails_at: int
 
     def gather(self, start: int, stop: int) -> ByteArray:
         if start <= self.fails_at < stop:
             raise SourceFailure(f"block {self.fails_at}")
         return super().gather(start, stop)
+
+    def pieces(self, start: int, stop: int) -> list[memoryview]:
+        return [self.gather(start, stop).data.cast("B")]
 
 
 def sample_keys(seed: int, count: int, *, group: int = 0, hash_bytes: int = 32) -> list[bytes]:
@@ -112,10 +107,13 @@ def sample_manifest(
     labels: dict[str, str] | None = None,
     packs: Sequence[bytes] = (),
     ordered: bool = True,
+    ttl_s: float | None = None,
+    priority: Priority = "normal",
 ) -> ManifestWrite:
     """Return a manifest of one group.
 
     :param packs: ids of the packs that the manifest names.
+    :param ttl_s: see ``RequestManifest``, as for ``priority``.
     """
     keys = PackedKeys.of(sample_keys(seed, blocks))
     manifest = RequestManifest(
@@ -126,5 +124,7 @@ def sample_manifest(
         raw_bytes=4096 * blocks,
         ordered=ordered,
         labels=labels or {},
+        ttl_s=ttl_s,
+        priority=priority,
     )
     return ManifestWrite(manifest, (keys,), packs)

@@ -93,9 +93,7 @@ class _Job:
     """A store (cascade) or load (promotion) that was submitted to a secondary tier and has not finished."""
 
     tier: IsolatedTier
-    keys: list[OffloadKey]
-    is_promotion: bool
-    context: ReqContext
+    data: JobMetadata
     epoch: int
     """Number of cache resets before the job was submitted."""
 
@@ -254,14 +252,14 @@ class TieringOffloadingManager(OffloadingManager):
             for key in set(keys[:room]).difference(output.keys_to_store):
                 del self._waiters[key]  # another job writes it to the primary tier
             if output.keys_to_store:
-                self._submit(_Job(tier, output.keys_to_store, True, context, self._epoch), output.store_spec)
+                self._submit(tier, output.keys_to_store, output.store_spec, context, is_promotion=True)
 
     def _prewarm(self, prewarming: Prewarming) -> None:
         """Queue the next recently used context once all promotions of the previous one have ended."""
         if (
             not prewarming.is_due
             or any(req_id == _PREWARM.req_id for _, req_id in self._pending)
-            or any(job.context is _PREWARM for job in self._jobs.values())
+            or any(job.data.req_context is _PREWARM for job in self._jobs.values())
         ):
             return
         new = [key for key in prewarming.next_context() or () if self.primary_tier.lookup(key, _PREWARM) is False]
@@ -278,14 +276,22 @@ class TieringOffloadingManager(OffloadingManager):
                 if request := self._requests.get(req_id):
                     request.missed.add(key)
 
-    def _submit(self, job: _Job, rows: LoadStoreSpec) -> bool:
+    def _submit(
+        self,
+        tier: IsolatedTier,
+        keys: list[OffloadKey],
+        rows: LoadStoreSpec,
+        context: ReqContext,
+        *,
+        is_promotion: bool,
+    ) -> bool:
         """Submit a job. If the tier raises, finish the job as failed and return False."""
-        job_id = next(self._job_ids)
-        self._jobs[job_id] = job
         block_ids = cast(CPULoadStoreSpec, rows).block_ids
-        if job.tier.submit(JobMetadata(job_id, job.keys, block_ids, job.is_promotion, job.context)):
+        job = JobMetadata(next(self._job_ids), keys, block_ids, is_promotion, context)
+        self._jobs[job.job_id] = _Job(tier, job, self._epoch)
+        if tier.submit(job):
             return True
-        self._finish(JobResult(job_id, success=False))
+        self._finish(JobResult(job.job_id, success=False))
         return False
 
     # Loading
@@ -364,7 +370,7 @@ class TieringOffloadingManager(OffloadingManager):
         spec = self.primary_tier.prepare_read(ready, req_context)
         tier.num_cascading += len(ready)
         self.stats.cascaded_blocks += len(ready)
-        return self._submit(_Job(tier, ready, False, req_context, self._epoch), spec)
+        return self._submit(tier, ready, spec, req_context, is_promotion=False)
 
     # Requests
 
@@ -436,33 +442,34 @@ class TieringOffloadingManager(OffloadingManager):
         Their rows stay reserved, because the tier may still write to them.
         """
         for job in self._jobs.values():
-            if job.tier is tier and job.is_promotion and job.epoch == self._epoch:
-                self._lost.update(job.keys)
-                self._miss(job.keys)
-                self._settle(job.keys)
+            if job.tier is tier and job.data.is_promotion and job.epoch == self._epoch:
+                self._lost.update(job.data.keys)
+                self._miss(job.data.keys)
+                self._settle(job.data.keys)
 
     def _finish(self, result: JobResult) -> None:
         job = self._jobs.pop(result.job_id, None)
         if job is None:
             logger.error("a secondary tier reported job %d, which is not in flight", result.job_id)
             return
-        failed = set(result.failed_keys) if result.success else set(job.keys)
-        if not job.is_promotion:
-            job.tier.num_cascading -= len(job.keys)
+        keys, context = job.data.keys, job.data.req_context
+        failed = set(result.failed_keys) if result.success else set(keys)
+        if not job.data.is_promotion:
+            job.tier.num_cascading -= len(keys)
             self.stats.failed_cascades += len(failed)
-            self.primary_tier.complete_read(job.keys, job.context)
+            self.primary_tier.complete_read(keys, context)
             return
-        good = [key for key in job.keys if key not in failed]
+        good = [key for key in keys if key not in failed]
         self.stats.promoted_blocks += len(good)
         self.stats.failed_promotions += len(failed)
         if failed:
-            self.primary_tier.complete_write([key for key in job.keys if key in failed], job.context, success=False)
-        self.primary_tier.complete_write(good, job.context)
-        self._lost.difference_update(job.keys)
+            self.primary_tier.complete_write([key for key in keys if key in failed], context, success=False)
+        self.primary_tier.complete_write(good, context)
+        self._lost.difference_update(keys)
         if job.epoch == self._epoch:
             self._miss(failed)
             self._deliver(job.tier, good)
-        self._settle(job.keys)
+        self._settle(keys)
 
     def _deliver(self, source: IsolatedTier, keys: Sequence[OffloadKey]) -> None:
         """Protect promoted blocks for the requests that wait for them, and pass the blocks to request-level tiers.

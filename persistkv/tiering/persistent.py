@@ -12,7 +12,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -22,13 +22,14 @@ from persistkv.base import (
     OffloadPolicy,
     ReqContext,
     RequestOffloadingContext,
+    Retention,
     get_offload_group_idx,
 )
-from persistkv.config import OffloadingConfig, RowLayout, convert_options, parse_durability, parse_size
+from persistkv.config import OffloadingConfig, convert_options, parse_durability, parse_size
 from persistkv.errors import ConfigurationError, MissingOptionError
 from persistkv.memory.budget import BLOCKS_STAGED, MAX_IO_THREADS, MIN_STAGING_BYTES
 from persistkv.storage.format.codec import parse_codec
-from persistkv.storage.host.client import JobOutcome, StoreClient, StoreStats
+from persistkv.storage.host.client import StoreClient, StoreStats
 from persistkv.storage.host.protocol import Hello
 from persistkv.storage.host.supervisor import Host, InlineHost, ProcessHost, ThreadHost
 from persistkv.storage.identity import Identity
@@ -49,7 +50,7 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The store, e.g. ``lmdb:///var/cache/kv?capacity=100GiB``."""
     codec: str = "raw"
     """Codec of new packs."""
-    host: str = "process"
+    host: Literal["process", "thread", "inline"] = "process"
     """Where the store's I/O runs: ``process`` (a host process), ``thread`` (of the engine) or ``inline`` (the caller's
     thread)."""
     strict_identity: bool = False
@@ -61,10 +62,8 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_age_s: float = 2.0
     """Maximum seconds that a small job waits to be written together with others."""
     durability: str = "commit"
-    """``commit``: packs of 4 MiB and more are written at once, smaller ones when their request ends or after
-    ``max_age_s``. ``interval:5s``: accepted blocks are written together when the oldest of them reaches that age; a
-    crash of the host loses at most that interval. In both modes, blocks that count as persisted or that a lookup finds
-    are on disk. See ``persistkv.config.parse_durability``."""
+    """``commit``, or ``interval:5s``: a crash of the host loses at most that interval. See
+    ``persistkv.config.parse_durability``."""
     io_threads: int = 2
     """Threads of the store's host that read, verify, encode and decode, in addition to the one that writes."""
     open_timeout_s: float = 60.0
@@ -94,6 +93,12 @@ class PersistentTier(SecondaryTierManager):
         if not config.identity:
             raise MissingOptionError("the persistent tier", "an identity: all that tells this engine's KV from others")
         self.options = _checked(options)
+        staging_bytes = parse_size(self.options.staging_bytes, name="staging_bytes")
+        largest = max(group.block_bytes for group in config.layout.groups)
+        least = max(MIN_STAGING_BYTES, BLOCKS_STAGED * largest)
+        if staging_bytes < least:
+            expected = f"{least} bytes or more, for blocks of {largest} bytes"
+            raise ConfigurationError("staging_bytes", self.options.staging_bytes, expected)
         self._client = StoreClient(
             self._choose_host(),
             Hello(
@@ -102,7 +107,7 @@ class PersistentTier(SecondaryTierManager):
                 config.layout,
                 StoreOptions(
                     codec=self.options.codec,
-                    staging_bytes=_checked_bound(self.options.staging_bytes, config.layout),
+                    staging_bytes=staging_bytes,
                     max_age_s=self.options.max_age_s,
                     durability=self.options.durability,
                     io_threads=self.options.io_threads,
@@ -120,7 +125,8 @@ class PersistentTier(SecondaryTierManager):
         self._undescribed: dict[str, list[OffloadKey]] = {}
         self._ended: dict[str, bool] = {}
         self._detached = False
-        self._prefetches: deque[Choice] = deque(maxlen=_MOST_PREFETCHES)
+        self._prefetches: deque[Choice | list[OffloadKey]] = deque(maxlen=_MOST_PREFETCHES)
+        self._known: list[list[OffloadKey]] | None = None
         self._contains: Callable[[bytes], bool] = self._client.contains
 
     def _choose_host(self) -> Host:
@@ -194,9 +200,8 @@ class PersistentTier(SecondaryTierManager):
         return sum(groups[get_offload_group_idx(key)].block_bytes for key in keys)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
+        self._poll()
         finished, self._finished = self._finished, []
-        finished += map(_result, self._client.poll())
-        self._learn_ends()
         return finished
 
     def has_pending_work(self) -> bool:
@@ -207,7 +212,7 @@ class PersistentTier(SecondaryTierManager):
         deadline = time.monotonic() + timeout_s
         self._client.flush(timeout_s)
         while self._client.num_jobs and time.monotonic() < deadline:
-            self._finished += map(_result, self._client.poll())
+            self._poll()
             time.sleep(_NAP_S)
         return not self._client.num_jobs
 
@@ -224,7 +229,12 @@ class PersistentTier(SecondaryTierManager):
         self._sequence += 1
         description = req_context.description
         num_groups = len(self.config.layout.groups)
-        chains = _by_group(arrived, num_groups) if description is None else description.group_keys
+        chains: Sequence[Sequence[OffloadKey]]
+        if description is None:
+            known = dict.fromkeys(arrived)
+            chains = [[key for key in known if get_offload_group_idx(key) == group] for group in range(num_groups)]
+        else:
+            chains = description.group_keys
         if len(chains) != num_groups:
             logger.error("request %s has keys of %d groups; there are %d", req_context.req_id, len(chains), num_groups)
             self._remember(req_context.req_id, False)
@@ -238,11 +248,15 @@ class PersistentTier(SecondaryTierManager):
                 self.config.block_size,
                 description is not None,
                 {} if description is None else description.labels,
-                description is not None and description.pinned,
+                Retention() if description is None else description.retention,
             )
         )
 
-    def _learn_ends(self) -> None:
+    def _poll(self) -> None:
+        for outcome in self._client.poll():
+            failed = [OffloadKey(key) for key in outcome.failed]
+            result = JobResult(outcome.job_id, not outcome.refused, failed, outcome.num_bytes, outcome.seconds)
+            self._finished.append(result)
         for req_id, whole in self._client.take_persisted().items():
             self._remember(req_id, whole)
 
@@ -262,13 +276,18 @@ class PersistentTier(SecondaryTierManager):
         :returns: False if the store is not open yet: retry later.
         """
         choice = self._prefetches[0] if only_asked and self._prefetches else None
+        if isinstance(choice, list):  # the keys are known: there is nothing to ask
+            self._known = [choice[:max_blocks]]
+            self._prefetches.popleft()
+            return True
         asked = not self._detached and self._client.ask_recent(max_blocks, only_asked=only_asked, choice=choice)
         if asked and choice is not None:
             self._prefetches.popleft()
         return asked
 
-    def prefetch(self, choice: Choice) -> None:
-        """Queue a choice of stored requests: a later ``ask_recent`` with ``only_asked`` asks for these only.
+    def prefetch(self, choice: Choice | list[OffloadKey]) -> None:
+        """Queue a choice of stored requests, or the keys of a context: a later ``ask_recent`` with ``only_asked`` asks
+        for these only.
 
         At most 64 choices are queued; a further one replaces the oldest.
         """
@@ -281,6 +300,9 @@ class PersistentTier(SecondaryTierManager):
 
     def take_recent(self) -> list[list[OffloadKey]] | None:
         """Return the answer to ``ask_recent``: a list of keys per stored request. None: it has not arrived yet."""
+        if self._known is not None:
+            known, self._known = self._known, None
+            return known
         recent = self._client.take_recent()
         return None if recent is None else [[OffloadKey(key) for key in keys] for keys in recent]
 
@@ -312,8 +334,7 @@ class PersistentTier(SecondaryTierManager):
         """
         deadline = time.monotonic() + timeout_s
         while req_id not in self._ended and time.monotonic() < deadline:
-            self._finished += map(_result, self._client.poll())
-            self._learn_ends()
+            self._poll()
             time.sleep(_NAP_S)
         return self._ended.get(req_id, False)
 
@@ -340,11 +361,7 @@ class PersistentTier(SecondaryTierManager):
 
 def _checked(options: Mapping[str, Any]) -> PersistentTierOptions:
     where = "tier persistent"
-    if "url" not in options:
-        raise MissingOptionError(f"{where} option url", "a store's URL, e.g. lmdb:///var/cache/kv")
     checked = convert_options(PersistentTierOptions, options, where=where)
-    if checked.host not in ("process", "thread", "inline"):
-        raise ConfigurationError(f"{where} option host", checked.host, "process, thread or inline")
     for name, least in (("max_age_s", 0.0), ("open_timeout_s", 1.0), ("watchdog_s", 1.0)):
         if not getattr(checked, name) >= least:
             raise ConfigurationError(f"{where} option {name}", getattr(checked, name), f"{least:g} seconds or more")
@@ -355,27 +372,6 @@ def _checked(options: Mapping[str, Any]) -> PersistentTierOptions:
     return checked
 
 
-def _checked_bound(value: int | str, layout: RowLayout) -> int:
-    bound = parse_size(value, name="staging_bytes")
-    largest = max(group.block_bytes for group in layout.groups)
-    least = max(MIN_STAGING_BYTES, BLOCKS_STAGED * largest)
-    if bound < least:
-        raise ConfigurationError("staging_bytes", value, f"{least} bytes or more, for blocks of {largest} bytes")
-    return bound
-
-
-def _result(outcome: JobOutcome) -> JobResult:
-    failed = [OffloadKey(key) for key in outcome.failed]
-    return JobResult(outcome.job_id, not outcome.refused, failed, outcome.num_bytes, outcome.seconds)
-
-
 def _depths(depth: Any, keys: Sequence[OffloadKey]) -> list[int] | None:
     depths = list(map(depth, keys))
     return None if None in depths else depths
-
-
-def _by_group(keys: Sequence[OffloadKey], num_groups: int) -> list[list[OffloadKey]]:
-    chains: list[list[OffloadKey]] = [[] for _ in range(num_groups)]
-    for key in dict.fromkeys(keys):
-        chains[get_offload_group_idx(key)].append(key)
-    return chains

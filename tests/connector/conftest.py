@@ -32,8 +32,6 @@ class WatchedManager(CPUOffloadingManager):
         self.request_policy = policy
         self.late: set[OffloadKey] = set()
         self.missing: set[OffloadKey] = set()
-        self.loses_blocks = False
-        """Whether each load finds its last block evicted."""
         self.looked_up: list[OffloadKey] = []
         self.touched: list[list[OffloadKey]] = []
         self.offered: list[list[OffloadKey]] = []
@@ -48,12 +46,6 @@ class WatchedManager(CPUOffloadingManager):
         if key in self.missing:
             return False
         return None if key in self.late else super().lookup(key, req_context)
-
-    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
-        if self.loses_blocks:
-            self.missing.add(keys[-1])
-            raise KeyError(keys[-1])
-        return super().prepare_load(keys, req_context)
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self.touched.append(list(keys))

@@ -201,18 +201,6 @@ class TestLoading:
         rows = [scheduler.manager.get_block_id(key, CONTEXT) for key in (*keys[0], keys[1][1])]
         assert source.block_ids.tolist() == rows
 
-    def test_takes_nothing_where_another_window_would_be_needed(
-        self, make_scheduler: MakeScheduler, store: Begin, begin: Begin
-    ) -> None:
-        scheduler = make_scheduler(num_blocks=16)
-        store(scheduler, "first", 8)
-        begin(scheduler, "second", 33)
-        assert scheduler.get_num_new_matched_tokens("second", 0) == 32
-        scheduler.manager.loses_blocks = True
-        tables: list[list[int | None]] = [list(range(8)), [*[None] * 6, 6, 7]]
-        assert scheduler.update_state_after_alloc("second", tables, 32) == 0
-        assert not scheduler.build_connector_meta().loads
-
     def test_refuses_tables_without_the_window(self, make_scheduler: MakeScheduler, store: Begin, begin: Begin) -> None:
         scheduler = make_scheduler()
         store(scheduler, "first", 8)

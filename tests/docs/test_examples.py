@@ -13,8 +13,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from persistkv import Engine
 from persistkv.config import convert_options
-from persistkv.integrations.transformers import Engine
 from persistkv.tiering.example import ExampleSecondaryTier
 from persistkv.tiering.persistent import PersistentTier
 from persistkv.tiering.spec import SECONDARY_TIERS, TieringOffloadingOptions

@@ -14,7 +14,7 @@ from typing import Any
 
 import transformers
 
-from persistkv.integrations.transformers import Engine
+from persistkv import Engine
 
 PROMPT = [(5 * index * index + index) % 256 for index in range(700)]
 

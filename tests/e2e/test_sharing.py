@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from persistkv.integrations.transformers import Engine
+from persistkv import Engine
 from tests.e2e.engine_process import PROMPT, page_digests
 
 SCRIPT = Path(__file__).with_name("engine_process.py")

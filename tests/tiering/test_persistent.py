@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from persistkv.base import OffloadKey, OffloadPolicy, ReqContext
+from persistkv.base import OffloadKey, OffloadPolicy, ReqContext, Retention
 from persistkv.config import OffloadingConfig
 from persistkv.errors import ConfigurationError, IdentityMismatchError
 from persistkv.storage import open_inspectable
@@ -110,7 +110,7 @@ def test_request_with_a_pin_is_pinned_and_others_are_not(
         names = keys(4)
         req = described(name, names)
         assert req.description is not None
-        req.description.pinned = name == "a"
+        req.description.retention = Retention(pin=name == "a", ttl_s=3600.0 if name == "a" else None)
         stack.manager.on_new_request(req)
         stack.store(names, req)
         stack.manager.on_request_finished(req)
@@ -120,6 +120,7 @@ def test_request_with_a_pin_is_pinned_and_others_are_not(
     manifests = sorted(backend.manifests(namespace.id), key=lambda manifest: manifest.created)
     uses = backend.uses(namespace.id, [manifest.id for manifest in manifests])
     assert [use is not None and use.pinned for use in uses] == [True, False]
+    assert [manifest.ttl_s for manifest in manifests] == [3600.0, None]
     backend.close()
 
 
@@ -188,7 +189,7 @@ def test_the_host_killed_in_a_cascade_and_in_a_promotion(
         ({}, "tier persistent option url"),
         ({"url": "lmdb:///tmp/x", "kodec": "raw"}, "tier persistent option kodec: 'raw' .* one of codec, .*host"),
         ({"url": "lmdb:///tmp/x", "codec": "lz4"}, "codec: 'lz4' .* one of raw, zstd"),
-        ({"url": "lmdb:///tmp/x", "host": "moon"}, "option host: 'moon' .* process, thread or inline"),
+        ({"url": "lmdb:///tmp/x", "host": "moon"}, "option host: 'moon' .* one of process, thread, inline"),
         ({"url": "lmdb:///tmp/x", "queue_bytes": "-5"}, "queue_bytes"),
         ({"url": "lmdb:///tmp/x", "max_age_s": "soon"}, "option max_age_s: 'soon'"),
         ({"url": "lmdb:///tmp/x", "durability": "5s"}, "durability: '5s' .* commit, or interval:5s"),

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from persistkv.integrations.transformers import Engine  # noqa: E402
+from persistkv import Engine  # noqa: E402
 
 PROMPT = [(7 * index * index + 3 * index) % 256 for index in range(100)]
 

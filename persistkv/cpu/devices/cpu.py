@@ -20,7 +20,7 @@ import torch
 
 from persistkv.base import TransferResult
 from persistkv.cpu.devices.base import CopyEngine, Direction
-from persistkv.cpu.layout import IntArray, KVMemory, PageCopies
+from persistkv.cpu.layout import IntArray, KVMemory, PageCopies, consecutive_runs
 
 BUFFER_BYTES = 8 << 20  # 8 MiB: small enough to stay in the last-level cache between the write and the read
 FEW_RUNS = 8  # up to this many calls are cheaper than a copy through the buffer
@@ -85,13 +85,13 @@ class CPUCopyEngine(CopyEngine):
         most_runs = max(FEW_RUNS, 2 * -(-part.num_bytes // BUFFER_BYTES))
         order = _in_order(part.sub_blocks)
         blocks, sub_blocks = part.blocks[order], part.sub_blocks[order]
-        if len(runs := _runs(sub_blocks, blocks)) <= most_runs:
+        if len(runs := consecutive_runs(sub_blocks, blocks)) <= most_runs:
             for run in runs:
                 first = int(blocks[run.start])
                 for begin, end, rectangle in _rectangles(sub_blocks[run], rows):
                     self._move(pages[first + begin : first + end].view(rectangle.shape), None, rectangle, None)
             return
-        if len(runs := _runs(sub_blocks)) <= most_runs:
+        if len(runs := consecutive_runs(sub_blocks)) <= most_runs:
             for run in runs:
                 for begin, end, rectangle in _rectangles(sub_blocks[run], rows):
                     index = torch.from_numpy(blocks[run.start + begin : run.start + end])
@@ -101,7 +101,7 @@ class CPUCopyEngine(CopyEngine):
             return
         order = _in_order(part.blocks)
         in_order, scattered = part.blocks[order], part.sub_blocks[order]
-        if len(runs := _runs(in_order)) <= most_runs:
+        if len(runs := consecutive_runs(in_order)) <= most_runs:
             for run in runs:
                 first = int(in_order[run.start])
                 self._move(pages[first : first + run.stop - run.start], None, rows, _row_index(scattered[run], rows))
@@ -189,13 +189,6 @@ def _row_index(sub_blocks: IntArray, rows: torch.Tensor) -> Index:
 def _in_order(ids: IntArray) -> slice | IntArray:
     """Return an index that sorts the numbers in ascending order: a full slice, without a copy, if they are sorted."""
     return slice(None) if bool((ids[1:] > ids[:-1]).all()) else np.argsort(ids, kind="stable")
-
-
-def _runs(*sides: IntArray) -> list[slice]:
-    """Return the runs in which, on every side, each number is the previous one plus 1."""
-    breaks = np.logical_or.reduce([np.diff(ids) != 1 for ids in sides])
-    ends = [*(np.flatnonzero(breaks) + 1).tolist(), len(sides[0])]
-    return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def _rectangles(sub_blocks: IntArray, rows: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:

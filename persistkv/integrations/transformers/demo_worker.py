@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -16,7 +15,7 @@ import transformers
 import xxhash
 
 from persistkv.errors import PersistKVError
-from persistkv.integrations.transformers.demo_messages import FIRST, Answer, Report, Task, build_prompts
+from persistkv.integrations.transformers.demo import FIRST, Answer, Report, Task, build_prompts
 from persistkv.integrations.transformers.engine import Engine
 from persistkv.integrations.transformers.kv_cache import RequestCache
 from persistkv.integrations.transformers.results import GenerateResult
@@ -45,15 +44,10 @@ def make_checkpoint(directory: Path) -> None:
         pad_token_id=None,
     )
     directory.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))
-    try:
-        with torch.random.fork_rng():
-            torch.manual_seed(_SEED)
-            transformers.LlamaForCausalLM(config).float().save_pretrained(made, safe_serialization=True)
-        os.replace(made, directory)
-    except BaseException:
-        shutil.rmtree(made)
-        raise
+    with tempfile.TemporaryDirectory(dir=directory.parent) as parent, torch.random.fork_rng():
+        torch.manual_seed(_SEED)
+        transformers.LlamaForCausalLM(config).float().save_pretrained(Path(parent) / "model", safe_serialization=True)
+        os.replace(Path(parent) / "model", directory)
 
 
 def main() -> None:

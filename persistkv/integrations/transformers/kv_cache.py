@@ -7,12 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from persistkv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from persistkv.connector.common import KVCacheGroupSpec
 from persistkv.connector.matching import GroupGeometry
+from persistkv.cpu.layout import consecutive_runs
 
 
 @dataclass(frozen=True)
@@ -258,21 +260,26 @@ class GroupPages:
         :param positions: for each page, the index of the block in the request.
         :param block_ids: the pages, as indices into ``pages``.
         """
-        for start, length in _runs(positions, block_ids):
-            pages = self.pages[block_ids[start] : block_ids[start] + length]
-            self._paged(buffer, positions[start], length).copy_(pages.permute(1, 2, 3, 0, 4, 5))
+        for paged, pages in self._runs(buffer, positions, block_ids):
+            paged.copy_(pages.permute(1, 2, 3, 0, 4, 5))
 
     def scatter(self, buffer: torch.Tensor, positions: Sequence[int], block_ids: Sequence[int]) -> None:
         """Copy full blocks of a request's buffer to pages; parameters as for ``gather``."""
-        for start, length in _runs(positions, block_ids):
-            pages = self.pages[block_ids[start] : block_ids[start] + length]
-            pages.copy_(self._paged(buffer, positions[start], length).permute(3, 0, 1, 2, 4, 5))
+        for paged, pages in self._runs(buffer, positions, block_ids):
+            pages.copy_(paged.permute(3, 0, 1, 2, 4, 5))
 
-    def _paged(self, buffer: torch.Tensor, first_block: int, count: int) -> torch.Tensor:
-        """Return a view of consecutive blocks in a buffer, shape (layers, 2, kv_heads, count, block_size, head_dim)."""
-        start, stop = first_block * self.block_size, (first_block + count) * self.block_size
-        run = buffer[:, :, :, start:stop]
-        return run.view(*run.shape[:3], -1, self.block_size, run.shape[4])
+    def _runs(
+        self, buffer: torch.Tensor, positions: Sequence[int], block_ids: Sequence[int]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield views of blocks that are consecutive in the buffer and in ``pages``, as few as possible.
+
+        The first has shape (layers, 2, kv_heads, blocks, block_size, head_dim), the second that of ``pages``.
+        """
+        for run in consecutive_runs(np.array(positions, np.int64), np.array(block_ids, np.int64)):
+            count, page = run.stop - run.start, block_ids[run.start]
+            start, stop = positions[run.start] * self.block_size, (positions[run.start] + count) * self.block_size
+            part = buffer[:, :, :, start:stop]
+            yield part.view(*part.shape[:3], -1, self.block_size, part.shape[4]), self.pages[page : page + count]
 
 
 class PagedKVCache:
@@ -306,13 +313,3 @@ class PagedKVCache:
         ]
         refs = [[CanonicalKVCacheRef(index, group.page_bytes)] for index, group in enumerate(self.groups)]
         return CanonicalKVCaches(tensors, refs)
-
-
-def _runs(*columns: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Split parallel index lists into runs in which every index increases by 1; yield (start, length) of each run."""
-    rows = list(zip(*columns, strict=True))
-    start = 0
-    for position in range(1, len(rows) + 1):
-        if position == len(rows) or any(b != a + 1 for a, b in zip(rows[position - 1], rows[position], strict=True)):
-            yield start, position - start
-            start = position

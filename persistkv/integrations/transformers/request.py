@@ -186,14 +186,15 @@ class Request:
         for (group, table), positions in zip(self._groups(), needed, strict=True):
             table += [None] * (positions.start - len(table))
             table += self._allocate(group.pool, len(positions))
-        loaded = self._tiers.load(self._req_id, self.tables, matched)
-        self._truncate(first + loaded.num_tokens // self._device.block_size)
+        progress = self._tiers.load(self._req_id, self.tables, matched)
+        loaded = progress.num_tokens if progress.success else 0
+        self._truncate(first + loaded // self._device.block_size)
         self._publish(first)
         self._stats.load_s = time.perf_counter() - begin
-        self._stats.persistent_tokens = loaded.num_promoted_tokens
-        self._stats.cpu_tokens = loaded.num_tokens - loaded.num_promoted_tokens
-        self._stats.bytes_loaded = loaded.num_bytes
-        return on_device + loaded.num_tokens
+        self._stats.persistent_tokens = self._tiers.scheduler.num_promoted_tokens(self._req_id)
+        self._stats.cpu_tokens = loaded - self._stats.persistent_tokens
+        self._stats.bytes_loaded = progress.num_bytes
+        return on_device + loaded
 
     def _acquire_resident(self, limit: int) -> int:
         """Reference the device's blocks of the longest prefix that every group can restore from the device. Return the

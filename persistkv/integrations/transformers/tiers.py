@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from persistkv.connector.common import LoadProgress
 from persistkv.connector.scheduler import BlockTable, OffloadingConnectorScheduler
@@ -22,15 +22,6 @@ from persistkv.tiering.spec import TieringOffloadingSpec
 
 _PREWARM_S = 60.0
 _POLL_S = 0.0005  # far below the time of a forward pass, far above the time of a poll
-
-
-class LoadedPrefix(NamedTuple):
-    """Size of the prefix that was loaded from the tiers to the device for a request."""
-
-    num_tokens: int
-    num_promoted_tokens: int
-    """Those of ``num_tokens`` whose KV was promoted from a secondary tier to the primary tier for this request."""
-    num_bytes: int
 
 
 class Tiers:
@@ -142,23 +133,18 @@ class Tiers:
                 time.sleep(_POLL_S)
         return matched
 
-    def load(self, req_id: str, tables: Sequence[BlockTable], num_tokens: int) -> LoadedPrefix:
+    def load(self, req_id: str, tables: Sequence[BlockTable], num_tokens: int) -> LoadProgress:
         """Load ``num_tokens``, a result of ``match``, into device blocks, and wait for the load.
 
         :param tables: for each KV cache group, the request's device blocks from its first token on.
-        :returns: the loaded prefix; zeros if the load failed: then the content of the blocks is undefined.
         """
         if not self.scheduler.update_state_after_alloc(req_id, tables, num_tokens):
-            return LoadedPrefix(0, 0, 0)
-        promoted = self.scheduler.num_promoted_tokens(req_id)
+            return LoadProgress(success=True, num_tokens=0, num_bytes=0)
         loads = self.step()
         while req_id not in loads:
             time.sleep(_POLL_S)
             loads = self.step()
-        progress = loads[req_id]
-        if not progress.success:
-            return LoadedPrefix(0, 0, 0)
-        return LoadedPrefix(progress.num_tokens, promoted, progress.num_bytes)
+        return loads[req_id]
 
     def drain(self, deadline: float, req_id: str | None = None) -> bool:
         """Repeat ``step`` until the transfers of one finished request, or (None) of all requests, have ended.

@@ -15,7 +15,14 @@ from persistkv.storage.format.codec import ZstdCodec
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.format.pack_writer import PackWriter
-from persistkv.testing.conformance.suite import BackendSuite, RawKind, RawStore, check_totals, read_pack
+from persistkv.testing.conformance.suite import (
+    BackendSuite,
+    RawKind,
+    RawStore,
+    check_totals,
+    read_pack,
+    sample_identity,
+)
 from persistkv.testing.samples import payload_of, sample_keys, sample_manifest, sample_pack
 
 _MIB = 1 << 20
@@ -93,28 +100,19 @@ class ReadTests(BackendSuite):
         payload, frames = payload_of(pack), [pack.table.frames[number] for number in numbers]
         buffer = memoryview(bytearray(max((frame.stored_length for frame in frames), default=1)))
         came: list[tuple[int, bytes]] = []
-        read_frames(
-            backend,
-            namespace,
-            pack.pack_id,
-            frames,
-            buffer,
-            lambda number, stored: came.append((number, bytes(stored))),
-        )
+
+        def read(pack_id: bytes) -> None:
+            read_frames(
+                backend, namespace, pack_id, frames, buffer, lambda *frame: came.append((frame[0], bytes(frame[1])))
+            )
+
+        read(pack.pack_id)
         stored = [payload[frame.offset : frame.offset + frame.stored_length] for frame in frames]
         assert came == list(enumerate(stored))
-
-    def test_frames_of_a_pack_that_is_gone_do_not_come(self, backend: InspectableBackend, namespace: bytes) -> None:
-        pack = sample_pack(namespace, 1)
-        backend.commit(namespace, CommitBatch([pack]))
         backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))
-        came: list[int] = []
-        buffer = memoryview(bytearray(pack.table.payload_length))
-        for pack_id in (pack.pack_id, bytes(16)):
-            read_frames(
-                backend, namespace, pack_id, pack.table.frames, buffer, lambda number, stored: came.append(number)
-            )
-        assert came == []
+        read(pack.pack_id)
+        read(bytes(16))
+        assert came == list(enumerate(stored)), "frames of a pack that is gone came"
 
     @pytest.mark.parametrize("read", [read_spans, scan], ids=["read", "scan"])
     def test_misses_stand_beside_hits(self, backend: InspectableBackend, namespace: bytes, read: Reader) -> None:
@@ -164,7 +162,9 @@ class ReadTests(BackendSuite):
             expected[offset] ^= 0xFF
         assert read_pack(backend, namespace, pack.table) == bytes(expected)
 
-    def test_what_was_read_outlives_the_pack(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_what_was_read_outlives_the_pack(self, url: str) -> None:
+        backend = self.open(url)
+        namespace = backend.open_namespace(sample_identity()).id
         pack = sample_pack(namespace, 1, blocks=8, block_bytes=100_000)
         backend.commit(namespace, CommitBatch([pack]))
         held = list(backend.changes(namespace, None).added)
@@ -224,7 +224,6 @@ class ManifestTests(BackendSuite):
         backend.commit(namespace, CommitBatch(manifests=writes[:2]))
         assert {manifest.id for manifest in backend.manifests(namespace)} == {"r0", "r1", "r2"}
         assert backend.manifest_keys(namespace, ["r1"])[0] == writes[1].keys
-        check_totals(backend)
 
     def test_many_while_others_commit(self, backend: InspectableBackend, namespace: bytes) -> None:
         writes = [sample_manifest(f"r{number}", number) for number in range(700)]
@@ -269,7 +268,9 @@ class ManifestTests(BackendSuite):
         backend.commit(namespace, CommitBatch(deletions=[first.pack_id]))
         assert backend.uses(namespace, ["short", "long"]) == [None, None]
 
-    def test_abandoned_iteration_holds_nothing(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_abandoned_iteration_holds_nothing(self, url: str) -> None:
+        backend = self.open(url)
+        namespace = backend.open_namespace(sample_identity()).id
         backend.commit(namespace, CommitBatch(manifests=[sample_manifest(f"r{number}") for number in range(3)]))
         iterator = iter(backend.manifests(namespace))
         next(iterator)

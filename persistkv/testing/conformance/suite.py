@@ -77,10 +77,8 @@ class BackendSuite:
 
     @pytest.fixture
     def backend(self, url: str) -> Iterator[InspectableBackend]:
-        """The store of ``url``, open for writing."""
-        backend = self.open(url)
-        yield backend
-        backend.close()
+        """The store of ``url``, open for writing. Its totals are checked after the test, which must not close it."""
+        yield from self.opened(url)
 
     @pytest.fixture
     def namespace(self, backend: InspectableBackend) -> bytes:
@@ -89,18 +87,22 @@ class BackendSuite:
 
     @pytest.fixture
     def small(self, small_url: str | None) -> Iterator[InspectableBackend]:
-        """The store of ``small_url``, open for writing."""
-        if small_url is None:
-            pytest.skip("the driver supports no capacity")
-        backend = self.open(small_url)
-        yield backend
-        check_totals(backend)
-        backend.close()
+        """The store of ``small_url``, as ``backend``."""
+        yield from self.opened(small_url)
 
     @pytest.fixture
     def name(self, small: InspectableBackend) -> bytes:
         """The id of a namespace in ``small``."""
         return small.open_namespace(sample_identity()).id
+
+    def opened(self, url: str | None) -> Iterator[InspectableBackend]:
+        """Open a store for a fixture; check its totals after the test and close it."""
+        if url is None:
+            pytest.skip("the driver does not support this option")
+        backend = self.open(url)
+        yield backend
+        check_totals(backend)
+        backend.close()
 
     def open(self, url: str, *, read_only: bool = False) -> InspectableBackend:
         """Open a store with the driver under test."""

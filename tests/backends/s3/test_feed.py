@@ -203,7 +203,7 @@ def test_local_catalogue_of_another_life_of_the_store_is_replaced(engines: Engin
     engines.kill(writer)
     engines.kill(reader)
     reader.close()
-    engines.bucket.objects.clear()
+    engines.bucket.server.delete(engines.bucket.keys(""))
     other = opened(engines)
     store(other, 2)
     engines.run(3)
@@ -310,6 +310,41 @@ def test_ttl_counts_from_the_last_use_by_the_clock_of_the_server(engines: Engine
     assert {head.id for head in engine.manifests(NAMESPACE)} == {"r4"}, "that of r1 was not used since it was written"
 
 
+def test_request_own_ttl_expires_it_by_the_clock_of_the_server(engines: Engines) -> None:
+    engine = opened(engines)
+    packs = [sample_pack(NAMESPACE, seed, blocks=1) for seed in range(3)]
+    manifests = [
+        sample_manifest(f"r{number}", packs=[pack.pack_id], ttl_s=ttl_s)
+        for number, (pack, ttl_s) in enumerate(zip(packs, (HOUR_S, HOUR_S, None), strict=True))
+    ]
+    engine.commit(NAMESPACE, CommitBatch(packs, manifests, pins=[("r0", True)]))
+    engines.run(0.6 * HOUR_S)
+    engine.commit(NAMESPACE, CommitBatch(touches=[packs[1].pack_id]))
+    engines.run(0.6 * HOUR_S)
+    store(engine, 4)
+    engines.run(5)
+    assert {head.id for head in engine.manifests(NAMESPACE)} == {"r1", "r2", "r4"}
+    assert set(tables(opened(engines), NAMESPACE)) >= {pack.pack_id for pack in packs[1:]}
+    assert packs[0].pack_id not in tables(engine, NAMESPACE)
+    engines.run(2 * HOUR_S)
+    store(engine, 5)
+    engines.run(5)
+    assert {head.id for head in engine.manifests(NAMESPACE)} == {"r2", "r4", "r5"}
+    check_totals(engine)
+
+
+def test_low_priority_does_not_delay_expiry(engines: Engines) -> None:
+    engine = opened(engines, ttl_s=HOUR_S)
+    store(engine, 1)
+    engines.run(0.6 * HOUR_S)
+    low = sample_pack(NAMESPACE, 2, blocks=1)
+    engine.commit(NAMESPACE, CommitBatch([low], [sample_manifest("low", packs=[low.pack_id], priority="low")]))
+    engines.run(0.6 * HOUR_S)
+    store(engine, 3)
+    engines.run(5)
+    assert {head.id for head in engine.manifests(NAMESPACE)} == {"low", "r3"}
+
+
 def test_policy_in_the_head_is_applied_by_the_next_leader(engines: Engines) -> None:
     one, two = opened(engines), opened(engines)
     store(one, 1)
@@ -360,7 +395,7 @@ def test_commit_that_took_twelve_hours_fails_and_is_rejected(engines: Engines) -
         if "inbox" in key:
             client.after = lambda verb, key: None
             engines.bucket.now += 13 * HOUR_S
-            engines.bucket.replace(key, engines.bucket.objects[key].data)
+            engines.bucket.replace(key, engines.bucket.data(key))
 
     client.after = suspend
     with pytest.raises(StoreError, match="12 hours"):
@@ -521,7 +556,8 @@ def test_commit_that_arrives_late_is_not_taken_for_the_next_one(engines: Engines
 
     def delay(verb: str, key: str) -> None:
         if verb == "PUT" and "inbox" in key:
-            late[key] = engines.bucket.objects.pop(key).data
+            late[key] = engines.bucket.data(key)
+            engines.bucket.server.delete([key])
             raise LateError("no reply")
 
     def fail(verb: str, key: str) -> None:
@@ -578,7 +614,7 @@ def test_head_that_was_deleted_is_rebuilt(engines: Engines, monkeypatch: pytest.
         store(engine, seed)
         engines.run(1)
     engines.run(3)
-    del engines.bucket.objects["store/persistkv"]
+    engines.bucket.server.delete(["store/persistkv"])
     assert held(opened(engines)) == names(*range(21))
     store(engine, 21)
     engines.run(40)
@@ -596,7 +632,7 @@ def test_bucket_that_was_emptied_is_used_again(engines: Engines, leads: bool) ->
     if not leads:
         engines.run(HOUR_S)
     cursor = engine.changes(NAMESPACE, None).cursor
-    engines.bucket.objects.clear()
+    engines.bucket.server.delete(engines.bucket.keys(""))
     for seed in range(3, 9):
         with suppress(StoreError):
             store(engine, seed)
@@ -618,7 +654,7 @@ def test_engine_that_closes_in_an_emptied_bucket_leaves_a_store(engines: Engines
     engines.run(2)
     if not leads:
         engines.run(HOUR_S)
-    engines.bucket.objects.clear()
+    engines.bucket.server.delete(engines.bucket.keys(""))
     store(engine, 1)
     engines.stop(engine)
     fresh = engines.open()
@@ -647,14 +683,14 @@ def test_unreadable_part_of_the_feed_costs_only_its_packs(
 
 @pytest.mark.parametrize("header", ["If-None-Match", "If-Match"])
 def test_server_that_ignores_conditions_is_refused(engines: Engines, header: str) -> None:
-    engines.bucket.honours_conditions.remove(header)
+    engines.bucket.server.honours.remove(header)
     with pytest.raises(StoreUnavailableError, match=f"ignores {header}"):
         engines.open()
     assert engines.bucket.keys("") == []
 
 
 def test_server_that_needs_etags_without_quotes_is_supported(engines: Engines) -> None:
-    engines.bucket.unquoted = True
+    engines.bucket.server.unquoted = True
     one, two = opened(engines), opened(engines)
     store(one, 1)
     store(two, 2)
@@ -683,7 +719,7 @@ def test_unauthentic_object_is_ignored(
         engines.run(2)
     store(engine, 11)
     key = engines.bucket.keys(part)[-1]
-    data = engines.bucket.objects[key].data
+    data = engines.bucket.data(key)
     engines.bucket.replace(key, data[:-1] + bytes([data[-1] ^ 1]))
     fresh = opened(engines, **secret)
     assert held(fresh) <= names(*range(12))
@@ -740,8 +776,7 @@ def test_reads_that_miss_while_commits_run_disturb_none(engines: Engines) -> Non
     engine = opened(engines)
     store(engine, *range(60))
     found = tables(engine, NAMESPACE)
-    for key in engines.bucket.keys("/packs/"):
-        del engines.bucket.objects[key]
+    engines.bucket.server.delete(engines.bucket.keys("/packs/"))
     missed = list[bytes | None]()
     readers = [
         threading.Thread(target=lambda part=part: missed.extend(read_pack(engine, NAMESPACE, table) for table in part))
@@ -768,8 +803,6 @@ def test_uses_wait_for_a_commit_and_outlive_the_handle(engines: Engines) -> None
     client[engine].take()
     engine.commit(NAMESPACE, CommitBatch(touches=list(names(1))))
     assert client[engine].take() == {}
-    before = [use.last_used for use in engine.uses(NAMESPACE, ["r1", "r2"]) if use is not None]
-    assert before[0] > before[1]
     engines.kill(engine)
     engine.close()
     fresh = opened(engines)

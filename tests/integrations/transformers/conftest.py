@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from persistkv.integrations.transformers import Engine
+from persistkv import Engine
 
 OpenEngine = Callable[..., Engine]
 

@@ -10,10 +10,10 @@ import torch
 from transformers import BatchEncoding, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 import persistkv
+from persistkv import Engine
 from persistkv.base import TransferResult
 from persistkv.connector.worker import OffloadingConnectorWorker
 from persistkv.errors import ConfigurationError, EngineClosedError, PromptTooLongError, UnsupportedModelError
-from persistkv.integrations.transformers import Engine
 from tests.integrations.transformers.conftest import OpenEngine
 
 
@@ -149,7 +149,10 @@ class TestReuse:
         assert engine.flush()
         assert engine.stats().connector.stored_blocks == 0
 
-    @pytest.mark.parametrize("given", ["off", {"stores": False}, {"load": "never"}, {"labels": {"user": 1}}])
+    @pytest.mark.parametrize(
+        "given",
+        ["off", {"stores": False}, {"load": "never"}, {"labels": {"user": 1}}, {"ttl": "soon"}, {"priority": "high"}],
+    )
     def test_invalid_request_parameters_run_nothing(
         self, open_engine: OpenEngine, prompt: list[int], given: object
     ) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from persistkv import Engine
 from persistkv.errors import ConfigurationError
-from persistkv.integrations.transformers import Engine
 from tests.integrations.transformers.conftest import OpenEngine
 
 WINDOW = 32

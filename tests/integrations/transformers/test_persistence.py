@@ -14,8 +14,8 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 import persistkv
+from persistkv import Engine
 from persistkv.errors import ConfigurationError, IdentityMismatchError
-from persistkv.integrations.transformers import Engine
 from persistkv.integrations.transformers.results import GenerateResult
 from tests.host_processes import host_processes
 

@@ -8,7 +8,7 @@ import pytest
 
 from persistkv.base import OffloadKey, ReqContext
 from persistkv.cpu.manager import CPUOffloadingManager
-from persistkv.cpu.policies.arc import ARCCachePolicy
+from persistkv.cpu.policies import ARCCachePolicy
 
 MakeKeys = Callable[[int], list[OffloadKey]]
 

@@ -1,0 +1,215 @@
+"""Eviction policies of the primary tier: one interface, LRU and ARC, and a registry for others."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from persistkv.base import OffloadKey
+from persistkv.config import Registry
+
+
+class CachePolicy(ABC):
+    """Decides the order in which blocks are evicted from the primary tier.
+
+    It knows every block that has a row, from the allocation of the row on. If a call passes several keys, the first is
+    the start of a prefix and must be evicted after the last. The amortised cost of a call must be proportional to its
+    number of keys. Not thread-safe. After a call that raised, the policy is unusable, because its state may differ from
+    its manager's.
+
+    :param num_blocks: rows of the primary tier.
+    :param refs: one number per row, kept by the manager: 0 if the row can be evicted, any other value if it cannot.
+    """
+
+    def __init__(self, num_blocks: int, refs: Sequence[int]) -> None:
+        self._num_blocks = num_blocks
+        self._refs = refs
+
+    @abstractmethod
+    def insert(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
+        """Add blocks that the policy does not know, with their rows, as the most recently used ones."""
+
+    @abstractmethod
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Count a use of each of these blocks; unknown keys are ignored."""
+
+    @abstractmethod
+    def release(self, keys: Sequence[OffloadKey]) -> None:
+        """Note that jobs which used these blocks have ended; blocks with ``refs`` 0 can be evicted again. Not a use.
+
+        Unknown keys are ignored.
+        """
+
+    @abstractmethod
+    def remove(self, keys: Sequence[OffloadKey]) -> None:
+        """Forget blocks whose write failed; unknown keys are ignored."""
+
+    @abstractmethod
+    def evict(self, count: int) -> list[tuple[OffloadKey, int]]:
+        """Choose ``count`` blocks to evict and forget them.
+
+        :returns: key and row of each, in eviction order; fewer than ``count`` only if fewer can be evicted.
+        """
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget all blocks and all statistics of their use."""
+
+
+class LRUCachePolicy(CachePolicy):
+    """Evicts the least recently used block. Blocks are kept in order of use; a store counts as the first use.
+
+    A block that cannot be evicted is parked when it is the least recently used one, so that only one eviction has to
+    skip it. After ``release``, it is the next one to be evicted. Every operation is amortised O(1).
+    """
+
+    def __init__(self, num_blocks: int, refs: Sequence[int]) -> None:
+        super().__init__(num_blocks, refs)
+        self._rows: OrderedDict[OffloadKey, int] = OrderedDict()  # least recently used first, without parked blocks
+        self._parked: dict[OffloadKey, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows) + len(self._parked)
+
+    def __contains__(self, key: OffloadKey) -> bool:
+        return key in self._rows or key in self._parked
+
+    def insert(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
+        self._rows.update(zip(reversed(keys), reversed(rows), strict=True))
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        rows = self._rows
+        for key in reversed(keys):
+            if key in rows:
+                rows.move_to_end(key)
+            elif key in self._parked:
+                rows[key] = self._parked.pop(key)
+
+    def release(self, keys: Sequence[OffloadKey]) -> None:
+        if not self._parked:
+            return
+        for key in keys:
+            row = self._parked.get(key)
+            if row is not None and not self._refs[row]:
+                self._rows[key] = self._parked.pop(key)
+                self._rows.move_to_end(key, last=False)
+
+    def remove(self, keys: Sequence[OffloadKey]) -> None:
+        for key in keys:
+            self.discard(key)
+
+    def discard(self, key: OffloadKey) -> int | None:
+        """Forget a block and return its row; None if the key is unknown."""
+        row = self._rows.pop(key, None)
+        return self._parked.pop(key, None) if row is None else row
+
+    def evict(self, count: int) -> list[tuple[OffloadKey, int]]:
+        victims: list[tuple[OffloadKey, int]] = []
+        refs, rows = self._refs, self._rows
+        while rows and len(victims) < count:
+            key, row = rows.popitem(last=False)
+            if refs[row]:
+                self._parked[key] = row
+            else:
+                victims.append((key, row))
+        return victims
+
+    def clear(self) -> None:
+        self._rows.clear()
+        self._parked.clear()
+
+
+class ARCCachePolicy(CachePolicy):
+    """Adaptive replacement (Megiddo and Modha, FAST 2003): recency and frequency, balanced by early evictions.
+
+    Two lists in recency order, blocks used once and blocks used again, and the keys recently evicted from each.
+
+    Eviction takes from the first list if it exceeds its target size, else from the second. If a block is stored again
+    soon after its eviction, the list it was evicted from was too small, and the target size changes in favour of that
+    list. A scan of blocks that are used once only affects the first list.
+    """
+
+    def __init__(self, num_blocks: int, refs: Sequence[int]) -> None:
+        super().__init__(num_blocks, refs)
+        self._once = LRUCachePolicy(num_blocks, refs)
+        self._again = LRUCachePolicy(num_blocks, refs)
+        self._gone_once: OrderedDict[OffloadKey, None] = OrderedDict()
+        self._gone_again: OrderedDict[OffloadKey, None] = OrderedDict()
+        self._target = 0.0  # target number of blocks in the first list
+
+    def insert(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
+        for key, row in zip(reversed(keys), reversed(rows), strict=True):
+            part = self._again if self._learn_from_return(key) else self._once
+            part.insert((key,), (row,))
+        self._trim_gone()
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        for key in reversed(keys):
+            if key in self._again:
+                self._again.touch((key,))
+                continue
+            row = self._once.discard(key)
+            if row is not None:
+                # Storing a block also touches it. Only a use of a readable block counts as a second use.
+                part = self._once if self._refs[row] < 0 else self._again
+                part.insert((key,), (row,))
+
+    def release(self, keys: Sequence[OffloadKey]) -> None:
+        self._once.release(keys)
+        self._again.release(keys)
+
+    def remove(self, keys: Sequence[OffloadKey]) -> None:
+        self._once.remove(keys)
+        self._again.remove(keys)
+
+    def evict(self, count: int) -> list[tuple[OffloadKey, int]]:
+        victims: list[tuple[OffloadKey, int]] = []
+        while len(victims) < count:
+            victim = self._evict_one()
+            if victim is None:
+                break
+            victims.append(victim)
+        self._trim_gone()
+        return victims
+
+    def clear(self) -> None:
+        for part in (self._once, self._again, self._gone_once, self._gone_again):
+            part.clear()
+        self._target = 0.0
+
+    def _learn_from_return(self, key: OffloadKey) -> bool:
+        """Return whether the key was recently evicted. If so, change the target size in favour of its list."""
+        once, again = len(self._gone_once), len(self._gone_again)
+        if key in self._gone_once:
+            del self._gone_once[key]
+            self._target = min(float(self._num_blocks), self._target + max(1.0, again / once))
+            return True
+        if key in self._gone_again:
+            del self._gone_again[key]
+            self._target = max(0.0, self._target - max(1.0, once / again))
+            return True
+        return False
+
+    def _evict_one(self) -> tuple[OffloadKey, int] | None:
+        lists = ((self._once, self._gone_once), (self._again, self._gone_again))
+        for part, gone in lists if len(self._once) > self._target else reversed(lists):
+            if victims := part.evict(1):
+                gone[victims[0][0]] = None
+                return victims[0]
+        return None
+
+    def _trim_gone(self) -> None:
+        """Drop the oldest evicted keys, so that the first list and its evicted keys together have at most
+        ``num_blocks`` entries, and both lists with theirs at most twice as many.
+        """
+        while self._gone_once and len(self._once) + len(self._gone_once) > self._num_blocks:
+            self._gone_once.popitem(last=False)
+        held = len(self._once) + len(self._again)
+        while self._gone_again and held + len(self._gone_once) + len(self._gone_again) > 2 * self._num_blocks:
+            self._gone_again.popitem(last=False)
+
+
+CACHE_POLICIES = Registry[CachePolicy](
+    "persistkv.cache_policies", "eviction_policy", CachePolicy, {"lru": LRUCachePolicy, "arc": ARCCachePolicy}
+)

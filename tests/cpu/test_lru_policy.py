@@ -1,0 +1,106 @@
+"""Eviction of the least recently used block: order, and blocks that cannot be evicted."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from persistkv.base import OffloadKey
+from persistkv.cpu.policies import LRUCachePolicy
+
+KEYS = [OffloadKey(bytes([number])) for number in range(8)]
+
+
+def test_evict_prefix_leaves_last() -> None:
+    policy = LRUCachePolicy(3, [0, 0, 0])
+    policy.insert(KEYS[:3], [0, 1, 2])
+    assert policy.evict(4) == [(KEYS[2], 2), (KEYS[1], 1), (KEYS[0], 0)]
+
+
+def test_evict_released_blocks_first_in_prefix_order() -> None:
+    refs = [0, 1, 1, 0]
+    policy = LRUCachePolicy(4, refs)
+    policy.insert(KEYS[3::-1], [3, 2, 1, 0])  # coldest first: 0, 1, 2, 3
+    assert policy.evict(2) == [(KEYS[0], 0), (KEYS[3], 3)]  # 1 and 2 are parked
+    policy.insert([KEYS[4]], [0])
+    refs[1] = refs[2] = 0
+    policy.release([KEYS[2], KEYS[1]])
+    assert policy.evict(3) == [(KEYS[1], 1), (KEYS[2], 2), (KEYS[4], 0)]
+
+
+def test_release_block_that_another_job_uses_stays_parked() -> None:
+    refs = [2, 0]
+    policy = LRUCachePolicy(2, refs)
+    policy.insert(KEYS[1::-1], [1, 0])
+    assert policy.evict(2) == [(KEYS[1], 1)]
+    refs[0] = 1
+    policy.release([KEYS[0]])
+    assert policy.evict(1) == []
+    refs[0] = 0
+    policy.release([KEYS[0]])
+    assert policy.evict(1) == [(KEYS[0], 0)]
+
+
+def test_evict_skips_each_protected_block_once() -> None:
+    class CountingRefs(list[int]):
+        reads = 0
+
+        def __getitem__(self, row):  # type: ignore[no-untyped-def]
+            type(self).reads += 1
+            return super().__getitem__(row)
+
+    refs = CountingRefs([1] * 1000 + [0] * 100)
+    policy = LRUCachePolicy(1100, refs)
+    for row in range(1100):
+        policy.insert([OffloadKey(row.to_bytes(4, "big"))], [row])
+    for _ in range(100):
+        assert len(policy.evict(1)) == 1
+    assert CountingRefs.reads == 1100
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("use"), st.integers(0, 7)),
+            st.tuples(st.just("take out"), st.integers(0, 7)),
+            st.tuples(st.just("protect"), st.integers(0, 7)),
+            st.tuples(st.just("release"), st.integers(0, 7)),
+            st.tuples(st.just("evict"), st.just(0)),
+        ),
+        max_size=60,
+    )
+)
+def test_lru_policy_equals_a_plain_list(steps: list[tuple[str, int]]) -> None:
+    refs = [0] * 8
+    policy = LRUCachePolicy(8, refs)
+    model: list[int] = []  # coldest first
+    parked: set[int] = set()
+    for step, number in steps:
+        key = KEYS[number]
+        if step == "use":
+            if number in model or number in parked:
+                policy.touch([key])
+            else:
+                policy.insert([key], [number])
+            model = [*(other for other in model if other != number), number]
+            parked.discard(number)
+        elif step == "take out":
+            assert policy.discard(key) == (number if number in model or number in parked else None)
+            model = [other for other in model if other != number]
+            parked.discard(number)
+        elif step == "protect":
+            refs[number] += 1
+        elif step == "release" and refs[number]:
+            refs[number] -= 1
+            policy.release([key])
+            if not refs[number] and number in parked:
+                parked.remove(number)
+                model.insert(0, number)
+        elif step == "evict":
+            expected = next((other for other in model if not refs[other]), None)
+            assert policy.evict(1) == ([] if expected is None else [(KEYS[expected], expected)])
+            passed = model if expected is None else model[: model.index(expected)]
+            parked.update(passed)
+            model = [other for other in model if other not in parked and other != expected]
+        assert len(policy) == len(model) + len(parked)
+        assert all((KEYS[other] in policy) == (other in model or other in parked) for other in range(8))

@@ -5,7 +5,7 @@ Each operation is implemented in the module of its command, which is imported wh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 from types import TracebackType
@@ -226,14 +226,14 @@ class StoreHandle:
         request: str,
         labels: Mapping[str, str] | None = None,
         *,
-        remove: Collection[str] = (),
+        remove: Iterable[str] = (),
         namespace: str | None = None,
     ) -> RequestView:
         """Set labels of a request and remove others; return the request. This counts as a use of it."""
         from persistkv_tools.maintain.label import relabel
 
         found = find_request(self.backend, request, namespace)
-        relabel(self._writable(), found, labels or {}, remove)
+        relabel(self._writable(), found, labels or {}, set(remove))
         return find_request(self.backend, found.manifest.id, found.namespace.id.hex()).view(self.backend)
 
     # Copies

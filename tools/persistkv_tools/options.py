@@ -103,10 +103,7 @@ class NotFoundError(PersistKVError):
 def ensure_consent(what: str, ways: str, *, yes: bool, json: bool) -> None:
     """Raise an error if a deletion has no consent yet, and the user cannot be asked for it. Asks nothing.
 
-    :param what: name of the command that deletes, for the error.
     :param ways: options that give consent, for the error.
-    :param yes: consent was given.
-    :param json: the output is JSON: the user is never asked.
     :raises MissingOptionError: no consent was given, and input is not from a terminal or the output is JSON.
     """
     if not (yes or (sys.stdin.isatty() and not json)):
@@ -192,10 +189,7 @@ class RequestView(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, namespace: bytes, manifest: RequestManifest, use: RequestUse | None) -> RequestView:
-        """Return the view of a manifest head and of its use.
-
-        :param use: None: unknown.
-        """
+        """Return the view of a manifest head and of its use; None: unknown use."""
         return render.view_of(
             cls, manifest, namespace=namespace.hex(), short_id=short_id(manifest.id), context=manifest.context.hex()
         ).with_use(use)

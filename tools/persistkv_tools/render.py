@@ -92,10 +92,11 @@ def view_of(kind: type[T], source: object, **more: Any) -> T:
 
 def print_json(value: Any) -> None:
     """Print one JSON object. Values are exact; unprintable characters are written as ``\\u`` sequences."""
-    text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
-    if not text.replace("\n", "").isprintable():  # within strings only
-        text = "".join(char if char.isprintable() or char == "\n" else json.dumps(char)[1:-1] for char in text)
-    _write(text + "\n")
+    lines = msgspec.json.format(msgspec.json.encode(value), indent=2).decode().split("\n")
+    for at, line in enumerate(lines):
+        if not line.isprintable():  # within strings only
+            lines[at] = "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in line)
+    _write("\n".join(lines) + "\n")
 
 
 def print_exact(text: str) -> None:

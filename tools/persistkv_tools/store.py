@@ -5,11 +5,13 @@ Each operation is implemented in the module of its command, which is imported wh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
+
+from rich.progress import Progress
 
 from persistkv.config import StoreUrl, parse_size, store_url
 from persistkv.errors import ConfigurationError, StoreError
@@ -27,8 +29,6 @@ from persistkv_tools.options import (
 from persistkv_tools.progress import Throttle, counted
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from persistkv_tools.inspect.ls import NamespaceView, Page, Sort
     from persistkv_tools.inspect.stat import StoreTotals
     from persistkv_tools.maintain.prune import Prune
@@ -206,10 +206,10 @@ class StoreHandle:
         """Give free space within the store back to the medium; return the number of bytes by which the store shrank."""
         backend = self._writable()
         before = backend.stats().disk_bytes
-        task = None if progress is None else progress.add_task("compact", total=None)
+        shown = progress or Progress(disable=True)
+        task = shown.add_task("compact", total=None)
         for step in backend.compact() if isinstance(backend, SupportsCompaction) else ():
-            if progress is not None and task is not None:
-                progress.update(task, completed=step.moved_bytes, total=step.total_bytes)
+            shown.update(task, completed=step.moved_bytes, total=step.total_bytes)
         return max(0, before - backend.stats().disk_bytes)
 
     def pin(self, request: str, *, namespace: str | None = None, pinned: bool = True) -> RequestView:
@@ -226,14 +226,14 @@ class StoreHandle:
         request: str,
         labels: Mapping[str, str] | None = None,
         *,
-        remove: Collection[str] = (),
+        remove: Iterable[str] = (),
         namespace: str | None = None,
     ) -> RequestView:
         """Set labels of a request and remove others; return the request. This counts as a use of it."""
         from persistkv_tools.maintain.label import relabel
 
         found = find_request(self.backend, request, namespace)
-        relabel(self._writable(), found, labels or {}, remove)
+        relabel(self._writable(), found, labels or {}, set(remove))
         return find_request(self.backend, found.manifest.id, found.namespace.id.hex()).view(self.backend)
 
     # Copies

@@ -218,7 +218,11 @@ def replay(
             if number % _LOOK_EVERY == 0:
                 engine.look()
             took(len(chain) * block_bytes)
-        engine.complete()
+        host = engine.look()
+    run.held_blocks = round(statistics.median(engine.held[len(engine.held) // 2 :]))
+    run.requests_sent = host.requests
+    for name in ("stored_bytes", "loaded_bytes", "evicted_blocks", "commits"):
+        setattr(run, name, getattr(host.counters, name))
     run.hit_rate = round(run.hits / sum(map(len, requests)), 4)
     run.seconds = round(time.monotonic() - begin, 3)
     return run
@@ -240,7 +244,8 @@ class _Replay:
         self._block_bytes = block_bytes
         self._longest = longest
         self._pack_blocks = pack_blocks or longest
-        self._held: list[int] = []
+        self.held: list[int] = []
+        """Blocks that the store held at each ``look``."""
         self._job = 0
         self._client = store_client(run.url, InlineHost(memoryview(memory)), block_bytes)
         self._client.open()
@@ -289,16 +294,8 @@ class _Replay:
         if host is None:
             raise StoreError("the store did not answer")
         self._run.disk_bytes = max(self._run.disk_bytes, host.disk_bytes)
-        self._held.append(len(self._client))
+        self.held.append(len(self._client))
         return host
-
-    def complete(self) -> None:
-        """Record the results."""
-        host = self.look()
-        self._run.held_blocks = round(statistics.median(self._held[len(self._held) // 2 :]))
-        self._run.requests_sent = host.requests
-        for name in ("stored_bytes", "loaded_bytes", "evicted_blocks", "commits"):
-            setattr(self._run, name, getattr(host.counters, name))
 
     def close(self) -> None:
         """Write pending blocks and close the store."""

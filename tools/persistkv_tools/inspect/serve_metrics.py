@@ -177,9 +177,10 @@ class StoreCollector:
             gauge = GaugeMetricFamily(f"persistkv_engine_{name}", text, labels=_ENGINE_LABELS)
             for status in statuses:
                 value = getattr(status, name)
-                if name != "breaker" or value in _BREAKER:
-                    number = _BREAKER.index(value) if name == "breaker" else value
-                    gauge.add_metric(self._labels(status), number)
+                if name != "breaker":
+                    gauge.add_metric(self._labels(status), value)
+                elif value in _BREAKER:
+                    gauge.add_metric(self._labels(status), _BREAKER.index(value))
             yield gauge
 
     def _labels(self, status: EngineStatus) -> list[str]:

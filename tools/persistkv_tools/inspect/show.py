@@ -13,7 +13,6 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 import typer
-from rich.text import Text
 from rich.tree import Tree
 
 from persistkv.memory.budget import no_collections
@@ -190,20 +189,15 @@ def _drawn(top: TreeNode, title: str) -> Tree:
     waiting = [(drawn, top)]
     while waiting:
         branch, node = waiting.pop()
-        waiting += [(branch.add(_node_text(child)), child) for child in node.children]
+        for child in node.children:
+            line = f"{child.key} blocks {child.start:,} to {child.start + child.blocks:,}"
+            line += f", {render.count(child.requests, 'request')}" if child.requests > 1 else ""
+            more = f" and {child.ends - len(child.names):,} more" if child.ends > len(child.names) else ""
+            line += f"; ends {', '.join(map(short_id, child.names))}{more}" if child.names else ""
+            waiting.append((branch.add(render.plain(line, "bold" if child.chosen else "")), child))
         if node.hidden:
             branch.add(render.plain(f"{node.hidden:,} more not drawn (--nodes)", "dim"))
     return drawn
-
-
-def _node_text(node: TreeNode) -> Text:
-    line = f"{node.key} blocks {node.start:,} to {node.start + node.blocks:,}"
-    if node.requests > 1:
-        line += f", {render.count(node.requests, 'request')}"
-    more = f" and {node.ends - len(node.names):,} more" if node.ends > len(node.names) else ""
-    if node.names:
-        line += f"; ends {', '.join(map(short_id, node.names))}{more}"
-    return render.plain(line, "bold" if node.chosen else "")
 
 
 def show_context(url: str, backend: InspectableBackend, found: FoundRequest, *, key_limit: int) -> ContextView:

@@ -116,13 +116,15 @@ def top(
     endless = count is None and console.is_terminal and not json
     with options.opened(url) as backend:
         watch = Watch(url, backend)
-        watch.look()  # not shown: rates need two
         if endless:
             with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:  # the way out
+                watch.look()  # not shown: rates need two
                 while True:
                     time.sleep(pause_s)
                     live.update(_drawn(watch.look()), refresh=True)
-        for _ in range(0 if endless else count or 1):
+            return
+        watch.look()
+        for _ in range(count or 1):
             time.sleep(pause_s)
             if json:
                 render.print_json(watch.look())

@@ -57,9 +57,7 @@ def why(
     against: Annotated[
         str | None,
         typer.Option(
-            metavar="WHAT",
-            help="A model's directory, another store, or a namespace's id.",
-            show_default=False,
+            metavar="WHAT", help="A model's directory, another store, or a namespace's id.", show_default=False
         ),
     ] = None,
     namespace: options.InNamespace = None,

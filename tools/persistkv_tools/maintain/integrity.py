@@ -348,18 +348,15 @@ def check_manifests(backend: InspectableBackend, spaces: list[NamespacePacks], t
 def _suspects(backend: InspectableBackend, space: NamespacePacks, names: list[str], took: Took) -> dict[str, Finding]:
     held = HeldKeys(table.keys for table in space.tables.values()) if names else HeldKeys(())
     found: dict[str, Finding] = {}
-
-    def note(problem: Problem, name: str, detail: str) -> None:
-        found[name] = Finding(problem=problem, detail=detail, namespace=space.namespace.hex(), request=name)
-
     waiting = keys_of(backend, space.namespace, names)
     while some := list(islice(waiting, _MANIFESTS_AT_ONCE)):
         counts = held.missing([keys or () for _, keys in some])
         for (name, keys), missing in zip(some, counts, strict=True):
+            problem, detail = Problem.MISSING_BLOCKS, f"{missing} of its blocks are in no pack"
             if keys is None:
-                note(Problem.MANIFEST_KEYS, name, "its keys do not read")
-            elif missing:
-                note(Problem.MISSING_BLOCKS, name, f"{missing} of its blocks are in no pack")
+                problem, detail = Problem.MANIFEST_KEYS, "its keys do not read"
+            if keys is None or missing:
+                found[name] = Finding(problem=problem, detail=detail, namespace=space.namespace.hex(), request=name)
         took(0)
     return found
 

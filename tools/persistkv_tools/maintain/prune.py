@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 import typer
@@ -26,7 +26,14 @@ from persistkv import open_store
 from persistkv.config import parse_size
 from persistkv.errors import MissingOptionError, StoreError, StoreFullError
 from persistkv.storage.backend import CommitBatch, Namespace
-from persistkv.storage.extensions import InspectableBackend, RequestUse, SupportsCompaction, SupportsQuarantine
+from persistkv.storage.extensions import (
+    BackendStats,
+    FreeSpace,
+    InspectableBackend,
+    RequestUse,
+    SupportsCompaction,
+    SupportsQuarantine,
+)
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackTable
 from persistkv_tools import options, render
@@ -137,7 +144,7 @@ def prune(
     if not (names_requests or orphans or quarantined or compact):
         raise MissingOptionError("prune", _ONE_OF)
     options.ensure_consent("prune", "--yes or --dry-run", yes=yes or dry_run, json=json)
-    done, failure, freed, sizes = None, None, None, _Sizes()
+    done, failure, freed, stats, free = None, None, None, None, None
     with open_store(url, read_only=dry_run) as store:
         pruning = store.prune(
             selection if names_requests else None,
@@ -162,18 +169,16 @@ def prune(
                 if compact:
                     with byte_progress() as progress:
                         freed = store.compact(progress)
-                sizes = _Sizes.of(store.backend)
+                stats = store.backend.stats()
+                free = store.backend.free_space() if isinstance(store.backend, SupportsCompaction) else None
     if json:
         what = {"plan": plan, "done": done, "quarantined": damaged}
-        disk = {"disk_bytes": sizes.disk_bytes, "free_bytes": sizes.free_bytes}
+        disk = {"disk_bytes": stats and stats.disk_bytes, "free_bytes": stats and _free_bytes(free)}
         render.print_json({"url": url, "dry_run": dry_run, **what, "freed_bytes": freed, **disk})
     elif done is not None:
         _print_done(done, damaged, must_all_go)
-        if keep_bytes is not None and sizes.packs_bytes > keep_bytes:
-            left = f"{render.format_size(sizes.packs_bytes)} of packs are left, more than --keep-size"
-            render.say(f"{left}: of requests that were not chosen, or of none (--orphans)")
-        if failure is None:
-            _print_sizes(url, sizes, freed)
+        if stats is not None:
+            _print_sizes(url, stats, free, freed, keep_bytes)
     if failure is not None:
         raise failure
     stay = plan.staying if done is None else done.staying
@@ -181,33 +186,23 @@ def prune(
         raise typer.Exit(1)
 
 
-class _Sizes(NamedTuple):
-    """Sizes of a store after a prune; the defaults mean that there was none, or that it failed."""
-
-    disk_bytes: int | None = None
-    free_bytes: int | None = None
-    """Part of ``disk_bytes`` that is free for new content."""
-    compactable_bytes: int = 0
-    """Part of ``free_bytes`` that ``--compact`` can return to the disk."""
-    packs_bytes: int = 0
-
-    @classmethod
-    def of(cls, backend: InspectableBackend) -> _Sizes:
-        stats = backend.stats()
-        if not isinstance(backend, SupportsCompaction):
-            return cls(stats.disk_bytes, 0, 0, stats.stored_bytes)
-        free = backend.free_space()
-        return cls(stats.disk_bytes, free.payload_bytes + free.catalogue_bytes, free.payload_bytes, stats.stored_bytes)
+def _free_bytes(free: FreeSpace | None) -> int:
+    return 0 if free is None else free.payload_bytes + free.catalogue_bytes
 
 
-def _print_sizes(url: str, sizes: _Sizes, freed: int | None) -> None:
+def _print_sizes(
+    url: str, stats: BackendStats, free: FreeSpace | None, freed: int | None, keep_bytes: int | None
+) -> None:
+    if keep_bytes is not None and stats.stored_bytes > keep_bytes:
+        left = f"{render.format_size(stats.stored_bytes)} of packs are left, more than --keep-size"
+        render.say(f"{left}: of requests that were not chosen, or of none (--orphans)")
     if freed is not None:
         render.say(f"given back to the disk: {render.format_size(freed)}")
-    line = f"on disk: {render.format_size(sizes.disk_bytes or 0)}"
-    if sizes.free_bytes:
-        line += f", of which {render.format_size(sizes.free_bytes)} are free for new content"
-    if sizes.compactable_bytes and freed is None:
-        line += f"; to give {render.format_size(sizes.compactable_bytes)} of it back: "
+    line = f"on disk: {render.format_size(stats.disk_bytes)}"
+    if _free_bytes(free):
+        line += f", of which {render.format_size(_free_bytes(free))} are free for new content"
+    if free is not None and free.payload_bytes and freed is None:
+        line += f"; to give {render.format_size(free.payload_bytes)} of it back: "
         line += f"persistkv prune {shlex.quote(url)} --compact"
     render.say(line)
 

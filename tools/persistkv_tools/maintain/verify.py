@@ -217,8 +217,7 @@ def check_store(
         threads, portion, batch = 0, _BOUNDED_PORTION_BYTES, _BOUNDED_BATCH_BYTES
     verifier = Verifier(backend, spaces, state, took, threads, math.inf if resume is None else portion, batch)
     with closing(verifier), _prompt_threads():
-        if not throttle.bounded:
-            verifier.begin()
+        verifier.begin()
         rows = count_rows(backend, spaces)
         requests, of_manifests = check_manifests(backend, spaces, took)
         _read_packs(verifier, state, resume)

@@ -10,11 +10,10 @@ import typer
 
 from persistkv.config import parse_duration
 from persistkv.errors import MissingOptionError
-from persistkv.storage.extensions import InspectableBackend
-from persistkv.storage.host.prewarm import WarmAnswer, WarmRequest, request_warm, warm_answers, withdraw_warm
+from persistkv.storage.host.prewarm import WarmAnswer, request_warm, warm_answers, withdraw_warm
 from persistkv.storage.host.status import read_statuses
 from persistkv_tools import options, render
-from persistkv_tools.options import FoundRequest, Selection, chosen_requests, opened
+from persistkv_tools.options import Selection, chosen_requests, opened
 
 _LOOK_S = 0.5
 _SHOWN = 20
@@ -74,7 +73,12 @@ def warm(
         deadline = time.monotonic() + (wait_s or 0)
         while time.monotonic() < deadline and not all(warm_answers(backend, row) for row in asked):
             time.sleep(_LOOK_S)
-        warmed = [_warmed(backend, found, row) for found, row in zip(chosen, asked, strict=False)]
+        now, warmed = time.time(), list[Warmed]()
+        engines = [status for status in read_statuses(backend) if status.is_live(now)] if asked else []
+        for found, row in zip(chosen, asked, strict=False):
+            live = sum(status.namespace == row.namespace for status in engines)
+            sizes = found.manifest.blocks, found.manifest.raw_bytes
+            warmed.append(Warmed(found.manifest.id, row.namespace, *sizes, live, warm_answers(backend, row)))
     if json:
         render.print_json({"url": url, "withdrawn": len(chosen) if withdraw else 0, "requests": warmed})
     elif withdraw:
@@ -84,13 +88,6 @@ def warm(
     promoted = all(one.answers and not any(answer.missing for answer in one.answers) for one in warmed)
     if wait_s is not None and not promoted:
         raise typer.Exit(1)
-
-
-def _warmed(backend: InspectableBackend, found: FoundRequest, asked: WarmRequest) -> Warmed:
-    now, manifest = time.time(), found.manifest
-    live = {row.engine for row in read_statuses(backend) if row.namespace == asked.namespace and row.is_live(now)}
-    answers = warm_answers(backend, asked)
-    return Warmed(manifest.id, asked.namespace, manifest.blocks, manifest.raw_bytes, len(live), answers)
 
 
 def _print(warmed: list[Warmed], ttl: str, *, waited: bool) -> None:

@@ -82,7 +82,7 @@ class S3Backend(InspectableBackend):
 
         :param transport: makes single attempts; closed with the handle.
         """
-        self.breaker = Breaker(str(place), options.slow_s, clock=clock.monotonic, jitter=clock.random.random)
+        self.breaker = Breaker(str(place), options.slow_s, clock)
         """Circuit breaker: decides whether requests are sent at present."""
         self._place = place
         self._options = options

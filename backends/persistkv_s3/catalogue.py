@@ -561,15 +561,11 @@ class Catalogue(Catalog):
         """Apply pending commits again after a feed object; delete merged ones and those of ``drop`` that are done."""
         for key, value in list(rows.range(PENDING, b"")):
             entry, at = unseal(value[_PENDING.size :], Entry), _PENDING.unpack_from(value)[2]
-            missing = [(pack_id, nonce) for pack_id, nonce in entry.gone if self._holds(rows, pack_id, nonce)]
-            done = not missing if entry.writer == _MISSING_OBJECT else False
-            if done or entry.number <= _merged_number(rows, entry.writer):
+            held = any(_nonce(rows, self._namespace + pack_id) == nonce for pack_id, nonce in entry.gone)
+            if (entry.writer == _MISSING_OBJECT and not held) or entry.number <= _merged_number(rows, entry.writer):
                 rows.delete(PENDING, bytes(key))
             else:
                 self._apply_pending(rows, entry, at)
-
-    def _holds(self, rows: LocalRows, pack_id: bytes, nonce: bytes) -> bool:
-        return _nonce(rows, self._namespace + pack_id) == nonce
 
     def _log_changes(self, rows: LocalRows, sequence: int) -> None:
         """Log each pack whose object was added, removed or replaced, and delete the oldest log rows.
@@ -607,7 +603,7 @@ class Catalogue(Catalog):
         :param at: present time by the server's clock.
         """
         with self.rows() as rows:
-            if not self._holds(rows, pack_id, nonce):
+            if _nonce(rows, self._namespace + pack_id) != nonce:
                 return False
         number = int.from_bytes(nonce[:5], "big")  # unique
         entry = Entry(writer=_MISSING_OBJECT, number=number + 1, time=at, gone=[(pack_id, nonce)])

@@ -296,7 +296,8 @@ class _Objects:
 
 
 class Catalogue(Catalog):
-    """Local catalogue of one namespace, see the top of this file. Thread-safe.
+    """Local catalogue of one namespace, see the top of this file. Thread-safe. Each parameter ``at`` is the present
+    time by the server's clock.
 
     :param path: SQLite file, in an existing directory; created if missing, replaced if damaged or foreign.
     """
@@ -495,7 +496,6 @@ class Catalogue(Catalog):
     def plan_eviction(self, at: float, ttl_s: float | None, excess: int, until: float, at_most: int) -> Removals:
         """Return packs and manifests that have expired, and those to evict to free ``excess`` bytes; change nothing.
 
-        :param at: present time by the server's clock.
         :param ttl_s: content expires this many seconds after its last use; None: never.
         :param until: evict nothing that was used later than this.
         :param at_most: maximum number of expired packs and manifests; also the maximum number of evicted ones.
@@ -515,10 +515,7 @@ class Catalogue(Catalog):
             return Removals(objects.deleted, rows.dropped)
 
     def apply_pending(self, entry: Entry, at: float) -> tuple[bytes, bytes]:
-        """Apply a commit that is not in the feed, unless it is already applied; return ``cursor`` before and after.
-
-        :param at: present time by the server's clock.
-        """
+        """Apply a commit that is not in the feed, unless it is already applied; return ``cursor`` before and after."""
         with self.rows(write=True) as rows:
             before = _cursor(rows, self._namespace)
             known = any(
@@ -599,8 +596,6 @@ class Catalogue(Catalog):
         """Remove a pack whose object is missing; return False if it is not held under this nonce.
 
         The removal is a pending commit, applied again after each feed object until the feed has removed the pack, too.
-
-        :param at: present time by the server's clock.
         """
         with self.rows() as rows:
             if _nonce(rows, self._namespace + pack_id) != nonce:

@@ -22,13 +22,12 @@ import msgspec
 
 from persistkv.config import PAGE_BYTES, StoreUrl, convert_options, parse_duration, parse_size
 from persistkv.errors import ConfigurationError, StoreError, StoreFullError
-from persistkv.storage.backend import Capabilities, CommitBatch, CommitResult, Namespace, ReadSpan
+from persistkv.storage.backend import Capabilities, CommitBatch, CommitResult, ReadSpan
 from persistkv.storage.catalog import CatalogBackend, Rows
 from persistkv.storage.catalog.backend import check_batch
 from persistkv.storage.catalog.rows import read_pieces
 from persistkv.storage.extensions import BackendStats, CompactProgress, FreeSpace, Policy
 from persistkv.storage.format.files import replace_file
-from persistkv.storage.identity import Identity
 from persistkv_lmdb.allocator import Allocator, read_extents
 from persistkv_lmdb.commit import BatchCommit, StaleError, compact
 from persistkv_lmdb.environment import ENVIRONMENTS, Environment
@@ -42,12 +41,11 @@ from persistkv_lmdb.files import (
     prepare_directory,
     translated_io,
 )
-from persistkv_lmdb.layout import DEFAULT_CAPACITY, Placement, check_policy, is_capacity, read_policy
+from persistkv_lmdb.layout import DEFAULT_CAPACITY, Placement, is_capacity, read_policy
 from persistkv_lmdb.opening import delete_quarantined, quarantined
 
 logger = logging.getLogger(__name__)
 
-_PLACES_AT_ONCE = 4096
 _STATUS_SUFFIX = ".json"
 _STATUS_FORGOTTEN_S = 86_400.0  # one day: killed engines leave their files
 _STATUS_BYTES = 64 << 10  # 64 KiB: longer files are truncated when read
@@ -158,11 +156,6 @@ class LmdbBackend(CatalogBackend):
     def new_policy(cls, url: StoreUrl) -> Policy:
         return convert_options(LmdbOptions, url.options, where="lmdb").policy
 
-    def open_namespace(self, identity: Identity) -> Namespace:
-        namespace = super().open_namespace(identity)
-        self.environment.files.prepare()  # only engines open namespaces; commands do not need it
-        return namespace
-
     def rows(self, *, write: bool = False) -> AbstractContextManager[Rows]:
         if write:
             self._check_writable()
@@ -205,12 +198,9 @@ class LmdbBackend(CatalogBackend):
         return self.read(namespace, spans, bypass=True)
 
     def scan_order(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[bytes]:
-        places = []  # segment and page of the start; packs outside of segments come first
-        for start in range(0, len(pack_ids), _PLACES_AT_ONCE):
-            with self.environment.transaction() as transaction:
-                some = pack_ids[start : start + _PLACES_AT_ONCE]
-                places += [(read_extents(transaction, namespace + pack_id) or [])[:1] for pack_id in some]
-        return [pack_ids[number] for number in sorted(range(len(places)), key=places.__getitem__)]
+        names = [namespace + pack_id for pack_id in pack_ids]
+        firsts = self._each(names, lambda rows, name: (read_extents(rows, name) or [])[:1])  # first: those without any
+        return [pack_ids[number] for number in sorted(range(len(firsts)), key=firsts.__getitem__)]
 
     def stats(self) -> BackendStats:
         damaged = quarantined(self._path)
@@ -237,7 +227,8 @@ class LmdbBackend(CatalogBackend):
 
     def set_policy(self, policy: Policy) -> None:
         self._check_writable()
-        check_policy(policy)
+        if not is_capacity(policy.capacity):
+            raise ConfigurationError("capacity", policy.capacity, "a size from 1MiB to 64TiB")
         recorded = self.policy()
         if policy.placement != recorded.placement:
             expected = (

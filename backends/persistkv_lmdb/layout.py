@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import lmdb
 
-from persistkv.errors import ConfigurationError, CorruptStoreError
+from persistkv.errors import CorruptStoreError
 from persistkv.storage.catalog.rows import META, TABLES, Rows
 from persistkv.storage.extensions import Policy
 from persistkv.storage.format.codec import Buffer
@@ -151,15 +151,6 @@ def _check_format(row: Buffer | None) -> None:
 def is_capacity(num_bytes: int | None) -> bool:
     """Return whether a store can have this capacity: 1 MiB to 64 TiB. False for None."""
     return num_bytes is not None and _MIN_CAPACITY <= num_bytes <= _MAX_CAPACITY
-
-
-def check_policy(policy: Policy) -> None:
-    """Check that the capacity of a policy is from 1 MiB to 64 TiB.
-
-    :raises ConfigurationError: it is not; the error names the field, its value and the valid range.
-    """
-    if not is_capacity(policy.capacity):
-        raise ConfigurationError("capacity", policy.capacity, "a size from 1MiB to 64TiB")
 
 
 def read_capacity(rows: Rows) -> int:

@@ -98,7 +98,7 @@ class _Descriptors(NamedTuple):
 
 
 class SegmentFiles:
-    """Segment files of a store. ``prepare`` and ``read`` are thread-safe; the rest needs the writer lock."""
+    """Segment files of a store. ``read`` is thread-safe; the rest needs the writer lock."""
 
     def __init__(self, path: Path, *, read_only: bool) -> None:
         """Open the store's directory. Segment files are opened on first use.
@@ -118,15 +118,6 @@ class SegmentFiles:
         """Writes that were started in other threads since the last ``settle``."""
         self._bounce = Bounce(self.settle)
         self._direct = True
-
-    def prepare(self) -> None:
-        """Open the existing segment files now, so that the first read need not.
-
-        Errors are ignored: files that are not open yet are opened on first use.
-        """
-        with suppress(OSError):
-            for segment in self._there():
-                self._descriptors(segment)
 
     def grow(self, segment: int, before: int, pages: int) -> None:
         """Extend a segment file to ``pages`` pages, and allocate disk space for all of them.

@@ -82,7 +82,7 @@ class S3Backend(InspectableBackend):
 
         :param transport: makes single attempts; closed with the handle.
         """
-        self.breaker = Breaker(str(place), options.slow_s, clock=clock.monotonic, jitter=clock.random.random)
+        self.breaker = Breaker(str(place), options.slow_s, clock)
         """Circuit breaker: decides whether requests are sent at present."""
         self._place = place
         self._options = options
@@ -196,7 +196,7 @@ class S3Backend(InspectableBackend):
         if now < self._poll_at and not (watches and now >= self._watch_at):
             return
         idle = now - self._used_at > _IDLE_AFTER_S and not self._waiting
-        interval = max(_IDLE_POLL_S, self._options.refresh_s) if idle else max(self._options.refresh_s, 0.05)
+        interval = max(_IDLE_POLL_S, self._options.refresh_s) if idle else max(self._options.refresh_s, _LEAST_PAUSE_S)
         self._poll_at = now + interval * self._clock.random.uniform(0.75, 1.25)
         self._watch_at = now + ROUND_S
         if not self._leader.leads:

@@ -296,7 +296,8 @@ class _Objects:
 
 
 class Catalogue(Catalog):
-    """Local catalogue of one namespace, see the top of this file. Thread-safe.
+    """Local catalogue of one namespace, see the top of this file. Thread-safe. Each parameter ``at`` is the present
+    time by the server's clock.
 
     :param path: SQLite file, in an existing directory; created if missing, replaced if damaged or foreign.
     """
@@ -501,7 +502,6 @@ class Catalogue(Catalog):
     def plan_eviction(self, at: float, ttl_s: float | None, excess: int, until: float, at_most: int) -> Removals:
         """Return packs and manifests that have expired, and those to evict to free ``excess`` bytes; change nothing.
 
-        :param at: present time by the server's clock.
         :param ttl_s: content expires this many seconds after its last use; None: manifests by their own ttl only.
         :param until: evict nothing that was used later than this.
         :param at_most: maximum number of expired packs and manifests; also the maximum number of evicted ones.
@@ -520,10 +520,7 @@ class Catalogue(Catalog):
             return Removals(objects.deleted, rows.dropped)
 
     def apply_pending(self, entry: Entry, at: float) -> tuple[bytes, bytes]:
-        """Apply a commit that is not in the feed, unless it is already applied; return ``cursor`` before and after.
-
-        :param at: present time by the server's clock.
-        """
+        """Apply a commit that is not in the feed, unless it is already applied; return ``cursor`` before and after."""
         with self.rows(write=True) as rows:
             before = _cursor(rows, self._namespace)
             known = any(
@@ -566,15 +563,11 @@ class Catalogue(Catalog):
         """Apply pending commits again after a feed object; delete merged ones and those of ``drop`` that are done."""
         for key, value in list(rows.range(PENDING, b"")):
             entry, at = unseal(value[_PENDING.size :], Entry), _PENDING.unpack_from(value)[2]
-            missing = [(pack_id, nonce) for pack_id, nonce in entry.gone if self._holds(rows, pack_id, nonce)]
-            done = not missing if entry.writer == _MISSING_OBJECT else False
-            if done or entry.number <= _merged_number(rows, entry.writer):
+            held = any(_nonce(rows, self._namespace + pack_id) == nonce for pack_id, nonce in entry.gone)
+            if (entry.writer == _MISSING_OBJECT and not held) or entry.number <= _merged_number(rows, entry.writer):
                 rows.delete(PENDING, bytes(key))
             else:
                 self._apply_pending(rows, entry, at)
-
-    def _holds(self, rows: LocalRows, pack_id: bytes, nonce: bytes) -> bool:
-        return _nonce(rows, self._namespace + pack_id) == nonce
 
     def _log_changes(self, rows: LocalRows, sequence: int) -> None:
         """Log each pack whose object was added, removed or replaced, and delete the oldest log rows.
@@ -608,11 +601,9 @@ class Catalogue(Catalog):
         """Remove a pack whose object is missing; return False if it is not held under this nonce.
 
         The removal is a pending commit, applied again after each feed object until the feed has removed the pack, too.
-
-        :param at: present time by the server's clock.
         """
         with self.rows() as rows:
-            if not self._holds(rows, pack_id, nonce):
+            if _nonce(rows, self._namespace + pack_id) != nonce:
                 return False
         number = int.from_bytes(nonce[:5], "big")  # unique
         entry = Entry(writer=_MISSING_OBJECT, number=number + 1, time=at, gone=[(pack_id, nonce)])

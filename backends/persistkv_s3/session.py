@@ -76,7 +76,8 @@ class NamespaceSession:
         self._namespace = objects.namespace
         self._head = head
         self._touch_s = touch_s
-        self._writer = self._clock.random.randbytes(WRITER_BYTES)
+        self.writer = self._clock.random.randbytes(WRITER_BYTES)
+        """Writer id of the next commit, see ``InboxName``. A failed commit changes it."""
         self._number = 0
         self._unmerged: dict[int, Entry] = {}
         """Own commits that the feed does not contain yet."""
@@ -89,11 +90,6 @@ class NamespaceSession:
         """(pack id, nonce) of packs whose objects are missing, until a commit removes them for all engines."""
         self._written_at = self._clock.monotonic()
         self._lock = threading.RLock()
-
-    @property
-    def writer(self) -> bytes:
-        """Writer id of the next commit, see ``InboxName``. A failed commit changes it."""
-        return self._writer
 
     @property
     def is_waiting(self) -> bool:
@@ -123,7 +119,7 @@ class NamespaceSession:
     def _upload(self, batch: CommitBatch, plan: Plan) -> Entry:
         """Upload packs, and an object with the keys of the manifests; return the commit, which is not yet published."""
         number, started = self._number + 1, self._bucket.now()
-        keys_name, keys = f"keys/{self._writer.hex()}-{number:012x}", list[bytes]()
+        keys_name, keys = f"keys/{self.writer.hex()}-{number:012x}", list[bytes]()
         manifests, offset = list[ManifestRow](), 0
         for write in batch.manifests:
             encoded = [encode_manifest_keys(write.keys)]
@@ -148,7 +144,7 @@ class NamespaceSession:
             self._renew_writer()  # a late PUT may still create the object with keys: do not reuse its name
             raise
         packs = [found[number] for number in range(len(plan.missing))]
-        return Entry(writer=self._writer, number=number, time=started, packs=packs, manifests=manifests, pins=plan.pins)
+        return Entry(writer=self.writer, number=number, time=started, packs=packs, manifests=manifests, pins=plan.pins)
 
     def _publish(self, entry: Entry) -> tuple[bytes, bytes]:
         """Write a commit to the inbox and apply it to the catalogue; return ``Changes.cursor`` before and after."""
@@ -190,7 +186,7 @@ class NamespaceSession:
             return False
 
     def _renew_writer(self) -> None:
-        self._writer, self._number = self._clock.random.randbytes(WRITER_BYTES), 0
+        self.writer, self._number = self._clock.random.randbytes(WRITER_BYTES), 0
 
     # Uses
 
@@ -218,7 +214,7 @@ class NamespaceSession:
         if self._uses:
             number, now = self._number + 1, self._bucket.now()
             uses = [*self._pending_uses(), b""]
-            self._publish(Entry(writer=self._writer, number=number, time=now, uses=uses, gone=list(self._lost)))
+            self._publish(Entry(writer=self.writer, number=number, time=now, uses=uses, gone=list(self._lost)))
             self._written_at = self._clock.monotonic()
 
     def _lose(self, pack_id: bytes, nonce: bytes) -> None:
@@ -246,7 +242,7 @@ class NamespaceSession:
                         raise
                     self._head.poll()
             if self._unmerged:
-                merged = self.catalogue.merged_number(self._writer)
+                merged = self.catalogue.merged_number(self.writer)
                 self._unmerged = {number: entry for number, entry in self._unmerged.items() if number > merged}
 
     def _sync(self, target: NamespaceHead | None) -> None:
@@ -393,7 +389,7 @@ class NamespaceSession:
             new = [
                 name
                 for name in sorted(infos, key=lambda name: (infos[name].modified, name))
-                if name not in self._read and name.writer != self._writer and name.number > merged.get(name.writer, 0)
+                if name not in self._read and name.writer != self.writer and name.number > merged.get(name.writer, 0)
             ]
             for start in range(0, len(new), _AT_ONCE):
                 some = new[start : start + _AT_ONCE]

@@ -18,9 +18,7 @@ at 1 MiB/s.
 from __future__ import annotations
 
 import logging
-import random
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
@@ -70,21 +68,13 @@ class Breaker:
 
     :param name: of the server, for the log.
     :param slow_s: seconds, plus 1 for each MiB transferred, after which even a correct answer is bad.
-    :param jitter: returns a number from 0 to 1, which shortens a pause by up to a half.
+    :param clock: source of the time, and of random numbers that shorten pauses by up to a half.
     """
 
-    def __init__(
-        self,
-        name: str,
-        slow_s: float,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        jitter: Callable[[], float] = random.random,
-    ) -> None:
+    def __init__(self, name: str, slow_s: float, clock: Clock) -> None:
         self._name = name
         self._slow_s = slow_s
         self._clock = clock
-        self._jitter = jitter
         self._lock = threading.Lock()
         self._state: State = "closed"
         self._recent: deque[bool] = deque(maxlen=_WINDOW)
@@ -96,7 +86,7 @@ class Breaker:
     def state(self) -> State:
         """Present state of the breaker."""
         with self._lock:
-            over = self._state == "open" and self._clock() >= self._wait_until
+            over = self._state == "open" and self._clock.monotonic() >= self._wait_until
             return "half-open" if over else self._state
 
     def admit(self) -> bool:
@@ -107,7 +97,7 @@ class Breaker:
         with self._lock:
             if self._state == "closed":
                 return True
-            now = self._clock()
+            now = self._clock.monotonic()
             if now < self._wait_until:
                 return False
             self._state = "half-open"
@@ -137,7 +127,7 @@ class Breaker:
                 self._open()
 
     def _open(self) -> None:
-        self._wait_until = self._clock() + self._pause_s * (0.5 + 0.5 * self._jitter())
+        self._wait_until = self._clock.monotonic() + self._pause_s * (0.5 + 0.5 * self._clock.random.random())
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         self._state = "open"
 

@@ -134,9 +134,7 @@ class StoreHead:
             except ConditionFailedError:
                 self.poll()
             except S3Error as error:
-                if not error.uncertain:
-                    raise
-                if not self.poll():
+                if not (error.uncertain and self.poll()):
                     raise
             return self.head == head
 

@@ -109,7 +109,7 @@ class Catalog(ABC):
 
     def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
         names = [namespace + pack_id for pack_id in pack_ids]
-        found = [pack_table(name, rows.get(PACKS, name)) for rows, name in self._each(names)]
+        found = self._each(names, lambda rows, name: pack_table(name, rows.get(PACKS, name)))
         return [table for table in found if table is not None]
 
     def manifests(self, namespace: bytes) -> Iterator[RequestManifest]:
@@ -117,7 +117,7 @@ class Catalog(ABC):
 
     def manifest_keys(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[ManifestKeys | None]:
         names = [manifest_row(namespace, manifest_id) for manifest_id in manifest_ids]
-        return [_decoded(decode_manifest_keys, rows.get(MANIFEST_KEYS, name)) for rows, name in self._each(names)]
+        return self._each(names, lambda rows, name: _decoded(decode_manifest_keys, rows.get(MANIFEST_KEYS, name)))
 
     def manifests_naming(self, namespace: bytes, packs: Sequence[bytes]) -> list[RequestManifest]:
         with self.rows() as rows:
@@ -133,17 +133,20 @@ class Catalog(ABC):
         moments: dict[bytes, list[int]] = {}
         with self.rows() as rows:
             skew = read_clock(rows)[1].skew
-        found: list[RequestUse | None] = []
-        for rows, name in self._each([manifest_row(namespace, manifest_id) for manifest_id in manifest_ids]):
-            chain = Chain.decode(rows.get(CHAINS, name))
-            found.append(None if chain is None else _use_of(rows, namespace, chain, skew, moments))
-        return found
 
-    def _each(self, names: Sequence[bytes]) -> Iterator[tuple[Rows, bytes]]:
-        """Yield each name with a read transaction, which some hundred names share."""
+        def read(rows: Rows, name: bytes) -> RequestUse | None:
+            chain = Chain.decode(rows.get(CHAINS, name))
+            return None if chain is None else _use_of(rows, namespace, chain, skew, moments)
+
+        return self._each([manifest_row(namespace, manifest_id) for manifest_id in manifest_ids], read)
+
+    def _each(self, names: Sequence[bytes], read: Callable[[Rows, bytes], T]) -> list[T]:
+        """Return what ``read`` returns for each name. Some hundred names share a transaction."""
+        found: list[T] = []
         for start in range(0, len(names), _AT_ONCE):
             with self.rows() as rows:
-                yield from ((rows, name) for name in names[start : start + _AT_ONCE])
+                found += [read(rows, name) for name in names[start : start + _AT_ONCE]]
+        return found
 
     def states(self) -> list[NamespaceState]:
         """Return the totals of each namespace, and the number of packs added and removed so far."""

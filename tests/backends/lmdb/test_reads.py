@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import struct
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -12,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from persistkv.errors import ConfigurationError, StoreError
+from persistkv.errors import ConfigurationError, CorruptStoreError, StoreError
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.identity import Identity
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_lmdb import LmdbBackend, segments
+from persistkv_lmdb.layout import Transaction
 from persistkv_lmdb.segments import is_cached
 from tests.backends.lmdb.conftest import Opener
 
@@ -160,23 +162,23 @@ def test_each_handle_reads_in_its_own_way(
     assert calls == [True, False]
 
 
-def test_open_namespace_again_opens_segment_files(
+def test_tables_damaged_row_raises_store_error(
     open_store: Opener, identity: Identity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = open_store("?capacity=16MiB")
-    namespace, pack, payload = stored(first, identity, PAGE)
-    first.close()
-    backend = open_store()
-    backend.open_namespace(identity)
+    backend = open_store("?capacity=16MiB")
+    namespace, pack, _ = stored(backend, identity, PAGE)
 
-    def opens(*arguments: Any, **named: Any) -> None:
-        raise AssertionError("the first read opens a file")
+    def damaged(*arguments: object) -> None:
+        raise struct.error("a row of impossible length")
 
-    room = memoryview(mmap.mmap(-1, len(payload)))
     with monkeypatch.context() as patch:
-        patch.setattr(os, "open", opens)
-        assert read(backend, namespace, pack, [room])
-    assert room == payload
+        patch.setattr(Transaction, "get", damaged)
+        for read_rows in (backend.tables, backend.scan_order):
+            with pytest.raises(CorruptStoreError):
+                read_rows(namespace, [pack.pack_id])
+        for read_requests in (backend.manifest_keys, backend.uses):
+            with pytest.raises(CorruptStoreError):
+                read_requests(namespace, ["request"])
 
 
 @pytest.mark.parametrize("fault", ["cannot be opened", "is lost"])

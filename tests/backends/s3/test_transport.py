@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from random import Random
 from threading import Event
 
 import pytest
@@ -97,7 +98,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def reliable(client: Transport, deadline_s: float = 10.0) -> Bucket:
-    return Bucket(client, Breaker("test", 10.0), deadline_s, 1, Clock())
+    return Bucket(client, Breaker("test", 10.0, Clock()), deadline_s, 1, Clock())
 
 
 def test_body_hands_out_what_lies_there() -> None:
@@ -225,16 +226,23 @@ def test_long_listings_and_many_deletions_are_many_operations() -> None:
     bucket.close()
 
 
-class BreakerClock:
+class NoJitter(Random):
+    def random(self) -> float:
+        return 1.0
+
+
+class BreakerClock(Clock):
+    random = NoJitter()
+
     def __init__(self) -> None:
         self.now = 100.0
 
-    def __call__(self) -> float:
+    def monotonic(self) -> float:
         return self.now
 
 
 def make_breaker(clock: BreakerClock) -> Breaker:
-    return Breaker("test", 2.0, clock=clock, jitter=lambda: 1.0)
+    return Breaker("test", 2.0, clock)
 
 
 def fail(breaker: Breaker, times: int) -> None:
@@ -290,7 +298,7 @@ def test_breaker_judges_bytes_per_second() -> None:
 @pytest.mark.parametrize("verb", ["put", "fill", "head"])
 def test_bucket_slow_large_transfers_leave_the_breaker_closed(verb: str) -> None:
     """Each transfer takes five times the limit for a small request."""
-    bucket = Bucket(Scripted(after=lambda: Event().wait(0.05)), Breaker("test", 0.01), 10.0, 1, Clock())
+    bucket = Bucket(Scripted(after=lambda: Event().wait(0.05)), Breaker("test", 0.01, Clock()), 10.0, 1, Clock())
     for _ in range(5):
         if verb == "put":
             bucket.put("k", [bytes(1 << 20)])
@@ -358,7 +366,7 @@ def hang(number):
     begun.append(number)
     time.sleep(3600)
 
-bucket = Bucket(Idle(), Breaker("test", 10.0), 30.0, 2, Clock())
+bucket = Bucket(Idle(), Breaker("test", 10.0, Clock()), 30.0, 2, Clock())
 interrupt_in(0.3)
 begin = time.monotonic()
 try:

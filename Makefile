@@ -62,7 +62,7 @@ demo: setup
 	@$(BIN)/persistkv demo $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" --numprocesses auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -76,7 +76,7 @@ def count_request(url: str, proxy: CountingProxy, model: Model, codec: str, toke
     proxy.take()
     store.put("r", keys, range(blocks), range(blocks))
     store.end_request(RequestEnd("r", "manifest", (keys,), tokens, TOKENS_PER_BLOCK))
-    store.commit()
+    store.flush()
     stored = proxy.take()
     assert store.counters.stored_blocks == blocks
     assert not any(store.contains(key) for key in fresh_keys(1000))

@@ -42,7 +42,6 @@ from persistkv_lmdb.files import (
     prepare_directory,
     translated_io,
 )
-from persistkv_lmdb.fsck import find_faults
 from persistkv_lmdb.layout import DEFAULT_CAPACITY, Placement, check_policy, is_capacity, read_policy
 from persistkv_lmdb.opening import delete_quarantined, quarantined
 
@@ -264,16 +263,6 @@ class LmdbBackend(CatalogBackend):
     def compact(self) -> Iterator[CompactProgress]:
         self._check_writable()
         return compact(self.environment)
-
-    def find_faults(self) -> list[str]:
-        """Check the whole catalogue for inconsistencies; return one line per fault.
-
-        It compares the extents of payloads with the segment files, rows with each other, and recorded totals with a
-        recount.
-        """
-        environment = self.environment
-        with environment.transaction() as transaction:
-            return find_faults(transaction, environment.files.lengths())
 
     def publish_status(self, engine: str, row: bytes | None) -> None:
         """Replace the content of an engine's status file by ``row``, or remove the file (None).

@@ -49,8 +49,6 @@ _MORE = (0, 2, 8, 32)
 """Amounts to evict, tried in order, for a batch that does not fit. 0: as much as the capacity requires. Others:
 additionally this multiple of the batch's bytes, because free pages may be too fragmented."""
 _WIDER_BY = 8  # at least 1/8 more
-_EXPIRED_AT_ONCE = 128
-"""Maximum of packs and manifests that one commit expires: each takes less than a millisecond."""
 _TURN_S = 0.01  # pause between transactions: another process that waits for the lock polls every 5 ms
 _PATIENCE_S = 0.5
 """Maximum wait of a commit for readers: a read takes about 20 ms."""
@@ -104,13 +102,14 @@ class BatchCommit:
             commit, room = self._begin(transaction)
             room.need_for(commit.missing(batch.packs), batch)
             room.check()
-            commit.apply(batch)
+            commit.remove(batch)
+            commit.add(batch)
             if (ttl_s := read_ttl(transaction)) is not None:
-                commit.expire(ttl_s, _EXPIRED_AT_ONCE)
+                commit.expire(ttl_s)
             if commit.grew:
                 environment.taken.append(room.need.payload)
                 room.widen(Amount(0, 0))
-                commit.evict(Goal(room, room.spared()), _EVICTED_AT_ONCE)
+                room.evict(commit, room.spared(), _EVICTED_AT_ONCE)
             commit.finish()
             if commit.grew and not room.used().within(room.limit):  # checked while the disk writes
                 raise room.full()
@@ -247,7 +246,7 @@ class BatchCommit:
             goal = self._goals.setdefault(more, self._goal(room, more))
             if not need.within(room.limit):
                 raise _NothingLeftError(str(room.full()))
-            ended = commit.evict(Goal(room, goal), at_most)
+            ended = room.evict(commit, goal, at_most)
             too_much = not room.used().plus(need).within(room.limit)
             if ended is Evicted.ALL and (too_much or not (self._evicted or commit.evicted)):
                 raise _NothingLeftError(str(room.full()))
@@ -377,28 +376,16 @@ class Room:
         rewritten = 0 if self._is_inline else min((catalogue - MIN_CATALOGUE) // 2, CATALOGUE_AHEAD)
         return Amount(catalogue - max(rewritten, min(catalogue // 16, _MAX_AHEAD)), payload - ahead)
 
-    def is_in_extents(self, pack: bytes) -> bool:
-        """Return whether the payload of a pack (``pack``: namespace id and pack id) is stored in extents."""
-        return read_extents(self._transaction, pack) is not None
+    def evict(self, commit: CatalogTransaction, goal: Amount, at_most: int) -> Evicted:
+        """Evict at most ``at_most`` packs and manifests, until no more than the bytes of ``goal`` are used.
 
+        An inline pack is skipped if only the segments are too full: evicting it would not help.
+        """
 
-class Goal:
-    """Target of an eviction.
+        def helps(pack: bytes) -> bool:
+            return self.used().catalogue > goal.catalogue or read_extents(self._transaction, pack) is not None
 
-    :param at_most: bound on the used bytes that the eviction must reach.
-    """
-
-    def __init__(self, room: Room, at_most: Amount) -> None:
-        self._room = room
-        self._at_most = at_most
-
-    def met(self) -> bool:
-        """Return whether the target is reached."""
-        return self._room.used().within(self._at_most)
-
-    def helps(self, pack: bytes) -> bool:
-        """Return whether evicting a pack helps. An inline pack does not help if only the segments are too full."""
-        return self._room.used().catalogue > self._at_most.catalogue or self._room.is_in_extents(pack)
+        return commit.evict(lambda: self.used().within(goal), at_most, helps)
 
 
 def compact(environment: Environment) -> Iterator[CompactProgress]:

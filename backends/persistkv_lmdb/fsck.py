@@ -28,7 +28,6 @@ from typing import NamedTuple, NoReturn
 import lmdb
 from lmdb import verify
 
-from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptPackError, CorruptStoreError
 from persistkv.storage.catalog.order import read_clock
 from persistkv.storage.catalog.rows import (
@@ -207,7 +206,7 @@ def _examine_rows(transaction: Transaction) -> str:
     """
     read_clock(transaction)
     read_placement(transaction)
-    if (fault := next(_space_faults(transaction), None)) is not None:  # a page allocated twice would be overwritten
+    if (fault := next(space_faults(transaction), None)) is not None:  # a page allocated twice would be overwritten
         raise CorruptStoreError(fault)
     unreadable: Counter[str] = Counter()
     states = {bytes(key): NamespaceState.decode(row) for key, row in transaction.starting_with(STATES, b"")}
@@ -216,7 +215,7 @@ def _examine_rows(transaction: Transaction) -> str:
             unreadable[NAMESPACES] += 1
         elif bytes(key) not in states:
             raise CorruptStoreError(f"namespace {bytes(key).hex()} has no totals")
-    counted = _recount(transaction, states, unreadable)
+    counted = recount(transaction, states, unreadable)
     unreadable[ORDER] = sum(len(key) != ORDER_KEY.size for key, _ in transaction.starting_with(ORDER, b""))
     for _, row in transaction.starting_with(PIECES, b""):
         bytes(row[:1])  # a page that is missing raises SIGBUS
@@ -231,7 +230,7 @@ def _examine_rows(transaction: Transaction) -> str:
     return found
 
 
-def _recount(
+def recount(
     transaction: Transaction, states: dict[bytes, NamespaceState], unreadable: Counter[str]
 ) -> dict[bytes, NamespaceState]:
     """Return the totals of each namespace, by id, recounted from its rows.
@@ -264,24 +263,7 @@ def _reads(decode: Callable[[Buffer], object], row: Buffer) -> bool:
     return True
 
 
-def find_faults(transaction: Transaction, lengths: dict[int, int]) -> list[str]:
-    """Compare extents with files, rows with each other and totals with a recount of the whole catalogue.
-
-    :param lengths: bytes of each segment file, by segment number.
-    :returns: one line per fault, caused by damage or by a defect of this driver.
-    """
-    try:
-        segments = Allocator(transaction).segments()
-        found = [*_space_faults(transaction), *_pack_faults(transaction), *_total_faults(transaction)]
-    except CorruptStoreError as error:
-        return [str(error)]
-    for segment, pages in segments.items():
-        if lengths.get(segment, 0) < pages * PAGE_BYTES:
-            found.append(f"segment {segment} has {pages} pages, its file {lengths.get(segment, 0)} bytes")
-    return found
-
-
-def _space_faults(transaction: Transaction) -> Iterator[str]:
+def space_faults(transaction: Transaction) -> Iterator[str]:
     """Yield a line per fault: a page that is not in exactly one extent, or indices or totals that do not agree."""
     allocator = Allocator(transaction)
     segments = allocator.segments()
@@ -301,33 +283,11 @@ def _space_faults(transaction: Transaction) -> Iterator[str]:
     for one, other in pairwise(free):
         if (one.segment, one.end) == (other.segment, other.page):
             yield f"{one} and {other} touch"
-    counted = (sum(segments.values()), _pages(free), _pages(aging))
+    counted = (sum(segments.values()), pages_of(free), pages_of(aging))
     if counted != (allocator.total, allocator.free, allocator.aging):
         yield f"the totals of the space are {(allocator.total, allocator.free, allocator.aging)}; counted: {counted}"
 
 
-def _pack_faults(transaction: Transaction) -> Iterator[str]:
-    """Yield a line per pack without exactly one payload of its length, and per payload without a pack."""
-    extents = {bytes(key): _pages(decode_extents(row)) for key, row in transaction.starting_with(EXTENTS, b"")}
-    pieces: Counter[bytes] = Counter()
-    for key, row in transaction.starting_with(PIECES, b""):
-        pieces[bytes(key[:-4])] += len(row)
-    for key, row in transaction.starting_with(PACKS, b""):
-        name, table = bytes(key), pack_table(key, row)
-        lengths = [length for length in (PAGE_BYTES * extents.pop(name, 0), pieces.pop(name, 0)) if length]
-        if table is not None and lengths != ([table.payload_length] if table.payload_length else []):
-            yield f"pack {name.hex()} of {table.payload_length} bytes has payloads of {lengths}"
-    for name in {*extents, *pieces}:
-        yield f"a payload belongs to {name.hex()}, which is no pack"
-
-
-def _total_faults(transaction: Transaction) -> Iterator[str]:
-    """Yield a line per namespace whose recorded totals differ from a recount of its rows."""
-    states = {bytes(key): NamespaceState.decode(row) for key, row in transaction.starting_with(STATES, b"")}
-    for name, counted in _recount(transaction, states, Counter()).items():
-        if counted != states[name]:
-            yield f"namespace {name.hex()}: {states[name]}; counted: {counted}"
-
-
-def _pages(extents: list[Extent]) -> int:
+def pages_of(extents: list[Extent]) -> int:
+    """Return the number of pages of several extents."""
     return sum(extent.pages for extent in extents)

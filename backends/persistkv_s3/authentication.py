@@ -75,20 +75,6 @@ class Authenticator:
         tags = b"".join(self._frame_tag(digest, number, pieces) for number, pieces in enumerate(stored))
         return tags + self._tag(b"table", [digest, tags])
 
-    def tags_length(self, table: PackTable) -> int:
-        """Return the number of bytes that ``pack_tags`` returns for a table."""
-        return TAG_BYTES * (table.frame_count + 1) if self._key else 0
-
-    def is_ours(self, table: PackTable, tags: Buffer) -> bool:
-        """Return whether a pack's table and tags were written with the key; True without a key."""
-        if not self._key:
-            return True
-        view = memoryview(tags)
-        if len(view) != self.tags_length(table):
-            return False
-        expected = self._tag(b"table", [_digest(table), view[:-TAG_BYTES]])
-        return hmac.compare_digest(view[-TAG_BYTES:], expected)
-
     def frame_check(self, table: PackTable, tags: bytes) -> Callable[[int, Iterable[Buffer]], bool]:
         """Return a function that takes a frame's index and stored bytes: True if it was written with the key.
 

@@ -31,6 +31,8 @@ from persistkv.errors import (
     StoreUnavailableError,
 )
 from persistkv.storage.backend import Capabilities, Changes, CommitBatch, CommitResult, Namespace, ReadSpan
+from persistkv.storage.catalog.backend import check_batch, totals
+from persistkv.storage.catalog.rows import decode_namespace, encode_namespace
 from persistkv.storage.extensions import BackendStats, InspectableBackend, Policy, RequestUse
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.format.pack import Frame, PackTable
@@ -47,7 +49,7 @@ from persistkv_s3.client.transport import (
     ObjectMissingError,
     Transport,
 )
-from persistkv_s3.feed.format import Names, StoreNames, encode_namespace, parse_identity, parse_namespace
+from persistkv_s3.feed.format import Names, StoreNames, parse_identity
 from persistkv_s3.feed.head import NO_NAMESPACE, StoreHead
 from persistkv_s3.feed.leader import ROUND_S, Leader
 from persistkv_s3.options import Place, S3Options, parse_url
@@ -322,7 +324,7 @@ class S3Backend(InspectableBackend):
                 opened = None if data is None else self._authenticator.opened(NO_NAMESPACE, "identity", data)
             except CorruptPackError:
                 return None
-            found = None if opened is None else parse_namespace(opened, name)
+            found = decode_namespace(name, opened)
             if found is None:
                 return None
             self._namespaces[name] = found
@@ -389,8 +391,7 @@ class S3Backend(InspectableBackend):
 
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
         self._check_open(writes=True)
-        if any(pack.namespace != namespace for pack in batch.packs):
-            raise StoreError(f"a pack of another namespace than {namespace.hex()}")
+        check_batch(namespace, batch)
         if self._is_dark():
             raise StoreUnavailableError(f"{self._place} has not answered yet ({self._dark})")
         session = self.session(namespace)
@@ -459,15 +460,7 @@ class S3Backend(InspectableBackend):
     def stats(self) -> BackendStats:
         catalogues = [self._fresh(namespace.id).catalogue for namespace in self.namespaces()]
         states = [state for catalogue in catalogues for state in catalogue.states()]
-        return BackendStats(
-            packs=sum(state.packs for state in states),
-            blocks=sum(state.blocks for state in states),
-            requests=sum(state.requests for state in states),
-            raw_bytes=sum(state.raw_bytes for state in states),
-            stored_bytes=sum(state.stored_bytes for state in states),
-            disk_bytes=sum(catalogue.disk_bytes() for catalogue in catalogues),
-            capacity=self._head.head.capacity,
-        )
+        return totals(states, sum(catalogue.disk_bytes() for catalogue in catalogues), self._head.head.capacity)
 
     @property
     def breaker_state(self) -> str:

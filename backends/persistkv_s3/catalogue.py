@@ -15,7 +15,7 @@ import os
 import sqlite3
 import struct
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -50,12 +50,23 @@ from persistkv.storage.catalog.rows import (
     manifest_row,
     pack_table,
 )
-from persistkv.storage.catalog.transaction import Evicted, kept_names
+from persistkv.storage.catalog.transaction import kept_names
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.manifest import decode_manifest
 from persistkv.storage.format.pack import ID_BYTES, PackTable
 from persistkv.storage.format.pack_writer import NewPack, PackCopy
-from persistkv_s3.feed.format import NONCE_BYTES, Dump, Entry, Feed, PackRow, seal, split_ids, tags_before, unseal
+from persistkv_s3.feed.format import (
+    NONCE_BYTES,
+    Dump,
+    Entry,
+    Feed,
+    PackRow,
+    pack_name,
+    seal,
+    split_ids,
+    tags_before,
+    unseal,
+)
 
 APPLICATION_ID = 0x504B5333  # "PKS3"
 VERSION = 1
@@ -127,15 +138,6 @@ class PackObject(NamedTuple):
     """Authentication tags of its frames and table, see ``authentication``; empty without a key."""
 
 
-class KeysPlace(NamedTuple):
-    """Object and byte range that hold the keys of a manifest."""
-
-    name: str
-    """Name of the object below the namespace's prefix."""
-    offset: int
-    length: int
-
-
 class Plan(NamedTuple):
     """Effects that the batch of a commit would have on the catalogue."""
 
@@ -160,10 +162,6 @@ class Removals(NamedTuple):
     """Digests of manifest ids."""
 
 
-class _Undo(Exception):
-    """Raised to roll a transaction back; suppressed by the method that raises it."""
-
-
 class LocalRows(Rows):
     """Table rows of the catalogue within one SQL transaction."""
 
@@ -182,18 +180,15 @@ class LocalRows(Rows):
         """With ``nonces``: namespace and pack id → row of ``PACKS`` before the pack's first change."""
 
     def get(self, table: str, key: bytes) -> Buffer | None:
-        """See ``Rows``."""
         row = self.db.execute(f"SELECT value FROM '{table}' WHERE key = ?", (key,)).fetchone()
         return None if row is None else bytes(row[0])
 
     def put(self, table: str, key: bytes, value: Buffer) -> None:
-        """See ``Rows``."""
         if not self._record(table, key):
             return
         self.db.execute(f"INSERT OR REPLACE INTO '{table}' VALUES (?, ?)", (key, value))
 
     def delete(self, table: str, key: bytes) -> bool:
-        """See ``Rows``."""
         if table == MANIFEST_KEYS and (row := self.get(MANIFEST_KEYS, key)) is not None and len(row) >= _KEYS.size:
             self._release_keys(key[ID_BYTES:], row)
         if not self._record(table, key):
@@ -204,7 +199,6 @@ class LocalRows(Rows):
         return found
 
     def range(self, table: str, start: bytes) -> Iterator[tuple[Buffer, Buffer]]:
-        """See ``Rows``."""
         yield from self.db.execute(f"SELECT key, value FROM '{table}' WHERE key >= ? ORDER BY key", (start,))
 
     def _record(self, table: str, key: bytes) -> bool:
@@ -232,7 +226,7 @@ class LocalRows(Rows):
         self.db.execute(f"INSERT INTO '{table}' VALUES (?, ?)", (_NUMBER.pack(number), value))
 
     def undo(self) -> None:
-        """Undo all changes in the undo log: pending commits and local uses."""
+        """Undo all changes in the undo log, those of pending commits."""
         for _, value in reversed(list(self.range(UNDO, b""))):
             before = _DECODE_BEFORE(value)
             self._record(before.table, before.key)
@@ -247,15 +241,15 @@ class LocalRows(Rows):
         self.count_bytes(-_KEYS.unpack_from(row)[2])
         self.delete(KEY_OBJECTS, name + b"\0" + digest)
         if next(self.starting_with(KEY_OBJECTS, name + b"\0"), None) is None:
-            self.discard(name)
+            self.discard(name.decode("ascii", "replace"))
 
-    def discard(self, name: bytes) -> None:
+    def discard(self, name: str) -> None:
         """Record an object as garbage for later deletion, with the removal time ``garbage_at``.
 
-        :param name: its name below the namespace's prefix, encoded.
+        :param name: its name below the namespace's prefix.
         """
         if self.garbage_at is not None:
-            self.put(GARBAGE, _TIME.pack(self.garbage_at) + name, b"")
+            self.put(GARBAGE, _TIME.pack(self.garbage_at) + name.encode(), b"")
 
     def count_bytes(self, change: int) -> None:
         """Add ``change``, which may be negative, to ``num_bytes``."""
@@ -301,20 +295,6 @@ class _Objects:
             self.deleted.append((name[ID_BYTES:], nonce))
 
 
-class _EvictionGoal:
-    """Eviction goal: reduce the namespace's bytes by ``excess``."""
-
-    def __init__(self, rows: LocalRows, excess: int) -> None:
-        self._rows = rows
-        self._target = rows.num_bytes - excess
-
-    def met(self) -> bool:
-        return self._rows.num_bytes <= self._target
-
-    def helps(self, pack: bytes) -> bool:
-        return True
-
-
 class Catalogue(Catalog):
     """Local catalogue of one namespace, see the top of this file. Thread-safe.
 
@@ -356,7 +336,11 @@ class Catalogue(Catalog):
             Path(f"{self.path}{suffix}").unlink(missing_ok=True)
 
     @contextmanager
-    def rows(self, *, write: bool = False) -> Iterator[LocalRows]:
+    def rows(self, *, write: bool = False, rollback: bool = False) -> Iterator[LocalRows]:
+        """See ``Catalog.rows``.
+
+        :param rollback: roll the transaction back at the end of the ``with`` block.
+        """
         if self._closed:
             raise StoreError("the store is closed")
         try:
@@ -366,7 +350,7 @@ class Catalogue(Catalog):
         try:
             db.execute("BEGIN IMMEDIATE" if write else "BEGIN")
             yield LocalRows(db)
-            db.execute("COMMIT")
+            db.execute("ROLLBACK" if rollback else "COMMIT")
         except sqlite3.Error as error:
             db.close()
             raise self._translated(error) from error
@@ -419,31 +403,27 @@ class Catalogue(Catalog):
         with self.rows() as rows:
             return rows.num_bytes
 
-    @property
-    def cursor(self) -> bytes:
-        """Cursor of the newest entry in the log of changes, see ``Changes.cursor``."""
-        with self.rows() as rows:
-            return _cursor(rows, self._namespace)
-
     def objects(self, pack_ids: Iterable[bytes]) -> dict[bytes, PackObject]:
         """Return the given packs by id, without those that the catalogue lacks or whose table is unreadable."""
         found: dict[bytes, PackObject] = {}
         with self.rows() as rows:
             for pack_id in pack_ids:
                 name = self._namespace + pack_id
-                row, held = rows.get(PACKS, name), rows.get(OBJECTS, name)
-                if row is not None and held is not None and (table := pack_table(name, row)) is not None:
+                table, held = pack_table(name, rows.get(PACKS, name)), rows.get(OBJECTS, name)
+                if table is not None and held is not None:
                     found[pack_id] = PackObject(table, _OBJECT.unpack_from(held)[0], bytes(held[_OBJECT.size :]))
         return found
 
-    def keys_place(self, manifest_id: str) -> KeysPlace | None:
-        """Return the object and byte range that hold a manifest's keys; None if the catalogue lacks the manifest."""
+    def keys_place(self, manifest_id: str) -> tuple[str, int, int] | None:
+        """Return where a manifest's keys are: name of the object below the namespace's prefix, byte offset and length.
+        None if the catalogue lacks the manifest.
+        """
         with self.rows() as rows:
             row = rows.get(MANIFEST_KEYS, manifest_row(self._namespace, manifest_id))
         if row is None or len(row) < _KEYS.size:
             return None
         offset, length, _ = _KEYS.unpack_from(row)
-        return KeysPlace(bytes(row[_KEYS.size :]).decode("ascii", "replace"), offset, length)
+        return bytes(row[_KEYS.size :]).decode("ascii", "replace"), offset, length
 
     def merged(self) -> dict[bytes, int]:
         """Return, by writer id, the number of the writer's last commit that the feed has merged."""
@@ -495,8 +475,7 @@ class Catalogue(Catalog):
 
     def plan(self, batch: CommitBatch) -> Plan:
         """Return the effects that the batch of a commit would have, without changing the catalogue."""
-        found: list[Plan] = []
-        with suppress(_Undo), self.rows(write=bool(batch.deletions or batch.bad)) as rows:
+        with self.rows(write=bool(batch.deletions or batch.bad), rollback=True) as rows:
             cursor = _cursor(rows, self._namespace)
             objects = _Objects(rows)
             transaction = CatalogTransaction(rows, objects, self._namespace, kept_names(self._namespace, batch), at=0.0)
@@ -511,9 +490,7 @@ class Catalogue(Catalog):
                 for name, pinned in batch.pins
                 if name in written or rows.get(MANIFESTS, manifest_row(self._namespace, name)) is not None
             ]
-            found.append(Plan(cursor, missing, gone, transaction.evicted, pins))
-            raise _Undo
-        return found[0]
+            return Plan(cursor, missing, gone, transaction.evicted, pins)
 
     def plan_eviction(self, at: float, ttl_s: float | None, excess: int, until: float, at_most: int) -> Removals:
         """Return packs and manifests that have expired, and those to evict to free ``excess`` bytes; change nothing.
@@ -523,31 +500,19 @@ class Catalogue(Catalog):
         :param until: evict nothing that was used later than this.
         :param at_most: maximum number of expired packs and manifests; also the maximum number of evicted ones.
         """
-        found: list[Removals] = []
-        with suppress(_Undo), self.rows(write=True) as rows:
+        with self.rows(write=True, rollback=True) as rows:
             rows.undo()
             objects = _Objects(rows)
             transaction = CatalogTransaction(rows, objects, self._namespace, at=at)
             if ttl_s is not None:
                 transaction.expire(ttl_s, at_most)
-            goal = _EvictionGoal(rows, excess)
-            for _ in range(at_most):
-                if goal.met() or _oldest(rows) > until or transaction.evict(goal, 1) is Evicted.ALL:
-                    break
-            found.append(Removals(objects.deleted, rows.dropped))
-            raise _Undo
-        return found[0]
+            target = rows.num_bytes - excess
 
-    def touch(self, pack_ids: Sequence[bytes], at: float) -> None:
-        """Record that packs were used together, only in this catalogue and only until the next feed object.
+            def is_enough() -> bool:
+                return rows.num_bytes <= target or _oldest(rows) > until
 
-        :param at: time of the use by the server's clock.
-        """
-        with self.rows(write=True) as rows:
-            rows.undoable = True
-            transaction = CatalogTransaction(rows, _Objects(rows), self._namespace, at=at)
-            transaction.remove(CommitBatch(touches=pack_ids))
-            transaction.finish()
+            transaction.evict(is_enough, at_most)
+            return Removals(objects.deleted, rows.dropped)
 
     def apply_pending(self, entry: Entry, at: float) -> tuple[bytes, bytes]:
         """Apply a commit that is not in the feed, unless it is already applied; return ``cursor`` before and after.
@@ -583,7 +548,7 @@ class Catalogue(Catalog):
             for writer, number in feed.merged.items():
                 rows.put(WRITERS, writer, _WRITER.pack(number, feed.time))
             for name in feed.retired:
-                rows.discard(name.encode())
+                rows.discard(name)
             if feed.collected:
                 rows.db.execute(f"DELETE FROM '{GARBAGE}' WHERE key < ?", (_TIME.pack(feed.collected) + b"\xff",))
             damaged = rows.position.damaged
@@ -616,7 +581,7 @@ class Catalogue(Catalog):
         for name, before in nonces.items():
             after, changes = _nonce(rows, name), []
             if before != after and before:
-                changes.append(encode_change(REMOVED, name[ID_BYTES:], pack_table(name, rows_before.get(name, b""))))
+                changes.append(encode_change(REMOVED, name[ID_BYTES:], pack_table(name, rows_before.get(name))))
             if before != after and after:
                 changes.append(encode_change(ADDED, name[ID_BYTES:]))
             for change in changes:
@@ -708,14 +673,14 @@ class Catalogue(Catalog):
         bad = [pack_id for pack_id, nonce in entry.gone if _nonce(rows, self._namespace + pack_id) == nonce]
         transaction.remove(CommitBatch([pack for pack, _ in packs], writes, bad=bad, touches=touches))
         for pack_id, nonce in entry.gone:
-            rows.discard(_pack_name(pack_id, nonce))
+            rows.discard(pack_name(pack_id, nonce))
         transaction.drop_manifests(self._namespace + digest for digest in entry.manifests_gone)
         for pack, row in packs:
             held = _nonce(rows, self._namespace + row.pack_id)
             objects.rows_of[self._namespace + row.pack_id] = row
             transaction.add(CommitBatch([pack]))
             if held and held != row.nonce:  # of several objects for a pack, the first stays
-                rows.discard(_pack_name(row.pack_id, row.nonce))
+                rows.discard(pack_name(row.pack_id, row.nonce))
         transaction.add(CommitBatch(manifests=writes, pins=entry.pins))
         for write, value in manifests:
             name = manifest_row(self._namespace, write.manifest.id)
@@ -737,10 +702,6 @@ class Catalogue(Catalog):
                 table = PackTable.parse(row.body)
                 if (table.namespace, table.pack_id) == (self._namespace, row.pack_id):
                     yield PackCopy(table, b""), row
-
-
-def _pack_name(pack_id: bytes, nonce: bytes) -> bytes:
-    return f"packs/{pack_id.hex()}-{nonce.hex()}".encode()
 
 
 def _new_state() -> NamespaceState:

@@ -41,6 +41,7 @@ from persistkv_s3.feed.format import (
     PackRow,
     Snapshot,
     StoreNames,
+    feed_name,
     parse_inbox,
     seal,
     split_records,
@@ -197,7 +198,6 @@ class NamespaceSession:
         """Record a use of packs. The next commit publishes it; after ``touch_s`` seconds, a commit of its own does."""
         held = self.catalogue.objects(pack_ids) if pack_ids else {}
         if held:
-            self.catalogue.touch(list(held), self._bucket.now())
             self._moments += 1
             for pack_id in held:
                 self._uses[pack_id] = self._moments
@@ -305,11 +305,10 @@ class NamespaceSession:
 
         :raises ObjectMissingError: there is no such object.
         """
-        position, term = name
-        key = self.objects.names.feed(position, term or b"").removeprefix(self.objects.names.base)
+        key = feed_name(name[0], name[1] or b"")
         try:
             feed = unseal(self.objects.get(key, MAX_FEED_BYTES), Feed)
-            if (feed.position, feed.term) == (position, term):
+            if (feed.position, feed.term) == name:
                 return feed
             raise CorruptPackError("Feed", "of another position")
         except CorruptPackError as error:
@@ -429,11 +428,14 @@ class NamespaceSession:
     def manifest_keys(self, manifest_id: str) -> ManifestKeys | None:
         """See ``Backend.manifest_keys``."""
         place = self.catalogue.keys_place(manifest_id)
-        if place is None or place.length > MAX_INBOX_BYTES:
+        if place is None:
             return None
-        buffer = bytearray(place.length)
+        name, offset, length = place
+        if length > MAX_INBOX_BYTES:
+            return None
+        buffer = bytearray(length)
         try:
-            self._bucket.fill(self.objects.names.base + place.name, place.offset, [memoryview(buffer)])
+            self._bucket.fill(self.objects.names.base + name, offset, [memoryview(buffer)])
             opened = self.objects.authenticator.opened(self._namespace, _keys_of(manifest_id), buffer)
             return decode_manifest_keys(opened)
         except (CorruptPackError, ObjectMissingError):

@@ -1,7 +1,8 @@
 """Optional capabilities of drivers: small interfaces in addition to ``Backend``. Callers test them with ``isinstance``.
 
-As in ``Backend``, vendor exceptions are raised as ``StoreError``s. ``scan`` and ``read_frames`` may be called from any
-thread, concurrently with each other and with any other call. Only one thread at a time may call the other methods.
+As in ``Backend``, a failure of the medium raises a ``StoreError``, never an exception of the vendor. ``scan`` and
+``read_frames`` may be called from any thread, concurrently with each other and with any other call. Only one thread at
+a time may call the other methods.
 """
 
 from __future__ import annotations
@@ -98,10 +99,7 @@ class InspectableBackend(Backend):
 
     @abstractmethod
     def stats(self) -> BackendStats:
-        """Return the totals. They are exact after each commit and are read without a scan of the packs.
-
-        :raises StoreError: the totals could not be read.
-        """
+        """Return the totals. They are exact after each commit and are read without a scan of the packs."""
 
 
 @runtime_checkable
@@ -144,10 +142,7 @@ class SupportsStatus(Protocol):
         """
 
     def statuses(self) -> dict[str, bytes]:
-        """Return the rows of all engines, by name, unverified. The rows of killed engines remain.
-
-        :raises StoreError: the medium failed.
-        """
+        """Return the rows of all engines, by name, unverified. The rows of killed engines remain."""
         ...
 
 
@@ -254,10 +249,7 @@ class SupportsPolicy(Protocol):
         ...
 
     def policy(self) -> Policy:
-        """Return the recorded policy.
-
-        :raises StoreError: it cannot be read.
-        """
+        """Return the recorded policy."""
         ...
 
     def set_policy(self, policy: Policy) -> None:
@@ -313,10 +305,7 @@ class SupportsCompaction(Protocol):
     """A store that keeps free space and can return it to the medium."""
 
     def free_space(self) -> FreeSpace:
-        """Return the free space within the store.
-
-        :raises StoreError: it could not be read.
-        """
+        """Return the free space within the store."""
         ...
 
     def compact(self) -> Iterator[CompactProgress]:
@@ -335,17 +324,11 @@ class PlainMedium(ABC):
 
     @abstractmethod
     def write(self, buffers: Sequence[memoryview]) -> None:
-        """Write the buffers' bytes in order, durably, apart from the store's data. ``close`` deletes these bytes.
-
-        :raises StoreError: the medium failed.
-        """
+        """Write the buffers' bytes in order, durably, apart from the store's data. ``close`` deletes these bytes."""
 
     @abstractmethod
     def read(self, buffers: Sequence[memoryview]) -> None:
-        """Read the bytes of the last ``write`` into buffers of the same lengths.
-
-        :raises StoreError: the medium failed.
-        """
+        """Read the bytes of the last ``write`` into buffers of the same lengths."""
 
     @abstractmethod
     def close(self) -> None:

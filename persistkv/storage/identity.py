@@ -21,9 +21,8 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import xxhash
@@ -47,10 +46,7 @@ _SETTLED_NS = 2_000_000_000  # 2 s: a more recently changed file may change agai
 
 _MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format
 _LENGTH_BYTES = 8  # size of the length field before a safetensors header
-_MAX_RANK = 64
-_DTYPE_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E8M0": 8, "F8_E4M3": 8, "F8_E5M2": 8}
-_DTYPE_BITS |= {"BOOL": 8, "U8": 8, "I8": 8, "F16": 16, "BF16": 16, "I16": 16, "U16": 16}
-_DTYPE_BITS |= {"F32": 32, "I32": 32, "U32": 32, "F64": 64, "I64": 64, "U64": 64, "C64": 64}
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Identity(msgspec.Struct, frozen=True, eq=False):
@@ -223,10 +219,13 @@ def _hash_file(path: Path, descriptor: int, size: int) -> list[_TensorEntry]:
     buffer = memoryview(bytearray(min(_PIECE_BYTES, max(size, 1))))
     if path.suffix != ".safetensors":
         return [_TensorEntry(path.name, "file", (size,), _hash_span(path, descriptor, 0, size, buffer))]
-    return [
-        _TensorEntry(name, dtype, shape, _hash_span(path, descriptor, start, stop, buffer))
-        for name, dtype, shape, start, stop in _read_header(path, descriptor, size)
-    ]
+    base, tensors = _read_header(path, descriptor, size)
+    entries = []
+    for name, tensor in tensors.items():
+        start, stop = tensor.data_offsets
+        digest = _hash_span(path, descriptor, base + start, base + stop, buffer)
+        entries.append(_TensorEntry(name, tensor.dtype, tensor.shape, digest))
+    return entries
 
 
 def _hash_span(path: Path, descriptor: int, start: int, stop: int, buffer: memoryview) -> str:
@@ -319,61 +318,41 @@ def _save_entries(path: Path, stamp: _FileStamp, entries: list[_TensorEntry]) ->
         replace_file(_cache_file(path), [record])
 
 
-class _TensorSpan(NamedTuple):
-    """One tensor and the offsets of its first byte in the file, and of the byte after its last one."""
+class _Tensor(msgspec.Struct, frozen=True):
+    """Entry of a safetensors header."""
 
-    name: str
     dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
+    shape: tuple[_Natural, ...]
+    data_offsets: tuple[_Natural, _Natural]
+    """Offsets of the first byte and of the byte after the last one, counted from the end of the header."""
 
 
-def _read_header(path: Path, descriptor: int, size: int) -> list[_TensorSpan]:
-    """Return the tensors of an open file of ``size`` bytes, sorted by position. They cover the file without gaps.
+def _read_header(path: Path, descriptor: int, size: int) -> tuple[int, dict[str, _Tensor]]:
+    """Return the end of a file's header in bytes, and the tensors by name, in order. They cover the rest without gaps.
 
+    :param size: bytes of the file.
     :raises ConfigurationError: the file is not a valid safetensors file.
     """
     length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
     if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
         raise _invalid(path, f"its header cannot have {length} of {size} bytes")
     try:
-        header = json.loads(os.pread(descriptor, length, _LENGTH_BYTES), object_pairs_hook=_no_duplicates)
+        header = msgspec.json.decode(os.pread(descriptor, length, _LENGTH_BYTES), type=dict[str, msgspec.Raw])
+        header.pop("__metadata__", None)
+        read = {name: msgspec.json.decode(entry, type=_Tensor) for name, entry in header.items()}
     except (ValueError, RecursionError) as error:
-        raise _invalid(path, f"its header is no JSON: {error}") from None
-    if not isinstance(header, dict):
-        raise _invalid(path, "its header is no JSON object")
-    header.pop("__metadata__", None)
+        raise _invalid(path, f"its header does not read: {error}") from None
+    tensors = dict(sorted(read.items(), key=lambda item: item[1].data_offsets))
+    end = 0
+    for name, tensor in tensors.items():
+        begin, stop = tensor.data_offsets
+        if begin != end:
+            raise _invalid(path, f"tensor {name!r} begins at byte {begin} instead of {end}")
+        end = stop
     base = _LENGTH_BYTES + length
-    spans = (_span(path, name, entry, base) for name, entry in header.items())
-    tensors = sorted(spans, key=lambda span: (span.start, span.stop))
-    end = base
-    for span in tensors:
-        if span.start != end:
-            raise _invalid(path, f"tensor {span.name!r} begins at byte {span.start} instead of {end}")
-        end = span.stop
-    if end != size:
-        raise _invalid(path, f"its tensors end at byte {end} of {size}")
-    return tensors
-
-
-def _span(path: Path, name: str, entry: Any, base: int) -> _TensorSpan:
-    match entry:
-        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
-            plain = len(shape) <= _MAX_RANK and all(type(size) is int and size >= 0 for size in shape)
-            if plain and 0 <= begin <= end:
-                bits = _DTYPE_BITS.get(dtype)  # None: unknown to this release; its bytes are hashed in any case
-                if bits is not None and prod(shape) * bits != (end - begin) * 8:
-                    raise _invalid(path, f"tensor {name!r} of {dtype} {shape} cannot have {end - begin} bytes")
-                return _TensorSpan(name, dtype, tuple(shape), base + begin, base + end)
-    raise _invalid(path, f"tensor {name!r} has no dtype, shape and data_offsets")
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return found
+    if base + end != size:
+        raise _invalid(path, f"its tensors end at byte {base + end} of {size}")
+    return base, tensors
 
 
 def _invalid(path: Path, problem: str) -> ConfigurationError:

@@ -21,12 +21,10 @@ import fcntl
 import logging
 import mmap
 import os
-import stat
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -34,11 +32,10 @@ import xxhash
 
 from persistkv.errors import StoreError
 from persistkv.storage.format.files import replace_file
-from persistkv.storage.format.pack import ID_BYTES, Frame, PackedKeys, PackTable
+from persistkv.storage.format.pack import ID_BYTES, PackedKeys, PackTable
 
 logger = logging.getLogger(__name__)
 
-FULL_BITS = 64
 _EMPTY, _GONE = 0, 1
 _FIRST_FILL = 0.5  # share of slots that are used by as many keys as the table was made for
 _FILL = 0.6  # share of used slots above which entries are copied to a larger table, in slices
@@ -55,6 +52,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _SAVED_FROM = 1 << 16  # entries; reading the catalogue of a smaller store takes less than 0.1 s
 _HEADER = struct.Struct("<8sIIQQ")  # magic, fingerprint bits, bytes of the cursor, packs, entries
 _MAGIC = b"PKVINDX1"
+_BITS = 64  # bits of a fingerprint
 _ENTRY = np.dtype([("fingerprint", "<u8"), ("pack", "<u4")])
 _CHECKSUM_BYTES = 8
 
@@ -62,34 +60,19 @@ Fps = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]
 
 
-def fingerprint_function(bits: int = FULL_BITS) -> Callable[[bytes], int]:
-    """Return the function that computes the fingerprint of a key: xxh3 of the whole key, which takes 40 ns.
-
-    :param bits: significant bits of a fingerprint; fewer than 64 only in tests, where keys should collide often.
-    """
-    if bits >= FULL_BITS:
-        return xxhash.xxh3_64_intdigest
-    mask, high = (1 << bits) - 1, 1 << 63
-    return lambda key: xxhash.xxh3_64_intdigest(key) & mask | high
+_fingerprint = xxhash.xxh3_64_intdigest  # of a whole key, in 40 ns
 
 
-def _all_of(function: Callable[[bytes], int], keys: Sequence[bytes]) -> Fps:
-    """Return the fingerprints of keys, as a table stores them.
-
-    :param function: computes the fingerprint of one key.
-    """
-    return _stored(np.fromiter(map(function, keys), np.uint64, len(keys)))
+def _all_of(keys: Sequence[bytes]) -> Fps:
+    """Return the fingerprints of keys, as a table stores them."""
+    return _stored(np.fromiter(map(_fingerprint, keys), np.uint64, len(keys)))
 
 
-def _stored(fingerprints: Fps, bits: int = FULL_BITS) -> Fps:
+def _stored(fingerprints: Fps) -> Fps:
     """Return fingerprints as a table stores them: the reserved values 0 and 1 become 2 and 3.
 
     Lookups of a single key do not replace them, so they miss such a key (2 of 2^64).
-
-    :param bits: as in ``fingerprint_function``.
     """
-    if bits < FULL_BITS:
-        fingerprints = fingerprints & np.uint64((1 << bits) - 1) | np.uint64(1 << 63)
     return np.where(fingerprints <= _GONE, fingerprints + np.uint64(2), fingerprints)
 
 
@@ -100,9 +83,7 @@ class LookupTable:
     Lookups may run in any thread. The other methods belong to one thread.
     """
 
-    def __init__(self, bits: int = FULL_BITS) -> None:
-        """:param bits: as in ``fingerprint_function``."""
-        self._fingerprint = fingerprint_function(bits)
+    def __init__(self) -> None:
         self._retired: list[mmap.mmap] = []
         self._released = 0
         self._collided: dict[bytes, None] = {}
@@ -153,7 +134,7 @@ class LookupTable:
 
     def __contains__(self, key: bytes) -> bool:
         """Whether the host's store probably holds the key: another key can have the same fingerprint."""
-        fingerprint = self._fingerprint(key)
+        fingerprint = _fingerprint(key)
         table, slots = self._table
         slot = fingerprint % slots
         while found := table[slot]:
@@ -176,7 +157,7 @@ class LookupTable:
         if len(keys) < _FEW:
             return list(map(self.contains, keys))
         table, slots = self._table
-        wanted = _all_of(self._fingerprint, keys)
+        wanted = _all_of(keys)
         found: list[bool] = _matches(np.frombuffer(table, np.uint64), slots, wanted)[0].tolist()
         if self._collided:
             return [is_held and key not in self._collided for is_held, key in zip(found, keys, strict=True)]
@@ -187,16 +168,16 @@ class LookupTable:
         held = self.held(keys)
         return held.index(False) if False in held else len(held)
 
-    def set_collided(self, keys: Iterable[bytes], *, collided: bool) -> None:
+    def set_collided(self, keys: Mapping[bytes, bool]) -> None:
         """Remember (True) or forget (False) that keys are not held although other keys have their fingerprints. Lookups
         do not find remembered keys. Only the last 4,096 are remembered; a load of an older one fails as a miss.
         """
-        set_bounded(self._collided, keys, present=collided)
+        set_bounded(self._collided, keys)
 
 
-def set_bounded(some: dict[bytes, None], keys: Iterable[bytes], *, present: bool) -> None:
-    """Add keys to an ordered set if ``present``, else remove them. Above 4,096 keys, the oldest are removed."""
-    for key in keys:
+def set_bounded(some: dict[bytes, None], changes: Mapping[bytes, bool]) -> None:
+    """Add (True) or remove (False) members of an ordered set. Above 4,096 members, the oldest are removed."""
+    for key, present in changes.items():
         some.pop(key, None)
         if present:
             some[key] = None
@@ -331,21 +312,6 @@ class _Table:
             self.fd = -1
 
 
-def _is_intact(file: BinaryIO) -> bool:
-    """Return whether a file of an index is complete and undamaged."""
-    status = os.fstat(file.fileno())
-    left = status.st_size - _CHECKSUM_BYTES
-    if not stat.S_ISREG(status.st_mode) or left < _HEADER.size:
-        return False
-    digest = xxhash.xxh3_64()
-    is_ours = file.read(len(_MAGIC)) == _MAGIC
-    file.seek(0)
-    while is_ours and left and (part := file.read(min(left, _SLICE_BYTES))):
-        digest.update(part)
-        left -= len(part)
-    return is_ours and file.read() == digest.intdigest().to_bytes(_CHECKSUM_BYTES, "little")
-
-
 class _Packs:
     """Ids and numbers of packs: in many dicts, because a dict of a million entries needs 50 ms to grow."""
 
@@ -400,11 +366,6 @@ class HeldPack:
         return self.table.pack_id
 
     @property
-    def frames(self) -> tuple[Frame, ...]:
-        """Frames of the pack, decoded at each access."""
-        return self.table.frames
-
-    @property
     def places(self) -> Mapping[bytes, int]:
         """Position of each key in ``keys``."""
         if self._places is None:
@@ -424,15 +385,12 @@ class HeldPack:
 class Index:
     """Index of a namespace: finds the packs that may hold a key, by its fingerprint. Not thread-safe."""
 
-    def __init__(self, most_keys: int | None = None, bits: int = FULL_BITS) -> None:
+    def __init__(self, most_keys: int | None = None) -> None:
         """Create an empty index.
 
         :param most_keys: number of keys for which the store's capacity has room. The table gets room for more keys only
             if it holds more. None: unknown.
-        :param bits: as in ``fingerprint_function``.
         """
-        self._bits = bits
-        self._fingerprint = fingerprint_function(bits)
         self._most_keys = most_keys
         self._table = _Table(0)
         self._new: _Table | None = None
@@ -447,7 +405,7 @@ class Index:
         """Increases when the table is replaced: readers must map the new one."""
 
     def __contains__(self, key: bytes) -> bool:
-        return next(self._table.packs_of(self._fingerprint(key)), 0) != 0
+        return next(self._table.packs_of(_fingerprint(key)), 0) != 0
 
     def __len__(self) -> int:
         """Number of entries: blocks in all packs."""
@@ -465,7 +423,7 @@ class Index:
 
     def candidates(self, key: bytes) -> list[bytes]:
         """Return the ids of all packs that hold a key with the same fingerprint."""
-        numbers = dict.fromkeys(self._table.packs_of(self._fingerprint(key)))
+        numbers = dict.fromkeys(self._table.packs_of(_fingerprint(key)))
         return [pack_id for number in numbers if (pack_id := self._packs.id(number)) is not None]
 
     def first_candidates(self, keys: Sequence[bytes]) -> list[bytes | None]:
@@ -473,7 +431,7 @@ class Index:
         if len(keys) < _FEW:
             return [next(iter(self.candidates(key)), None) for key in keys]
         table = self._table
-        wanted = _all_of(self._fingerprint, keys)
+        wanted = _all_of(keys)
         found, place = _matches(table.fingerprints, table.slots, wanted)
         numbers = np.where(found, table.packs[place], 0)
         return list(map(self._packs.id, numbers.tolist()))
@@ -523,7 +481,7 @@ class Index:
             self._insert_all(some, numbers, counts)
 
     def _insert_all(self, some: list[PackedKeys], numbers: list[int], counts: list[int]) -> None:
-        fingerprints = _all_of(self._fingerprint, PackedKeys.unpack_all(some))
+        fingerprints = _all_of(PackedKeys.unpack_all(some))
         self._insert(fingerprints, np.repeat(np.array(numbers, np.uint32), counts))
 
     def _number(self, pack_id: bytes) -> int:
@@ -556,7 +514,7 @@ class Index:
             number = self._packs.pop(pack_id)
             if not number:
                 continue
-            wanted = _stored(np.frombuffer(fingerprints, "<u8", len(fingerprints) // 8), self._bits)
+            wanted = _stored(np.frombuffer(fingerprints, "<u8", len(fingerprints) // 8))
             at = self._table.find(wanted, number)
             if not len(at) or len(at) != len(wanted):
                 searched.append(number)
@@ -589,7 +547,7 @@ class Index:
     def _pieces(self, cursor: bytes) -> Iterator[bytes]:
         """Yield the content of the file: header, cursor, numbers and ids of the packs, entries, checksum."""
         numbers = np.fromiter(self._packs.numbers(), np.uint32, len(self._packs))
-        header = _HEADER.pack(_MAGIC, self._bits, len(cursor), len(numbers), len(self))
+        header = _HEADER.pack(_MAGIC, _BITS, len(cursor), len(numbers), len(self))
         digest = xxhash.xxh3_64()
         for piece in (header, cursor, numbers.astype("<u4").tobytes(), b"".join(self._packs.ids())):
             digest.update(piece)
@@ -606,34 +564,36 @@ class Index:
     def load(self, path: Path) -> bytes | None:
         """Fill an empty index from a file that ``save`` wrote.
 
-        :returns: the cursor; None if the file is absent, damaged, or has fingerprints of another number of bits. The
-            index is still empty then.
+        :returns: the cursor; None if the file is absent or damaged. The index is still empty then.
         """
         try:
             with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-                if not _is_intact(file):
-                    return None
-                file.seek(0)
-                _, bits, cursor_bytes, packs, entries = _HEADER.unpack(file.read(_HEADER.size))
-                if bits != self._bits:
-                    return None
-                cursor = file.read(cursor_bytes)
-                numbers = np.frombuffer(file.read(4 * packs), "<u4").tolist()
-                ids = PackedKeys(file.read(ID_BYTES * packs), ID_BYTES).unpack()
-                table = _Table(self._size_for(entries))
-                table.prefault(0, table.slots)
-                for start in range(0, entries, _AT_ONCE):
-                    some = np.frombuffer(file.read(min(_AT_ONCE, entries - start) * _ENTRY.itemsize), _ENTRY)
-                    table.insert(some["fingerprint"].copy(), some["pack"].copy())
+                data = memoryview(file.read() or b"")
         except OSError as error:
             if not isinstance(error, FileNotFoundError):
                 logger.info("the index is not loaded from %s: %s", path, error)
             return None
-        self._replace(table)
-        for pack_id, number in zip(ids, numbers, strict=True):
+        end = len(data) - _CHECKSUM_BYTES
+        if end < _HEADER.size or xxhash.xxh3_64_intdigest(data[:end]).to_bytes(_CHECKSUM_BYTES, "little") != data[end:]:
+            return None
+        magic, bits, cursor_bytes, packs, entries = _HEADER.unpack_from(data)
+        if (magic, bits) != (_MAGIC, _BITS):
+            return None
+        numbers_at = _HEADER.size + cursor_bytes
+        ids_at = numbers_at + 4 * packs
+        entries_at = ids_at + ID_BYTES * packs
+        numbers = np.frombuffer(data[numbers_at:ids_at], "<u4").tolist()
+        for pack_id, number in zip(PackedKeys(bytes(data[ids_at:entries_at]), ID_BYTES).unpack(), numbers, strict=True):
             self._packs.put(pack_id, number)
+        table = _Table(self._size_for(entries))
+        table.prefault(0, table.slots)
+        saved = np.frombuffer(data[entries_at:end], _ENTRY)
+        for start in range(0, entries, _AT_ONCE):
+            some = saved[start : start + _AT_ONCE]
+            table.insert(some["fingerprint"].copy(), some["pack"].copy())
+        self._replace(table)
         self._last = max(numbers, default=0)
-        return cursor
+        return bytes(data[_HEADER.size : numbers_at])
 
     # Replacement of the table
 

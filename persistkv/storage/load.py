@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import logging
 import mmap
-from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate, groupby, zip_longest
+from itertools import groupby, zip_longest
 
 import numpy as np
 
@@ -138,8 +137,6 @@ class FrameRead:
     """Keys of all blocks of the frame."""
     rows: list[int]
     """For each block of the frame, the row to fill; ``_UNWANTED`` (-1) if the job does not want the block."""
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    """(position of the block in the frame, row): further rows to fill, for blocks that the job wants more than once."""
 
     @property
     def whole(self) -> bool:
@@ -148,9 +145,8 @@ class FrameRead:
 
     @property
     def wanted(self) -> list[bytes]:
-        """Keys of the blocks that the job wants, each as often as the job wants it."""
-        once = [key for key, row in zip(self.keys, self.rows, strict=True) if row != _UNWANTED]
-        return once + [self.keys[position] for position, _ in self.copies]
+        """Keys of the blocks that the job wants."""
+        return [key for key, row in zip(self.keys, self.rows, strict=True) if row != _UNWANTED]
 
 
 def plan_reads(
@@ -189,7 +185,7 @@ def plan_reads(
                 reads.append(read)
             else:
                 missing += read.wanted
-        for run in _neighbours(reads) if remote else [reads]:
+        for run in _adjacent(reads) if remote else [reads]:
             if remote and _is_streamed(run):
                 streamed += _cut(run, part_bytes)
             else:
@@ -211,13 +207,15 @@ def _by_pack(
     return [(pack, *wanted) for pack, wanted in found.items()]
 
 
-def _neighbours(reads: Iterable[FrameRead]) -> Iterator[list[FrameRead]]:
-    """Divide frames of one pack, in order, into runs of adjacent frames."""
+def _adjacent(reads: Iterable[FrameRead]) -> Iterator[list[FrameRead]]:
+    """Divide frames into runs that are consecutive in one pack, apart from padding."""
     run: list[FrameRead] = []
     for read in reads:
-        if run and read.frame.offset != align(run[-1].frame.offset + run[-1].frame.stored_length):
-            yield run
-            run = []
+        if run:
+            before = run[-1].frame
+            if read.pack is not run[-1].pack or read.frame.offset != align(before.offset + before.stored_length):
+                yield run
+                run = []
         run.append(read)
     if run:
         yield run
@@ -235,43 +233,20 @@ def _cut(run: Sequence[FrameRead], part_bytes: int) -> Iterator[list[FrameRead]]
 
 def _frames(pack: HeldPack, keys: Sequence[bytes], block_ids: Sequence[int]) -> list[FrameRead]:
     """Return the frames of the pack that hold the keys, in the order of the pack. The pack must hold all keys."""
+    rows = [_UNWANTED] * len(pack.keys)
     first = pack.start_of(keys)
     if first is not None:
-        return _run_of_frames(pack, first, block_ids)
-    frames = pack.frames
-    starts = list(accumulate((frame.block_count for frame in frames[:-1]), initial=0))
-    places = pack.places
-    reads: dict[int, FrameRead] = {}
-    for key, row in zip(keys, block_ids, strict=True):
-        position = places[key]
-        number = bisect_right(starts, position) - 1
-        start, frame = starts[number], frames[number]
-        if number not in reads:
-            keys_there = pack.keys[start : start + frame.block_count]
-            reads[number] = FrameRead(pack, frame, keys_there, [_UNWANTED] * frame.block_count)
-        read = reads[number]
-        if read.rows[position - start] == _UNWANTED:
-            read.rows[position - start] = row
-        else:
-            read.copies.append((position - start, row))
-    return [reads[number] for number in sorted(reads)]
-
-
-def _run_of_frames(pack: HeldPack, first: int, block_ids: Sequence[int]) -> list[FrameRead]:
-    """Return the frames that hold ``len(block_ids)`` consecutive blocks of the pack.
-
-    :param first: position of the first block in the pack.
-    """
+        rows[first : first + len(keys)] = block_ids
+    else:
+        for key, row in zip(keys, block_ids, strict=True):
+            rows[pack.places[key]] = row
     reads = []
-    start, end = 0, first + len(block_ids)
-    for frame in pack.frames:
+    start = 0
+    for frame in pack.table.frames:
         stop = start + frame.block_count
-        if start < end and stop > first:
-            before, behind = max(0, first - start), max(0, stop - end)
-            rows = list(block_ids[start + before - first : stop - behind - first])
-            if before or behind:
-                rows = [_UNWANTED] * before + rows + [_UNWANTED] * behind
-            reads.append(FrameRead(pack, frame, pack.keys[start:stop], rows))
+        of_frame = rows[start:stop]
+        if of_frame.count(_UNWANTED) < len(of_frame):
+            reads.append(FrameRead(pack, frame, pack.keys[start:stop], of_frame))
         start = stop
     return reads
 
@@ -331,14 +306,13 @@ def read_part(
             if backend.capabilities.remote and _is_streamed(part):
                 return _read_streamed(backend, namespace, rows, lease, part)
             outcome = ReadOutcome()
-            placed = [_place(read, rows, lease) for read in part]
+            adjacent = [[_place(read, rows, lease) for read in run] for run in _adjacent(part)]
             padding = lease.take(align(1))
             raw = lease.take(max(read.frame.raw_length for read in part))
-            spans = list(_side_by_side(placed))
-            answers = backend.read(namespace, [_span(frames, padding) for frames in spans])
-            for frames, filled in zip(spans, answers, strict=True):
-                for frame in frames:
-                    _finish(frame, namespace, rows, raw, outcome, filled)
+            answers = backend.read(namespace, [_span(frames, padding) for frames in adjacent])
+            for frames, filled in zip(adjacent, answers, strict=True):
+                for placed in frames:
+                    _finish(placed, namespace, rows, raw, outcome, filled)
             return outcome
     except Exception as error:
         return _give_up(part, error)
@@ -394,18 +368,6 @@ def _place(read: FrameRead, rows: Rows, lease: Lease) -> _Placed:
     return _Placed(read, [buffer for buffer in buffers if buffer], True)
 
 
-def _side_by_side(placed: Iterable[_Placed]) -> Iterator[list[_Placed]]:
-    """Divide frames into runs that are consecutive in one pack, apart from padding."""
-    frames: list[_Placed] = []
-    for one in placed:
-        if frames and (frames[0].read.pack is not one.read.pack or one.read.frame.offset != align(frames[-1].end)):
-            yield frames
-            frames = []
-        frames.append(one)
-    if frames:
-        yield frames
-
-
 def _span(frames: Sequence[_Placed], padding: memoryview) -> ReadSpan:
     """Return adjacent frames as one span. Padding between them is read into ``padding``, one page, and ignored."""
     buffers: list[memoryview] = []
@@ -433,8 +395,8 @@ def _finish(placed: _Placed, namespace: bytes, rows: Rows, raw: memoryview, outc
     seed = frame_seed(namespace, b"".join(read.keys))
     try:
         if placed.direct:
-            _verify_pieces(read.frame, placed.buffers, seed)
-            _copy_repeated(read, rows)
+            if frame_checksum(placed.buffers, seed) != read.frame.checksum:
+                raise CorruptPackError("frame checksum", f"does not match at offset {read.frame.offset}")
         else:
             stored = placed.buffers[0][: read.frame.stored_length]
             verify_frame(read.frame, stored, seed)
@@ -445,20 +407,8 @@ def _finish(placed: _Placed, namespace: bytes, rows: Rows, raw: memoryview, outc
             outcome.bad_frames += 1
             outcome.suspects[read.pack.pack_id] = read.pack
     else:
-        blocks = len(read.rows) - read.rows.count(_UNWANTED) + len(read.copies)
+        blocks = len(read.rows) - read.rows.count(_UNWANTED)
         outcome.raw_bytes += blocks * read.frame.block_bytes
-
-
-def _verify_pieces(frame: Frame, pieces: Iterable[memoryview], seed: int) -> None:
-    if frame_checksum(pieces, seed) != frame.checksum:
-        raise CorruptPackError("frame checksum", f"does not match at offset {frame.offset}")
-
-
-def _copy_repeated(read: FrameRead, rows: Rows) -> None:
-    """Copy blocks from their first row to the further rows in which the job wants them."""
-    group = read.frame.group
-    for position, row in read.copies:
-        rows.scatter(group, [row], rows.gather(group, [read.rows[position]]))
 
 
 def _decode(read: FrameRead, stored: memoryview, rows: Rows, raw: memoryview) -> None:
@@ -467,10 +417,9 @@ def _decode(read: FrameRead, stored: memoryview, rows: Rows, raw: memoryview) ->
         places = rows.pieces(frame.group, read.rows)
         if len(places) == 1:
             decode_frame(codec, frame, stored, places[0])
-            _copy_repeated(read, rows)
             return
     out = raw[: frame.raw_length]
     decode_frame(codec, frame, stored, out)
-    wants = [(position, row) for position, row in enumerate(read.rows) if row != _UNWANTED] + read.copies
+    wanted = [position for position, row in enumerate(read.rows) if row != _UNWANTED]
     blocks = np.frombuffer(out, dtype=np.uint8).reshape(frame.block_count, frame.block_bytes)
-    rows.scatter(frame.group, [row for _, row in wants], blocks[[position for position, _ in wants]])
+    rows.scatter(frame.group, [read.rows[position] for position in wanted], blocks[wanted])

@@ -64,7 +64,7 @@ class NamespaceView:
         self.backend = backend
         self.namespace = namespace
         self.executor = executor
-        self.index = Index(_most_keys(backend, layout), options.fingerprint_bits)
+        self.index = Index(_most_keys(backend, layout))
         self.cursor: bytes | None = None
         """Position in the backend's change log up to which the index is complete. None: unknown, so the next refresh
         reads the whole catalogue."""
@@ -196,28 +196,16 @@ class NamespaceView:
 
         :raises StoreError: the key tables could not be read.
         """
-        if keys:  # the usual load: one pack holds all keys in this order
-            of_last = self.index.candidates(keys[-1])
-            ends = [pack_id for pack_id in self.index.candidates(keys[0]) if pack_id in of_last]
-            for held in (await self._packs(ends[:1])).values():
-                if held.start_of(keys) is not None:
-                    return [held] * len(keys)
         candidates = self.index.first_candidates(keys)
         found: list[HeldPack | None] = [None] * len(keys)
-        by_pack: dict[bytes, list[int]] = {}
-        for place, pack_id in enumerate(candidates):
-            if pack_id is not None:
-                by_pack.setdefault(pack_id, []).append(place)
-        packs = await self._packs(by_pack)
+        packs = await self._packs({pack_id: None for pack_id in candidates if pack_id is not None})
         unsure: list[int] = []
-        for pack_id, places in by_pack.items():
-            pack = packs.get(pack_id)
-            whole = pack is not None and pack.start_of([keys[place] for place in places]) is not None
-            for place in places:
-                if pack is not None and (whole or keys[place] in pack.places):
-                    found[place] = pack
-                else:
-                    unsure.append(place)
+        for place, pack_id in enumerate(candidates):
+            pack = None if pack_id is None else packs.get(pack_id)
+            if pack is not None and keys[place] in pack.places:
+                found[place] = pack
+            elif pack_id is not None:
+                unsure.append(place)
         if unsure:
             await self._find_others(keys, unsure, found)
         return found
@@ -282,8 +270,9 @@ class NamespaceView:
 
     def _set_collided(self, keys: Sequence[bytes], *, collided: bool) -> None:
         if keys:
-            set_bounded(self._collided, keys, present=collided)
-            self.news.collided.update(dict.fromkeys(keys, collided))
+            changes = dict.fromkeys(keys, collided)
+            set_bounded(self._collided, changes)
+            self.news.collided.update(changes)
 
     async def committed(self, writers: Sequence[NewPack], result: CommitResult, *, followed: bool) -> None:
         """Apply the result of this store's own commit to the index, the counters and the news.
@@ -396,15 +385,10 @@ class NamespaceView:
         :param writers: the packs that the same transaction writes; their keys count as durable.
         :raises StoreError: the key tables could not be read.
         """
-        pack_of = {key: writer.pack_id for writer in writers for segment in writer.segments for key in segment.keys}
+        pack_of = {key: writer.pack_id for writer in writers for key in writer.keys.unpack()}
         holders = zip(keys, await self.holders(keys), strict=True) if keys else ()
         pack_of.update((key, pack.pack_id) for key, pack in holders if pack is not None)
         return ManifestMaker(pack_of, self._block_bytes)
-
-    def take_news(self) -> News:
-        """Return and clear the changes since the last call."""
-        news, self.news = self.news, News()
-        return news
 
 
 def _most_keys(backend: Backend, layout: RowLayout) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -33,8 +32,6 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Refuse to open a store that holds only other identities."""
     events: bool = False
     """Report stored and removed keys in ``News``."""
-    fingerprint_bits: int = 64
-    """Significant bits of the fingerprints (hashes of keys) in the index; fewer than 64 only to test collisions."""
 
 
 class StoreCounters(msgspec.Struct):
@@ -66,20 +63,23 @@ class StoreCounters(msgspec.Struct):
     """Transactions that succeeded."""
 
 
-@dataclass
-class News:
-    """Changes since the last ``take_news``. Only ``StoreOptions.events`` sets ``stored``, ``removed`` and ``lost``."""
+class News(msgspec.Struct, array_like=True, tag=True):
+    """Changes since the last ``take_news``, as the host process sends them to the engine.
 
-    stored: list[bytes] = field(default_factory=list)
+    Only ``StoreOptions.events`` sets ``stored``, ``removed`` and ``lost``.
+    """
+
+    stored: list[bytes] = []
     """Keys that became durable, including those that other processes wrote."""
-    removed: list[bytes] = field(default_factory=list)
+    removed: list[bytes] = []
     """Keys that are no longer held."""
     lost: bool = False
     """Whether ``stored`` or ``removed`` is incomplete: there were too many keys, or another process removed packs."""
-    persisted: list[tuple[str, bool]] = field(default_factory=list)
+    persisted: list[tuple[str, bool]] = []
     """(request id, whether its whole context is durable), for each request whose end was processed."""
-    collided: dict[bytes, bool] = field(default_factory=dict)
-    """Key → True: the key is not held, although a held key has the same fingerprint. False: it was stored since."""
+    collided: dict[bytes, bool] = {}
+    """Key → True: the key is not held, although a held key has the same fingerprint, so the engine must treat it as a
+    miss. False: it was stored since, so the engine can trust the lookup table again."""
 
     def add(self, *, stored: Sequence[bytes] = (), removed: Sequence[bytes] = ()) -> None:
         """Record keys. A key that was stored and then removed is only in ``removed``.

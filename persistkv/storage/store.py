@@ -7,8 +7,7 @@ Invariants of this file:
 3. When ``begin_read`` reports its outcome, a row holds the bytes stored under its key, or the outcome lists the key as
    failed. The store does not write the rows after that.
 4. A key is absent, in flight (a transaction reads its row, or will), staged (the block was copied to staging memory),
-   or held (durable). Only absent keys are accepted. If a transaction fails, its keys are absent again, except staged
-   keys that another request offered meanwhile: they are staged again (a claim, see ``Staging``).
+   or held (durable). Only absent keys are accepted. If a transaction fails, its keys are absent again.
 5. If a transaction fails, its blocks are dropped and counted in ``StoreCounters``. The store stays usable.
 
 Uses of packs (loads, touches, stores of keys that are held already, manifests) are sent to the backend with the next
@@ -34,7 +33,6 @@ from persistkv.storage.commit_pipeline import (
     DIRECT_BYTES,
     Blocks,
     Outgoing,
-    PlannedPack,
     Staging,
     Transaction,
     divide,
@@ -56,6 +54,7 @@ _STALE_RETRIES = 2  # repetitions of a commit that another process overtook; the
 _TOUCH_S = 2.0  # seconds since the last commit after which uses of packs are committed without blocks
 _MAX_TOUCHED = 4096  # bound on packs with a pending use: each costs the commit about 10 µs
 _COMPARED_REMOTELY = 16  # namespaces of a remote store with which a new identity is compared: each costs a request
+_REMOTE_FACTOR = 16  # bound on a remote transaction, as a multiple of that of a local one
 _EXPIRE_S = 30.0  # seconds between empty commits, which give the backend a chance to expire old packs
 
 
@@ -159,14 +158,18 @@ class Store:
         :param depths: for each key, the number of blocks of its group before it in the context; None if unknown.
         :param then: called, possibly before this method returns, with two values: whether the rows may be reused now
             (if not, they are read until no key is ``in_flight``), and the keys that an earlier call has in flight.
-        :raises ValueError: a row or a group does not exist; nothing is accepted.
+        :raises ValueError: a row or a group does not exist, or there is not one row and depth for each key; nothing is
+            accepted.
         """
+        depths = [UNKNOWN_DEPTH] * len(keys) if depths is None else depths
+        if not len(keys) == len(block_ids) == len(depths):
+            raise ValueError(f"{len(keys)} keys for {len(block_ids)} rows and {len(depths)} depths")
         self.rows.check(block_ids)
         groups = get_offload_group_indices(keys)
         if max(groups, default=0) >= len(self.rows.layout.groups):
             raise ValueError(f"key of group {max(groups)}; there are {len(self.rows.layout.groups)} groups")
         if self._writable:
-            blocks = Blocks(keys, groups, block_ids, [UNKNOWN_DEPTH] * len(keys) if depths is None else depths)
+            blocks = Blocks(keys, groups, block_ids, depths)
             self.catalogue.executor.begin(self._put(request, blocks, then))
         else:
             then(True, set())
@@ -181,8 +184,6 @@ class Store:
             self.catalogue.complain(error)
             held = set(keys).difference(self.catalogue.index.absent(keys))
         borrowed = self.in_flight(keys)
-        for key in self._staging.held(keys):
-            self._staging.claim(key, request)
         position_of = {
             key: position
             for position, key in enumerate(keys)
@@ -191,21 +192,22 @@ class Store:
         self.counters.held_blocks += len(keys) - len(position_of)
         if len(position_of) < len(keys):
             blocks = Blocks._make([column[position] for position in position_of.values()] for column in blocks)
-        for pack in plan_packs(self.rows, blocks, self._shares.transaction):
-            self._take_in(request, pack)
+        for segments in plan_packs(self.rows, blocks, self._shares.transaction):
+            self._take_in(request, segments)
         then(self._flying.isdisjoint(keys), borrowed)
 
-    def _take_in(self, request: str, pack: PlannedPack) -> None:
+    def _take_in(self, request: str, segments: Sequence[Segment]) -> None:
         """Copy a pack to staging memory if it is small, or if commits are delayed or remote.
 
         Other packs, and packs for which staging memory has no room, are queued to be written directly from their rows.
         """
-        small = pack.raw_length < DIRECT_BYTES
-        if (small or self._copies_all) and self._staging.fits(pack.raw_length):
-            self._staging.add(request, pack.segments, whole=not small)
+        num_bytes = sum(segment.raw_length for segment in segments)
+        small = num_bytes < DIRECT_BYTES
+        if (small or self._copies_all) and self._staging.fits(num_bytes):
+            self._staging.add(request, segments, whole=not small)
             return
-        self._direct.append(Outgoing(self._writer(pack.segments)))
-        for segment in pack.segments:
+        self._direct.append(Outgoing(self._writer(segments)))
+        for segment in segments:
             self._flying.update(segment.keys)
 
     def _writer(self, segments: Sequence[Segment]) -> PackWriter:
@@ -288,14 +290,12 @@ class Store:
         touch_s = max(_TOUCH_S, self._interval_s or 0.0)
         return max(0.0, self._committed_at + (touch_s if self._touched else _EXPIRE_S) - time.monotonic())
 
-    def begin_commit(self, *, everything: bool = False, then: Callable[[], None] | None = None) -> None:
-        """Queue a commit of due packs and ended requests. It also includes work that is accepted before it starts.
+    def begin_flush(self, then: Callable[[], None] | None = None) -> None:
+        """Queue a commit of all accepted work, including work that is accepted before the commit starts.
 
-        :param everything: also write staged packs that are not due yet.
-        :param then: called when this work is durable, or dropped and counted. Exception: blocks of a failed transaction
-            that another request offered meanwhile are staged again.
+        :param then: called when this work is durable, or dropped and counted.
         """
-        self._everything |= everything
+        self._everything = True
         if then is not None:
             self._when_committed.append(then)
         if not self._commit_waits:
@@ -330,7 +330,7 @@ class Store:
             call()
 
     async def _try_commit(self, transaction: Transaction, uses: Sequence[bytes]) -> bool:
-        catalogue, (outgoing, ends, _) = self.catalogue, transaction
+        catalogue, (outgoing, ends) = self.catalogue, transaction
         try:
             for retries_left in reversed(range(_STALE_RETRIES + 1)):
                 writers = [one.writer for one in outgoing if not await self._holds_all(one.writer)]
@@ -360,33 +360,32 @@ class Store:
         return True
 
     async def _holds_all(self, writer: PackWriter) -> bool:
-        keys = [key for segment in writer.segments for key in segment.keys]
+        keys = writer.keys.unpack()
         return not self.index.absent(keys) and None not in await self.catalogue.holders(keys)
 
     def _take_out(self, everything: bool) -> deque[Transaction]:
         ends, self._ends, self._ends_bytes = self._ends, [], 0
         staging = self._staging
-        due = dict.fromkeys(staging.waiting() if everything else staging.due())
+        due = dict.fromkeys(staging.due(everything=everything))
         for end in ends:
-            due.update(dict.fromkeys(staging.of_request(end.request)))
-            for keys in end.group_keys:
-                due.update(dict.fromkeys(staging.owners(keys)))
+            due.update(dict.fromkeys(staging.of_context(end)))
         outgoing, self._direct = self._direct, []
         outgoing += [Outgoing(self._writer(staging.take(pack)), pack) for pack in due]
-        return divide(outgoing, ends, self._shares.transaction, lends=self._remote)
+        # A remote driver holds at most ``CommitBatch.memory`` bytes at once. Its transactions only have to end soon.
+        return divide(outgoing, ends, self._shares.transaction * (_REMOTE_FACTOR if self._remote else 1))
 
     def _ended(self, outgoing: Outgoing, written: bool) -> None:
         self.ended_packs += 1
-        lost = 0 if written else len(outgoing.writer.keys)
+        writer = outgoing.writer
         if outgoing.staged is None:
-            for segment in outgoing.writer.segments:
+            for segment in writer.segments:
                 self._flying.difference_update(segment.keys)
         else:
-            lost = self._staging.end(outgoing.staged, written=written)
-        outgoing.writer.release()
-        if lost:
-            self.counters.dropped_blocks += lost
-            self.counters.dropped_bytes += outgoing.writer.raw_length * lost // len(outgoing.writer.keys)
+            self._staging.end(outgoing.staged)
+        writer.release()
+        if not written:
+            self.counters.dropped_blocks += len(writer.keys)
+            self.counters.dropped_bytes += writer.raw_length
 
     # Reading
 
@@ -398,10 +397,11 @@ class Store:
         :param block_ids: for each key, the row to fill.
         :param then: called, possibly before this method returns, with the outcome. An error of the medium is not
             raised: the outcome lists the keys as failed. The content of a failed key's row is undefined.
-        :raises ValueError: a row does not exist, or there is not one row for each key; no row is written.
+        :raises ValueError: a row does not exist, a key occurs twice, or there is not one row for each key; no row is
+            written.
         """
-        if len(keys) != len(block_ids):
-            raise ValueError(f"{len(keys)} keys for {len(block_ids)} rows")
+        if not len(set(keys)) == len(keys) == len(block_ids):
+            raise ValueError(f"{len(keys)} keys, {len(set(keys))} of them distinct, for {len(block_ids)} rows")
         self.rows.check(block_ids)
         self.catalogue.executor.begin(self._read(keys, block_ids, then))
 
@@ -487,7 +487,8 @@ class Store:
 
     def take_news(self) -> News:
         """Return and clear ``news``. Keys that the store held when it was opened are not included."""
-        return self.catalogue.take_news()
+        news, self.catalogue.news = self.catalogue.news, News()
+        return news
 
     # Blocking calls
 
@@ -498,15 +499,11 @@ class Store:
         self.catalogue.executor.run_until(lambda: bool(ended))
         return ended[0]
 
-    def commit(self, *, everything: bool = False) -> None:
-        """Call ``begin_commit``, and wait until its work is durable, or dropped and counted. Errors are not raised."""
-        ended: list[bool] = []
-        self.begin_commit(everything=everything, then=partial(ended.append, True))
-        self.catalogue.executor.run_until(lambda: bool(ended))
-
     def flush(self) -> None:
-        """Commit all accepted work, and wait as ``commit`` does."""
-        self.commit(everything=True)
+        """Call ``begin_flush``, and wait until its work is durable, or dropped and counted. Errors are not raised."""
+        ended: list[bool] = []
+        self.begin_flush(partial(ended.append, True))
+        self.catalogue.executor.run_until(lambda: bool(ended))
 
     def refresh(self) -> None:
         """Apply the commits and deletions of other processes to the index.

@@ -68,8 +68,6 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     open_timeout_s: float = 60.0
     """Seconds to wait at construction for the store to open. After that, a host process continues to open it, and
     lookups miss until it is open."""
-    fingerprint_bits: int = 64
-    """Significant bits of the fingerprints in the index; fewer only to test collisions."""
     unique_request_ids: bool = False
     """The engine's request ids are unique across restarts: requests are listed under them."""
     watchdog_s: float = 60.0
@@ -114,7 +112,6 @@ class PersistentTier(SecondaryTierManager):
                     io_threads=self.options.io_threads,
                     strict_identity=self.options.strict_identity,
                     events=config.enable_events,
-                    fingerprint_bits=self.options.fingerprint_bits,
                 ),
             ),
             max_queue_bytes=parse_size(self.options.queue_bytes, name="queue_bytes"),

@@ -54,6 +54,7 @@ from persistkv.testing.conformance.suite import check_totals
 from persistkv.testing.samples import sample_blocks, sample_keys
 from persistkv_lmdb import LmdbBackend
 from persistkv_lmdb.allocator import Allocator
+from tests.backends.lmdb.consistency import find_faults
 from tests.crash.disk import ALLOCATE, CREATE, FAILED, MKDIR, PAGE_BYTES, RESIZE, SYNC, UNMODELLED, WRITE, read_log
 from tests.crash.forks import Outcome, run_in_fork
 from tests.crash.loop import PLACEMENTS
@@ -333,7 +334,7 @@ def look(url: str, store: Path, known: Known) -> Outcome:
         (chain,) = backend.manifest_keys(opened.namespace, [name])[0] or ()
         assert {*chain.unpack()} <= {*held}, f"request {name} names blocks that are gone"
     check_totals(backend)
-    faults = backend.find_faults()
+    faults = find_faults(backend)
     assert not faults, faults
     _write_more(opened, backend)
     opened.close()
@@ -348,7 +349,7 @@ def _write_more(opened: Store, backend: LmdbBackend) -> None:
     opened.flush()
     assert all(map(opened.contains, blocks)), "nothing can be written"
     backend.commit(opened.namespace, CommitBatch())
-    faults = backend.find_faults()
+    faults = find_faults(backend)
     assert not faults, faults
     environment = backend.environment
     with environment.transaction() as transaction:

@@ -28,6 +28,7 @@ from persistkv.config import StoreUrl
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of
 from persistkv_lmdb import LmdbBackend
+from tests.backends.lmdb.consistency import find_faults
 from tests.crash.writer import IDENTITY, PINNED, make_pack
 
 CAPACITY = 8 << 20  # 8 MiB: full within the first round, so that most commits evict
@@ -128,7 +129,7 @@ def check(backend: LmdbBackend, expected: Expected) -> None:
         assert keys.issuperset(chain.unpack()), f"{manifest_id} names blocks that are gone"
     assert PINNED in manifests or not expected.pinned, "the pinned request went"
     check_totals(backend)
-    assert backend.find_faults() == []
+    assert find_faults(backend) == []
     assert not backend.stats().quarantined, "the store was renamed"
 
 

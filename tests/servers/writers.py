@@ -94,7 +94,7 @@ def write(url: str, writer: int, seconds: float, to_parent: Connection) -> None:
             store.rows.array[row] = content(key)
         store.put(f"r{number}", keys, range(len(keys)), range(len(keys)))
         store.end_request(RequestEnd(f"r{number}", f"{writer}-{number}", (keys,), 16 * len(keys), 16))
-        store.commit()
+        store.flush()
         store.refresh()
         durable.update(key for key in keys if store.contains(key))
         number += 1
@@ -161,7 +161,7 @@ def problems_of(url: str, bucket: str, client: object, reports: list[Report]) ->
     last = _key(b"last", 0, 0)  # an engine leads only while it has commits of its own
     store.put("last", [last], [0], [0])
     store.end_request(RequestEnd("last", "last", ([last],), 16, 16))
-    store.commit()
+    store.flush()
     wait_until_merged(backend, client, bucket)
     durable = sorted(set().union(*(report.keys for report in reports)))
     problems = [f"{report.wrong} wrong blocks were read" for report in reports if report.wrong]

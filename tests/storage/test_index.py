@@ -30,8 +30,13 @@ def fresh(count: int, length: int = 36) -> list[bytes]:
     return [os.urandom(length) for _ in range(count)]
 
 
-def reader_of(index: Index, bits: int = 64) -> LookupTable:
-    reader = LookupTable(bits)
+def colliding(count: int) -> list[bytes]:
+    """Return keys of 32 bytes with one fingerprint: the first 8 bytes are those of the secret of xxh3."""
+    return [bytes.fromhex("b8fe6c3923a44bbe") + os.urandom(8) + bytes(16) for _ in range(count)]
+
+
+def reader_of(index: Index) -> LookupTable:
+    reader = LookupTable()
     map_table(reader, index)
     return reader
 
@@ -94,13 +99,15 @@ def test_index_pack_added_again_has_another_number() -> None:
     index.close()
 
 
-@pytest.mark.parametrize("bits", [64, 20])
-def test_index_grows_while_packs_come_and_go_finds_all(bits: int) -> None:
+@pytest.mark.parametrize("collisions", [False, True])
+def test_index_grows_while_packs_come_and_go_finds_all(collisions: bool) -> None:
     """The index replaces its table several times, in slices between changes; readers map each new table."""
-    draw = random.Random(bits)
-    index = Index(bits=bits)
-    reader, version = reader_of(index, bits), index.version
-    tables = [table_of(number, fresh(500)) for number in range(120)]
+    draw = random.Random(0)
+    index = Index()
+    reader, version = reader_of(index), index.version
+    tables = [
+        table_of(number, fresh(490, 32) + (colliding(10) if collisions else fresh(10, 32))) for number in range(120)
+    ]
     held: dict[bytes, PackTable] = {}
     for table in tables:
         index.add([table])
@@ -123,7 +130,7 @@ def test_index_grows_while_packs_come_and_go_finds_all(bits: int) -> None:
     assert index.version > 0
     while index.replacing:
         index.replace_some()
-    if bits == 64:
+    if not collisions:
         removed = [key for table in tables if table.pack_id not in held for key in table.keys.unpack()]
         assert not any(reader.held([*removed, *fresh(1000)]))
     while reader.release_some():
@@ -178,18 +185,17 @@ def test_lookup_table_prefix_ends_at_the_first_absent_key() -> None:
 
 
 def test_lookup_table_collided_keys_are_not_held_until_they_are_stored() -> None:
-    index = Index(bits=1)
-    reader = reader_of(index, bits=1)
-    keys = fresh(20)
-    index.add([table_of(1, keys)])
-    others = fresh(20)
-    assert all(reader.held(others)), "fingerprints of one bit"
-    reader.set_collided(others[:10], collided=True)
+    index = Index()
+    reader = reader_of(index)
+    index.add([table_of(1, colliding(20))])
+    others = colliding(20)
+    assert all(reader.held(others)), "one fingerprint"
+    reader.set_collided(dict.fromkeys(others[:10], True))
     assert reader.held(others) == [False] * 10 + [True] * 10
     assert not reader.contains(others[0])
-    reader.set_collided(others[:5], collided=False)
+    reader.set_collided(dict.fromkeys(others[:5], False))
     assert reader.held(others) == [True] * 5 + [False] * 5 + [True] * 10
-    reader.set_collided(fresh(10_000), collided=True)
+    reader.set_collided(dict.fromkeys(fresh(10_000), True))
     assert all(reader.held(others)), "the oldest are forgotten"
     index.close()
 

@@ -56,7 +56,7 @@ def replace(store: Store, names: list[bytes]) -> None:
     store.refresh()
     store.rows.array[:] ^= 0xFF
     store.put("r", names, range(64), None)
-    store.commit()
+    store.flush()
 
 
 def test_nothing_is_deleted_where_the_catalogue_cannot_be_looked_at(
@@ -66,7 +66,7 @@ def test_nothing_is_deleted_where_the_catalogue_cannot_be_looked_at(
     store = open_store(store_url)
     names = keys(64)
     store.put("r", names, range(64), None)
-    store.commit()
+    store.flush()
     backend = inject_faults(store)
     flip_reads(backend)
     backend.fail("changes", StoreError("it does not answer"))
@@ -83,7 +83,7 @@ def test_what_was_replaced_between_look_and_deletion_is_not_deleted(
     ours, theirs = open_store(url), open_store(url)
     names = keys(64)
     ours.put("r", names, range(64), None)
-    ours.commit()
+    ours.flush()
     backend = inject_faults(ours)
     left = [True]
 
@@ -109,14 +109,14 @@ def test_what_went_meanwhile_is_no_damage(
     ours, theirs = open_store(url), open_store(url)
     names = keys(64)
     ours.put("r", names, range(64), None)
-    ours.commit()
+    ours.flush()
     (table,) = theirs.catalogue.backend.changes(theirs.namespace, None).added
     theirs.catalogue.backend.commit(theirs.namespace, CommitBatch(deletions=[table.pack_id]))
     assert ours.read(names, range(64)) == names
     assert "do not verify" not in caplog.text
     assert ours.counters.verification_failures == 0
     ours.put("r", names, range(64), None)
-    ours.commit()
+    ours.flush()
     assert ours.read(names, range(64)) == []
 
 
@@ -129,6 +129,6 @@ def test_a_handle_that_lost_its_place_learns_what_it_missed(open_store: OpenStor
     theirs.put("r", foreign, [0], None)
     theirs.flush()
     ours.put("r", mine, range(64), None)
-    ours.commit()
+    ours.flush()
     ours.refresh()
     assert all(map(ours.contains, mine + foreign))

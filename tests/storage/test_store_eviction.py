@@ -26,7 +26,7 @@ def store_request(store: Store, request: str, names: list[bytes], *, close: bool
     store.put(request, names, range(len(names)), range(len(names)))
     if close:
         store.end_request(end(request, names))
-    store.commit(everything=True)
+    store.flush()
 
 
 def test_a_full_store_takes_what_is_new_and_forgets_what_is_old(
@@ -82,7 +82,7 @@ def test_a_request_that_goes_on_keeps_its_prefix(
         store.put("chat", fresh, range(4), range(len(context), len(context) + 4))
         context += fresh
         store.end_request(RequestEnd("chat", f"turn{turn}", (context[:],), 16 * len(context), 16))
-        store.commit()
+        store.flush()
         store_request(store, f"other{turn}", keys(16))
         assert all(map(store.contains, context))
     for number in range(12):

@@ -37,17 +37,17 @@ def test_a_failed_commit_costs_its_blocks_and_nothing_else(
     lost, kept = keys(64), keys(2)
     store.put("r", lost, range(64), None)
     with caplog.at_level(logging.WARNING):
-        store.commit()
+        store.flush()
     assert "the store is full (no room)" in caplog.text
     assert not any(map(store.took, lost))
     assert store.counters.dropped_blocks == 64
     assert store.counters.dropped_bytes == 64 * (64 << 10)
     store.put("r", kept, [0, 1], None)
     store.end_request(end("r", kept))
-    store.commit()
+    store.flush()
     assert all(map(store.contains, kept))
     store.put("r", lost, range(64), None)
-    store.commit()
+    store.flush()
     assert all(map(store.contains, lost)), "what was dropped can be stored later"
 
 
@@ -63,7 +63,7 @@ def test_one_pack_too_many_costs_only_itself(failing: Failing, keys: Keys) -> No
     store.put("a", first, range(64), None)
     store.put("b", second, range(64), None)
     store.end_request(end("a", first))
-    store.commit()
+    store.flush()
     assert all(map(store.contains, first + second))
     assert [manifest.id for manifest in manifests(store)] == ["manifest-a"]
 
@@ -72,7 +72,7 @@ def test_a_failed_read_is_a_miss_and_deletes_nothing(failing: Failing, keys: Key
     store, backend = failing
     names = keys(64)
     store.put("r", names, range(64), None)
-    store.commit()
+    store.flush()
     backend.fail("read", StoreError("the disk does not answer"))
     assert store.read(names, range(64)) == names
     backend.heal()
@@ -111,14 +111,14 @@ def test_a_pack_that_was_replaced_is_not_deleted(open_store: OpenStore, keys: Ke
     ours, theirs = open_store(url), open_store(url)
     names = keys(64)
     ours.put("r", names, range(64), None)
-    ours.commit()
+    ours.flush()
     theirs.refresh()
     tables = theirs.catalogue.backend.changes(theirs.namespace, None).added
     theirs.catalogue.backend.commit(theirs.namespace, CommitBatch(deletions=[table.pack_id for table in tables]))
     theirs.refresh()
     theirs.rows.array[:] ^= 0xFF
     theirs.put("r", names, range(64), None)
-    theirs.commit()
+    theirs.flush()
     ours.take_news()
     assert ours.read(names, range(64)), "our table is of the old bytes"
     assert all(map(theirs.contains, names))
@@ -133,7 +133,7 @@ def test_a_pack_without_its_payload_heals(open_store: OpenStore, keys: Keys) -> 
     names = keys(64)
     for _ in range(2):
         store.put("r", names, range(64), None)
-        store.commit()
+        store.flush()
         assert store.read(names, range(64)) == []
         (name,) = tables(inspectable(store), store.namespace)
         set_payload(store.catalogue.backend, store.namespace, name, b"")
@@ -148,7 +148,7 @@ def test_a_codec_of_another_release_is_a_miss_and_no_damage(
     store.rows.array[:] = 0
     names = keys(64)
     store.put("r", names, range(64), None)
-    store.commit()
+    store.flush()
 
     def unknown(text: str) -> Any:
         raise ConfigurationError("codec", text, "one that this release knows")
@@ -165,7 +165,7 @@ def test_a_full_store_says_so_once(failing: Failing, keys: Keys, caplog: pytest.
     backend.fail("commit", StoreFullError("no room"), times=10)
     for _ in range(5):
         store.put("r", keys(64), range(64), None)
-        store.commit()
+        store.flush()
     assert caplog.text.count("the store is full") == 1
     assert store.counters.dropped_blocks == 5 * 64
 
@@ -176,10 +176,10 @@ def test_a_block_in_the_place_of_another_does_not_verify(open_store: OpenStore, 
     one, two = keys(64), keys(64)
     store.put("a", one, range(64), None)
     store.rows.array[:] ^= 0xFF
-    store.commit()
+    store.flush()
     store.rows.array[:] ^= 0xFF
     store.put("b", two, range(64), None)
-    store.commit()
+    store.flush()
     swap_payloads(store.catalogue.backend, store.namespace, *tables(inspectable(store), store.namespace))
     assert store.read(one, range(64)) == one
     assert store.read(two, range(64)) == two

@@ -1,4 +1,4 @@
-"""Planted collisions: random histories of a tier whose fingerprints have 12 bits, over keys that share them."""
+"""Planted collisions: random histories of a tier over keys of which several have the same fingerprint."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+import xxhash
 
 from persistkv.base import OffloadKey, ReqContext, make_offload_key
 from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
-from persistkv.storage.index import fingerprint_function
 from persistkv.tiering.base import JobMetadata
 from persistkv.tiering.persistent import PersistentTier
 
-BITS = 12
+XXH3_SECRET = bytes.fromhex("b8fe6c3923a44bbe")
+"""First 8 bytes of the secret of xxh3: the hash of 32 bytes that begin with them does not depend on the next 8."""
 BLOCK = 4096
 ROWS = 24
 LAYOUT = RowLayout(BLOCK, (GroupLayout(((0, BLOCK),)), GroupLayout(((0, BLOCK // 2),))))
 
 
 def planted(classes: int, members: int, seed: int) -> list[OffloadKey]:
-    """Return keys of ``classes`` fingerprints, ``members`` of each."""
-    fingerprint = fingerprint_function(BITS)
+    """Return keys of 32 bytes with ``classes`` fingerprints, ``members`` keys of each."""
     draw = random.Random(seed)
-    found: dict[int, list[OffloadKey]] = {}
-    while sum(len(keys) == members for keys in found.values()) < classes:
-        key = make_offload_key(draw.randbytes(32), draw.randrange(2))
-        keys = found.setdefault(fingerprint(key), [])
-        keys += [key] if len(keys) < members else []
-    return [key for keys in found.values() if len(keys) == members for key in keys][: classes * members]
+    keys = []
+    for _ in range(classes):
+        end, group = draw.randbytes(12), draw.randrange(2)
+        some = [make_offload_key(XXH3_SECRET + draw.randbytes(8) + end, group) for _ in range(members)]
+        assert len(set(map(xxhash.xxh3_64_intdigest, some))) == 1
+        keys += some
+    return keys
 
 
 POOL = planted(8, 3, 0)
@@ -60,9 +61,7 @@ class History:
 
     def open(self) -> None:
         config = OffloadingConfig({"weights": "w"}, 16, LAYOUT, ROWS)
-        self.tier = PersistentTier(
-            config, memoryview(self.memory), url=self.url, host="inline", max_age_s=0.0, fingerprint_bits=BITS
-        )
+        self.tier = PersistentTier(config, memoryview(self.memory), url=self.url, host="inline", max_age_s=0.0)
 
     def run(self, job: JobMetadata) -> set[OffloadKey]:
         """Run a job; return the keys that failed."""

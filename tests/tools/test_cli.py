@@ -224,16 +224,16 @@ def run_script(script, *arguments):
 AS_ORDINARY_USER = f"""
 import os
 from persistkv.storage import BACKENDS
-from persistkv_tools import cli, options
+from persistkv_tools import cli, store
 BACKENDS.get("lmdb")
-open_backend = options.open_inspectable
+open_backend = store.open_inspectable
 def open_as_ordinary_user(url, **how):
     if os.geteuid() == 0:
         os.setgroups([])
         os.setgid({NOBODY})
         os.setuid({NOBODY})
     return open_backend(url, **how)
-options.open_inspectable = open_as_ordinary_user
+store.open_inspectable = open_as_ordinary_user
 cli.main()
 """
 

@@ -84,7 +84,9 @@ def main(arguments: Sequence[str] | None = None, *, may_retry: bool = False) -> 
     given = sys.argv[1:] if arguments is None else list(arguments)
     debug = _DEBUG in given  # accepted before and after the command
     given = [argument for argument in given if argument != _DEBUG]
-    _log_to_stderr(logging.DEBUG if debug else logging.WARNING)
+    handler = logging.StreamHandler()
+    handler.setFormatter(_PrintableFormatter())
+    logging.basicConfig(handlers=[handler], level=logging.DEBUG if debug else logging.WARNING)
     try:
         build_app(given)(args=given, prog_name="persistkv")
     except PersistKVError as error:
@@ -128,12 +130,6 @@ class _Command(TyperCommand):
                 elif self._is_needed:
                     raise MissingOptionError(str(self.name), f"a store: URL, path, or {STORE_VARIABLE}")
         return super().parse_args(ctx, args)
-
-
-def _log_to_stderr(level: int) -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(_PrintableFormatter())
-    logging.basicConfig(handlers=[handler], level=level)
 
 
 class _PrintableFormatter(logging.Formatter):

@@ -44,7 +44,9 @@ def main() -> NoReturn:
         may_retry = attempt < _PID_ATTEMPTS - 1
         child = os.fork()
         if not child:
-            _live_with(parent)
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != parent:  # it ended meanwhile
+                os._exit(_STORE_FAILED)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             _run(may_retry=may_retry)
         code = _wait(child)
@@ -65,9 +67,7 @@ def lower_priority(arguments: Sequence[str]) -> None:
 
 def _run(*, may_retry: bool) -> NoReturn:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        )  # until the command starts: Ctrl-C must not print a traceback of an import
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the command starts: no traceback of an import
     from persistkv_tools.cli import main as run
 
     try:
@@ -79,12 +79,6 @@ def _run(*, may_retry: bool) -> NoReturn:
         sys.stderr.flush()
         os._exit(end.code)
     sys.exit()
-
-
-def _live_with(parent: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it ended meanwhile
-        os._exit(_STORE_FAILED)
 
 
 def _wait(child: int) -> int:

@@ -8,20 +8,19 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from hashlib import blake2b
 from itertools import islice
+from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import msgspec
 import typer
 
 from persistkv.config import parse_duration, parse_size
-from persistkv.errors import ConfigurationError, MissingOptionError, PersistKVError, StoreUnavailableError
+from persistkv.errors import ConfigurationError, FileError, MissingOptionError, PersistKVError, StoreUnavailableError
 from persistkv.storage import open_inspectable
 from persistkv.storage.backend import Namespace
 from persistkv.storage.extensions import InspectableBackend, RequestUse
-from persistkv.storage.format.manifest import RequestManifest
+from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
 from persistkv_tools import render
-from persistkv_tools.progress import Throttle
-from persistkv_tools.render import view_of
 
 _NAMED_AT_MOST = 5
 _SHORT = 8  # characters of an id in tables
@@ -101,11 +100,6 @@ class NotFoundError(PersistKVError):
     """No request or namespace of the store matches the given id, or several do."""
 
 
-def throttle_of(rate: str | None) -> Throttle:
-    """Return the throttle for a value of ``--rate``; None: no bound."""
-    return Throttle(None if rate is None else parse_size(rate, name="--rate"))
-
-
 def ensure_consent(what: str, ways: str, *, yes: bool, json: bool) -> None:
     """Raise an error if a deletion has no consent yet, and the user cannot be asked for it. Asks nothing.
 
@@ -117,6 +111,19 @@ def ensure_consent(what: str, ways: str, *, yes: bool, json: bool) -> None:
     """
     if not (yes or (sys.stdin.isatty() and not json)):
         raise MissingOptionError(what, f"{ways}: there is no terminal to ask at")
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file, which is replaced atomically.
+
+    :raises ConfigurationError: the file cannot be written.
+    """
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    except OSError as error:
+        raise FileError("write", path, error) from None
 
 
 @contextmanager
@@ -135,25 +142,14 @@ def opened_if_there(url: str) -> Iterator[InspectableBackend | None]:
 
 
 @contextmanager
-def opened(url: str, *, writable: bool = False, exists: bool = False) -> Iterator[InspectableBackend]:
-    """Open an existing store until the ``with`` statement ends.
-
-    :param exists: the store is known to exist: opening it for writing cannot create it.
-    """
-    if not (writable and exists):
-        with closing(open_inspectable(url, read_only=True)) as backend:
-            if not writable:
-                yield backend
-                return
+def opened(url: str, *, writable: bool = False) -> Iterator[InspectableBackend]:
+    """Open an existing store until the ``with`` statement ends. An absent one is not created."""
+    with closing(open_inspectable(url, read_only=True)) as backend:
+        if not writable:
+            yield backend
+            return
     with closing(open_inspectable(url)) as backend:
         yield backend
-
-
-class FoundRequest(NamedTuple):
-    """A request of a store, with its namespace."""
-
-    namespace: Namespace
-    manifest: RequestManifest
 
 
 def short_id(request: str) -> str:
@@ -200,7 +196,7 @@ class RequestView(msgspec.Struct, frozen=True):
 
         :param use: None: unknown.
         """
-        return view_of(
+        return render.view_of(
             cls, manifest, namespace=namespace.hex(), short_id=short_id(manifest.id), context=manifest.context.hex()
         ).with_use(use)
 
@@ -212,6 +208,27 @@ class RequestView(msgspec.Struct, frozen=True):
         stored = round(self.raw_bytes * use.packs_stored_bytes / packed) if packed else None
         known = {name: getattr(use, name) for name in ("last_used", "reused", "shared_by", "pinned", "hits")}
         return msgspec.structs.replace(self, **known, stored_bytes=stored)
+
+
+class FoundRequest(NamedTuple):
+    """A request of a store, with its namespace."""
+
+    namespace: Namespace
+    manifest: RequestManifest
+
+    def keys(self, backend: InspectableBackend) -> ManifestKeys:
+        """Return the keys of the request.
+
+        :raises NotFoundError: the request was deleted meanwhile, or its keys are unreadable.
+        """
+        keys = backend.manifest_keys(self.namespace.id, [self.manifest.id])[0]
+        if keys is None:
+            raise NotFoundError(f"the keys of {self.manifest.id} are gone or do not read; persistkv verify tells which")
+        return keys
+
+    def view(self, backend: InspectableBackend) -> RequestView:
+        """Return the view of the request, with its use."""
+        return RequestView.of(self.namespace.id, self.manifest, backend.uses(self.namespace.id, [self.manifest.id])[0])
 
 
 class Selection(msgspec.Struct, frozen=True):
@@ -339,6 +356,14 @@ def with_uses(
     waiting = iter(manifests)
     while some := list(islice(waiting, _AT_ONCE)):
         yield from zip(some, backend.uses(namespace, [manifest.id for manifest in some]), strict=True)
+
+
+def row(request: RequestManifest | RequestView) -> tuple[bytes | str, frozenset[tuple[str, str]]]:
+    """Return (context digest, labels), with the request id if the digest is unknown.
+
+    Requests of a namespace for which these are equal are copies: lists show them as one row.
+    """
+    return request.context or request.id, frozenset(request.labels.items())
 
 
 def _some(names: Iterator[str]) -> str:

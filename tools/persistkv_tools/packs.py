@@ -30,14 +30,14 @@ Took = Callable[[int], None]
 class Packs:
     """Tables of packs by pack id. An index of their keys (some 250 bytes for each key) is built on first use."""
 
-    def __init__(self, tables: Iterable[PackTable] = ()) -> None:
-        self.tables = {table.pack_id: table for table in tables}
+    def __init__(self) -> None:
+        self.tables: dict[bytes, PackTable] = {}
         self._holders: dict[bytes, tuple[bytes, ...]] | None = None
 
     def add(self, table: PackTable) -> None:
         """Add a pack, or replace its table."""
         if self._holders is not None and table.pack_id not in self.tables:
-            _note(self._holders, table)
+            self._note(self._holders, table)
         self.tables[table.pack_id] = table
 
     def remove(self, pack: bytes) -> None:
@@ -48,22 +48,23 @@ class Packs:
                 if left:
                     self._holders[key] = left
 
-    def clear(self) -> None:
-        self.tables.clear()
-        self._holders = None
-
     @property
     def holders(self) -> dict[bytes, tuple[bytes, ...]]:
         """For each key, the ids of the packs that hold it."""
         if self._holders is None:
             self._holders = {}
             for table in self.tables.values():
-                _note(self._holders, table)
+                self._note(self._holders, table)
         return self._holders
 
+    @staticmethod
+    def _note(holders: dict[bytes, tuple[bytes, ...]], table: PackTable) -> None:
+        alone = (table.pack_id,)  # one tuple for all keys that only this pack holds
+        for key in table.keys.unpack():
+            holders[key] = holders.get(key, ()) + alone
+
     def hold(self, keys: Iterable[bytes]) -> bool:
-        holders = self.holders
-        return all(key in holders for key in keys)
+        return all(map(self.holders.__contains__, keys))
 
     def holding(self, keys: Iterable[bytes]) -> set[bytes]:
         """Return the ids of all packs that hold at least one of the keys."""
@@ -76,12 +77,6 @@ class Packs:
         """
         rows = zip_longest(*(group.unpack() for group in keys))
         return list(dict.fromkeys(self.holders[key][0] for row in rows for key in row if key in self.holders))
-
-
-def _note(holders: dict[bytes, tuple[bytes, ...]], table: PackTable) -> None:
-    alone = (table.pack_id,)  # one tuple for all keys that only this pack holds
-    for key in table.keys.unpack():
-        holders[key] = holders.get(key, ()) + alone
 
 
 class NamespacePacks(Packs):
@@ -98,9 +93,7 @@ class NamespacePacks(Packs):
         """Apply the changes of the store since the last refresh; return whether there were any."""
         found = self._backend.changes(self.namespace, self.cursor)
         moved, self.cursor = found.cursor != self.cursor, found.cursor
-        if found.reset:
-            self.clear()
-        for pack in found.removed:
+        for pack in list(self.tables) if found.reset else found.removed:
             self.remove(pack)
         for table in found.added:
             self.add(table)
@@ -225,7 +218,10 @@ def check_piece(piece: Piece, found: memoryview) -> Iterator[Finding]:
 
 
 def check_pack(
-    backend: InspectableBackend, table: PackTable, took: Took, keep: bytearray | None = None
+    backend: InspectableBackend,
+    table: PackTable,
+    took: Took = lambda num_bytes: None,
+    keep: bytearray | None = None,
 ) -> list[Finding]:
     """Read a pack and return its defects.
 

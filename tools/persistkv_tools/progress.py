@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 
@@ -13,7 +12,6 @@ from rich.text import Text
 from persistkv_tools import render
 
 _LONGEST_S = 1.0
-_FAST = 2 << 30  # bytes a second: assumed speed of a disk if only a share of its time is given
 
 
 class _Bytes(ProgressColumn):
@@ -47,13 +45,12 @@ def counted(
     :param progress: display of the bar; None: no bar.
     :param total: bytes in all; None if unknown.
     """
-    task = None if progress is None else progress.add_task(what, total=total)
+    shown, pace = progress or Progress(disable=True), throttle or Throttle()
+    task = shown.add_task(what, total=total)
 
     def took(num_bytes: int) -> None:
-        if progress is not None and task is not None:
-            progress.advance(task, num_bytes)
-        if throttle is not None:
-            throttle.took(num_bytes)
+        shown.advance(task, num_bytes)
+        pace.took(num_bytes)
 
     return took
 
@@ -75,15 +72,6 @@ class Throttle:
     def bounded(self) -> bool:
         """Whether any limit is set."""
         return self._rate is not None or self._share < 1
-
-    def bytes_in(self, seconds: float) -> int:
-        """Return the most bytes that the limits allow in this time; without a limit, more than any store holds.
-
-        A limit on the share of time alone is converted with an assumed speed of the disk.
-        """
-        if not self.bounded:
-            return sys.maxsize
-        return max(1, int((_FAST * self._share if self._rate is None else self._rate) * seconds))
 
     def took(self, num_bytes: int) -> None:
         """Account for bytes that were read or written, and sleep as the limits require."""

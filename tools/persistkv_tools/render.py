@@ -26,8 +26,6 @@ PIPE_CLOSED = 141  # as of a process that SIGPIPE ended
 _PLAIN_WIDTH = 1000  # a pipe or file has no width; rich would take 80 and cut
 _WIDE = 120  # columns
 _UNBROKEN = 12  # characters
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_AGES = ((86_400, "d"), (3600, "h"), (60, "m"))
 _BAR = 24
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -35,12 +33,11 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 def format_size(num_bytes: int) -> str:
     """Return a number of bytes for people, such as ``12.3 GiB``."""
-    size = float(num_bytes)
-    for unit in _UNITS:
-        if size < 1023.95 or unit == _UNITS[-1]:
-            break
+    size, units = float(num_bytes), ["PiB", "TiB", "GiB", "MiB", "KiB", "B"]
+    while size >= 1023.95 and len(units) > 1:
         size /= 1024
-    return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
+        units.pop()
+    return f"{num_bytes} B" if units[-1] == "B" else f"{size:.1f} {units[-1]}"
 
 
 def format_pace(num_bytes: int, seconds: float) -> str:
@@ -52,10 +49,8 @@ def format_age(created: float, now: float | None = None) -> str:
     """Return the time since ``created`` for people: ``3d``, ``12h``, ``5m``, ``40s``; ``-2m`` if in the future."""
     seconds = (time.time() if now is None else now) - created
     sign, seconds = ("-", -seconds) if seconds < 0 else ("", seconds)
-    for unit, letter in _AGES:
-        if seconds >= unit:
-            return f"{sign}{int(seconds // unit)}{letter}"
-    return f"{sign}{int(seconds)}s"
+    unit, letter = next((unit for unit in ((86_400, "d"), (3600, "h"), (60, "m")) if seconds >= unit[0]), (1, "s"))
+    return f"{sign}{int(seconds // unit)}{letter}"
 
 
 def format_time(seconds: float) -> str:
@@ -97,8 +92,10 @@ def view_of(kind: type[T], source: object, **more: Any) -> T:
 
 def print_json(value: Any) -> None:
     """Print one JSON object. Values are exact; unprintable characters are written as ``\\u`` sequences."""
-    lines = msgspec.json.format(msgspec.json.encode(value), indent=2).decode().split("\n")
-    _write("\n".join(map(_escaped_json, lines)) + "\n")
+    text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+    if not text.replace("\n", "").isprintable():  # within strings only
+        text = "".join(char if char.isprintable() or char == "\n" else json.dumps(char)[1:-1] for char in text)
+    _write(text + "\n")
 
 
 def print_exact(text: str) -> None:
@@ -115,22 +112,12 @@ def _write(text: str) -> None:
         _nobody_reads()
 
 
-def _escaped_json(line: str) -> str:
-    """Escape unprintable characters of a line of JSON. They occur within strings only."""
-    if line.isprintable():
-        return line
-    return "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in line)
-
-
 def say(text: str, *, stderr: bool = False) -> None:
     console(stderr=stderr).print(plain(text))
 
 
 Columns = Mapping[str, str | Callable[[Any], str]]
 """For each header, the field that the column shows (its name and type decide how), or a function of the record."""
-
-_TIMES = ("created", "updated", "last_used")
-_IDS = ("namespace", "pack")
 
 
 def columns(spec: str, **derived: Callable[[Any], str]) -> Columns:
@@ -156,9 +143,9 @@ def _cell(record: object, column: str | Callable[[Any], str]) -> str:
     value = getattr(record, column)
     if value is None:
         return "-"
-    if column in _TIMES:
+    if column in ("created", "updated", "last_used"):
         return format_age(value)
-    if column in _IDS:
+    if column in ("namespace", "pack"):
         return str(value)[:8]
     if column.endswith(("_bytes", "bytes_per_s")):
         return format_size(round(value)) + "/s" * column.endswith("_s")
@@ -188,14 +175,12 @@ def show_table(
     :param optional: headers of columns that are left out if all their cells are empty, "-" or 0.
     :param most: number of records to show; a line below says how many are left out. None: all.
     """
-    rows = cells(columns, records[:most])
-    for header in optional.split(","):
-        if header in columns and not any(row[list(columns).index(header)].strip("-0") for row in rows):
-            columns = {name: column for name, column in columns.items() if name != header}
-            rows = cells(columns, records[:most])
+    headers, rows = list(columns), cells(columns, records[:most])
+    is_used = [any(row[at].strip("-0") for row in rows) for at in range(len(headers))]
+    kept = [at for at, header in enumerate(headers) if is_used[at] or header not in optional.split(",")]
     if title is not None:
         say(title)
-    console().print(table(columns, rows, left=left))
+    console().print(table([headers[at] for at in kept], [[row[at] for at in kept] for row in rows], left=left))
     if most is not None and len(records) > most:
         say(f"and {len(records) - most:,} more; --json lists all")
 
@@ -236,15 +221,15 @@ def plain(text: str, style: str = "") -> Text:
     return Text(printable(text), style=style)
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        _nobody_reads()
+
+
 def console(*, stderr: bool = False) -> Console:
     """Return a console as wide as the terminal; for pipes and files, 1000 columns wide."""
     made = _Console(stderr=stderr)
     return made if made.is_terminal else _Console(stderr=stderr, width=_PLAIN_WIDTH)
-
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        _nobody_reads()
 
 
 def _nobody_reads() -> NoReturn:

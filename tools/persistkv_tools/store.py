@@ -5,27 +5,26 @@ Each operation is implemented in the module of its command, which is imported wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from persistkv.config import parse_size, store_url
-from persistkv.errors import StoreError
+from persistkv.config import StoreUrl, parse_size, store_url
+from persistkv.errors import ConfigurationError, StoreError
+from persistkv.storage import open_inspectable
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.extensions import InspectableBackend, SupportsCompaction
 from persistkv_tools.options import (
-    FoundRequest,
     RequestView,
     Selection,
     chosen_namespaces,
     chosen_requests,
     find_request,
-    opened,
-    throttle_of,
+    opened_if_there,
 )
-from persistkv_tools.progress import counted
+from persistkv_tools.progress import Throttle, counted
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -66,7 +65,7 @@ class StoreHandle:
         self.url = url
         self._read_only = read_only
         self._resources = ExitStack()
-        self._reader = self._resources.enter_context(opened(url))
+        self._reader = self._resources.enter_context(closing(open_inspectable(url, read_only=True)))
         self._writer: InspectableBackend | None = None
 
     @property
@@ -145,22 +144,19 @@ class StoreHandle:
 
     def plan_repair(self, findings: Iterable[Finding]) -> RepairPlan:
         """Return the packs that ``repair`` would delete, and the requests that it would shorten."""
-        from persistkv_tools.maintain.integrity import read_catalogues
         from persistkv_tools.maintain.verify import plan_repair
 
-        return plan_repair(self.backend, read_catalogues(self.backend), findings)
+        return plan_repair(self.backend, findings)
 
     def repair(self, findings: Iterable[Finding], done: Repaired | None = None) -> Repaired:
         """Delete packs that ``verify`` found bad and that are still bad; requests keep the blocks before these.
 
         :param done: updated by each commit, and returned.
         """
-        from persistkv_tools.maintain.integrity import read_catalogues
         from persistkv_tools.maintain.verify import Repaired, repair_packs
 
         done = Repaired() if done is None else done
-        backend = self._writable()
-        repair_packs(backend, read_catalogues(backend), findings, lambda num_bytes: None, done)
+        repair_packs(self._writable(), findings, done)
         return done
 
     def prune(
@@ -195,8 +191,8 @@ class StoreHandle:
             self.backend,
             self._writable,
             selection,
-            found,
             chosen_namespaces(self.backend, namespace),
+            found,
             keep_bytes,
             orphans=orphans,
             shared_packs=shared_packs,
@@ -223,14 +219,14 @@ class StoreHandle:
         """
         found = find_request(self.backend, request, namespace)
         self._writable().commit(found.namespace.id, CommitBatch(pins=[(found.manifest.id, pinned)]))
-        return self._view(found)
+        return found.view(self.backend)
 
     def label(
         self,
         request: str,
         labels: Mapping[str, str] | None = None,
         *,
-        remove: Iterable[str] = (),
+        remove: Collection[str] = (),
         namespace: str | None = None,
     ) -> RequestView:
         """Set labels of a request and remove others; return the request. This counts as a use of it."""
@@ -238,7 +234,7 @@ class StoreHandle:
 
         found = find_request(self.backend, request, namespace)
         relabel(self._writable(), found, labels or {}, remove)
-        return self._view(find_request(self.backend, found.manifest.id, found.namespace.id.hex()))
+        return find_request(self.backend, found.manifest.id, found.namespace.id.hex()).view(self.backend)
 
     # Copies
 
@@ -262,7 +258,7 @@ class StoreHandle:
         from persistkv_tools.transfer.archive import ArchiveWriter
         from persistkv_tools.transfer.export import export_requests
 
-        throttle = throttle_of(rate)
+        throttle = Throttle(None if rate is None else parse_size(rate, name="--rate"))
         found = chosen_requests(self.backend, requests, selection, namespace)
         with ArchiveWriter(output) as writer:
             return export_requests(
@@ -289,20 +285,25 @@ class StoreHandle:
         :raises ConfigurationError: the target is this store, or an argument is invalid.
         :raises StoreTooSmallError: the content does not fit, and ``newest`` is false; nothing was written.
         """
-        from persistkv_tools.transfer.push import copy_requests
+        from persistkv_tools.transfer.export import Source
+        from persistkv_tools.transfer.push import Pushed, Transfer
 
-        spaces = chosen_namespaces(self.backend, namespace)
-        return copy_requests(
-            self.url,
-            self.backend,
-            spaces,
-            target,
-            selection,
-            throttle_of(rate),
-            progress,
-            newest=newest,
-            dry_run=dry_run,
-        )
+        ends = [StoreUrl.parse(end) for end in (self.url, target)]
+        if (ends[0].scheme, ends[0].location) == (ends[1].scheme, ends[1].location):
+            raise ConfigurationError("target", target, "another store than the source")
+        throttle = Throttle(None if rate is None else parse_size(rate, name="--rate"))
+        sources = [
+            Source.of(self.backend, space, filter(selection.takes, self.backend.manifests(space.id)))
+            for space in chosen_namespaces(self.backend, namespace)
+        ]
+        with opened_if_there(target) as there:
+            transfer = Transfer(sources, there, target, everything=selection == _ALL)
+            place, capacity, choice = transfer.place(there, self.backend.stats().capacity, newest=newest)
+        if dry_run:
+            return Pushed(transfer.planned(choice), place, capacity)
+        with closing(open_inspectable(place)) as writing:
+            took = counted(progress, "copy", transfer.content.payload_bytes, throttle)
+            return Pushed(transfer.run(writing, took, newest=newest), place, writing.stats().capacity)
 
     def close(self) -> None:
         """Release the store. Idempotent."""
@@ -316,13 +317,9 @@ class StoreHandle:
     ) -> None:
         self.close()
 
-    def _view(self, found: FoundRequest) -> RequestView:
-        namespace, manifest = found.namespace.id, found.manifest
-        return RequestView.of(namespace, manifest, self.backend.uses(namespace, [manifest.id])[0])
-
     def _writable(self) -> InspectableBackend:
         if self._read_only:
             raise StoreError(f"{self.url} is open read-only: open it with read_only=False")
         if self._writer is None:
-            self._writer = self._resources.enter_context(opened(self.url, writable=True, exists=True))
+            self._writer = self._resources.enter_context(closing(open_inspectable(self.url)))
         return self._writer

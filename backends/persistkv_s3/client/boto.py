@@ -119,8 +119,8 @@ class BotoClient(Transport):
         self, key: str, start: int | None, stop: int | None, sink: Sink, deadline: Deadline, *, known: str | None = None
     ) -> str:
         wanted = {} if known is None else {"IfNoneMatch": known}
-        if stop is not None:
-            wanted["Range"] = f"bytes=-{stop}" if start is None else f"bytes={start}-{stop - 1}"
+        if start is not None and stop is not None:
+            wanted["Range"] = f"bytes={start}-{stop - 1}"
         with self._translated("GET", key, deadline):
             answer = self._client.get_object(**self._target, Key=key, **wanted)
             with closing(answer["Body"]) as body:

@@ -38,6 +38,7 @@ from persistkv_s3.client.transport import (
     ConditionFailedError,
     Deadline,
     FrameSink,
+    LateError,
     ObjectInfo,
     RowSink,
     S3Error,
@@ -90,10 +91,6 @@ class Breaker:
         self._pause_s = _FIRST_PAUSE_S
         self._wait_until = 0.0
         """While open: end of the pause. While half-open: when another request passes if the first has not ended."""
-        self.opened = 0
-        """Number of times that it changed from closed to open."""
-        self.refused = 0
-        """Number of requests that were refused."""
 
     @property
     def state(self) -> State:
@@ -112,7 +109,6 @@ class Breaker:
                 return True
             now = self._clock()
             if now < self._wait_until:
-                self.refused += 1
                 return False
             self._state = "half-open"
             self._wait_until = now + LONGEST_PAUSE_S  # a probe whose thread died must not block it for ever
@@ -138,7 +134,6 @@ class Breaker:
                 self._open()
             elif recent[-_IN_A_ROW:] == [True] * _IN_A_ROW or (bad and sum(recent) * 2 >= _WINDOW):
                 logger.warning("%s fails or is slow: requests are held back until it answers again", self._name)
-                self.opened += 1
                 self._open()
 
     def _open(self) -> None:
@@ -226,15 +221,13 @@ class Bucket:
         :raises UnchangedError: the object still has the ETag ``known``.
         :raises CorruptPackError: the object is larger than 1 MiB.
         """
-        sink = WholeSink(_SMALL_BYTES)
 
-        def attempt(deadline: Deadline) -> str:
-            nonlocal sink
+        def attempt(deadline: Deadline) -> tuple[bytearray, str]:
             sink = WholeSink(_SMALL_BYTES)  # the object may be another one than at the previous attempt
-            return self._transport.get(key, None, None, sink, deadline, known=known)
+            etag = self._transport.get(key, None, None, sink, deadline, known=known)
+            return sink.data, etag
 
-        etag = self._run(attempt)
-        return sink.data, etag
+        return self._run(attempt)
 
     def get(self, key: str, limit: int = _SMALL_BYTES) -> bytearray:
         """Return a whole object.
@@ -242,10 +235,6 @@ class Bucket:
         :raises CorruptPackError: it is larger than ``limit`` bytes.
         """
         return self._get(key, None, None, WholeSink(limit)).data
-
-    def tail(self, key: str, length: int) -> bytearray:
-        """Return the last bytes of an object; all of it if it is shorter."""
-        return self._get(key, None, length, WholeSink(length)).data
 
     def fill(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
         """Download bytes of an object, from byte ``start`` on, into buffers, one after the other.
@@ -265,10 +254,9 @@ class Bucket:
             done = sink.position
             if not done:
                 self._transport.get(key, start, stop, sink, deadline)
-            elif start is None and len(sink.room()):  # of a tail or a whole object: the remainder, counted from the end
-                self._transport.get(key, None, len(sink.room()), sink, deadline)
-            elif start is not None and stop is not None and start + done < stop:
-                self._transport.get(key, start + done, stop, sink, deadline)
+            elif rest := sink.length - done:
+                begin = (start or 0) + done
+                self._transport.get(key, begin, begin + rest, sink, deadline)
 
         self._run(attempt, lambda: sink.position)
         return sink
@@ -297,10 +285,16 @@ class Bucket:
         """
         deadline = Deadline(self._deadline_s, self.clock)
         bound = _FIRST_BOUND_S
+        cause: S3Error | None = None
         for attempts_left in reversed(range(MOST_ATTEMPTS)):
             try:
                 return self._attempt(attempt, deadline, num_bytes)
+            except LateError as error:
+                if cause is None:
+                    raise
+                raise LateError(f"{error}; the attempt before failed: {cause}") from cause
             except S3Error as error:
+                cause = error
                 pause = error.pause_s + self.clock.random.uniform(0, bound)
                 if not error.retryable or not attempts_left or pause >= deadline.remaining:
                     raise

@@ -172,7 +172,7 @@ class Sink(ABC):
     """
 
     def __init__(self, length: int) -> None:
-        self._length = length
+        self.length = length
         self.position = 0
         """Bytes that have arrived."""
 
@@ -181,8 +181,8 @@ class Sink(ABC):
 
         :raises BrokenError: ``length`` is not the number of bytes that are left.
         """
-        if length != self._length - self.position:
-            raise BrokenError(f"the server sends {length} bytes instead of {self._length - self.position}")
+        if length != self.length - self.position:
+            raise BrokenError(f"the server sends {length} bytes instead of {self.length - self.position}")
 
     @abstractmethod
     def room(self) -> memoryview:
@@ -259,7 +259,7 @@ class WholeSink(Sink):
         if length > self._limit:
             raise CorruptPackError("object", f"{length} bytes; at most {self._limit} belong there")
         if not self.position:  # the object may be another one than at a previous attempt
-            self._length = length
+            self.length = length
             self.data = bytearray(length)
         super().expect(length)
 
@@ -314,10 +314,9 @@ class Transport(ABC):
     ) -> str:
         """Download bytes ``start`` to ``stop`` (exclusive) into the sink; return the object's ETag.
 
-        With ``start`` None: the last ``stop`` bytes. With both None: the whole object.
-
         After a failure, the bytes of the sink up to its position are valid.
 
+        :param start: None, together with ``stop``: download the whole object.
         :param known: an ETag; nothing is downloaded if the object still has it.
         :raises UnchangedError: the object still has the ETag ``known``.
         :raises ObjectMissingError: there is no such object, or it is shorter.

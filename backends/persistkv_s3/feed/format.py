@@ -7,7 +7,6 @@ the object's name. Nothing is trusted: sizes are checked against a limit before 
 
 from __future__ import annotations
 
-import math
 import re
 import struct
 from collections.abc import Iterator, Sequence
@@ -17,11 +16,9 @@ import msgspec
 import xxhash
 
 from persistkv.errors import CorruptPackError, CorruptStoreError
-from persistkv.storage.backend import Namespace
 from persistkv.storage.extensions import Policy
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import ID_BYTES
-from persistkv.storage.identity import Identity
 
 VERSION = 1
 NONCE_BYTES = 8
@@ -34,7 +31,6 @@ MAX_SEGMENT_BYTES = 256 << 20  # 256 MiB
 MAX_SNAPSHOT_BYTES = 1 << 20  # 1 MiB
 _HEAD_MAGIC = b"PKVS3HD1"
 _SEAL = struct.Struct("<BQ")
-_CREATED = struct.Struct("<d")
 _TABLE_LENGTH = struct.Struct("<Q")
 _TRAILER_BYTES = 24  # of a pack; its first field is the length of the table
 
@@ -42,7 +38,6 @@ _INBOX = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})-([0-9a-f]{12})")
 _PACK = re.compile(r"([0-9a-f]{32})-([0-9a-f]{16})")
 _FEED = re.compile(r"([0-9a-f]{12})-([0-9a-f]{24})")
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
-_SAFE = re.compile(r"[a-z0-9/-]{1,128}")
 
 T = TypeVar("T")
 
@@ -50,6 +45,8 @@ _Id = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
 _Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 _Term = Annotated[bytes, msgspec.Meta(min_length=TERM_BYTES, max_length=TERM_BYTES)]
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+_Time = Annotated[float, msgspec.Meta(ge=0, le=1 << 40)]  # seconds since the epoch
+_Name = Annotated[str, msgspec.Meta(pattern=r"\A[a-z0-9/-]{1,128}\Z")]
 
 
 class InboxName(NamedTuple):
@@ -76,12 +73,22 @@ class Names:
         self.snapshots_prefix = f"{self.base}snapshots/"
 
     def pack(self, pack_id: bytes, nonce: bytes) -> str:
-        """Return the S3 key of a pack. Each upload draws a new nonce, so no S3 key is used twice."""
-        return f"{self.packs_prefix}{pack_id.hex()}-{nonce.hex()}"
+        """Return the S3 key of a pack, see ``pack_name``."""
+        return self.base + pack_name(pack_id, nonce)
 
-    def feed(self, position: int, term: bytes) -> str:
-        """Return the S3 key of the feed object that the leader elected in ``term`` writes at ``position``, from 1."""
-        return f"{self.feed_prefix}{position:012x}-{term.hex()}"
+
+def pack_name(pack_id: bytes, nonce: bytes) -> str:
+    """Return the name of a pack's object, relative to the namespace's prefix. Each upload draws a new nonce, so no name
+    is used twice.
+    """
+    return f"packs/{pack_id.hex()}-{nonce.hex()}"
+
+
+def feed_name(position: int, term: bytes) -> str:
+    """Return the name, relative to the namespace's prefix, of the feed object that the leader elected in ``term``
+    writes at ``position``, from 1.
+    """
+    return f"feed/{position:012x}-{term.hex()}"
 
 
 class StoreNames:
@@ -144,7 +151,7 @@ class ManifestRow(msgspec.Struct, frozen=True, array_like=True):
     """The encoded ``RequestManifest``."""
     packs: bytes
     """Concatenated ids of the packs that the manifest refers to."""
-    keys: str
+    keys: _Name
     """Name, relative to the namespace's prefix, of the object that holds the manifest's keys."""
     offset: _Number
     length: _Number
@@ -156,7 +163,7 @@ class Entry(msgspec.Struct, array_like=True, kw_only=True):
 
     writer: _Id
     number: _Number
-    time: float
+    time: _Time
     """Start of its uploads: seconds since the epoch, by the server's clock."""
     gone: list[tuple[_Id, _Nonce]] = []
     """(pack id, nonce) of removed packs. If a pack has another nonce, it is kept. Manifests that refer to a removed
@@ -181,14 +188,14 @@ class Feed(msgspec.Struct, array_like=True, kw_only=True):
     term: _Term
     previous: bytes
     """Term of the feed object at the previous position; empty at position 1."""
-    time: float
+    time: _Time
     """Time of all uses and removals in it: the server's clock at the merge, never less than the previous one."""
     merged: dict[bytes, int]
     """For each writer, the number of its last merged commit. Rejected commits count."""
     entries: list[Entry] = []
-    retired: list[str] = []
+    retired: list[_Name] = []
     """Names, relative to the namespace's prefix, of objects that no reader needs after this feed object."""
-    collected: float = 0.0
+    collected: _Time = 0.0
     """Objects that were retired or removed up to this time have been deleted; 0: this feed object reports none."""
 
 
@@ -201,11 +208,11 @@ class Snapshot(msgspec.Struct, array_like=True, kw_only=True):
     generation: _Nonce
     position: _Number
     term: _Term
-    time: float
-    base: list[str] = []
+    time: _Time
+    base: list[_Name] = []
     """Names of segments with ``Dump`` records."""
     base_bytes: int = 0
-    tails: list[str] = []
+    tails: list[_Name] = []
     """Names of segments with feed objects, in order."""
     tail_bytes: int = 0
 
@@ -298,26 +305,10 @@ def unseal(data: Buffer, kind: type[T]) -> T:
 
 
 def _check(record: object) -> None:
-    """Raise ``CorruptPackError`` if a record has ids of wrong length, times that are not finite, or unsafe names."""
-    names: list[str] = []
-    if isinstance(record, Entry):
-        entries, times = [record], []
-    elif isinstance(record, Feed):
-        entries, times, names = record.entries, [record.time, record.collected], [*record.retired]
-    elif isinstance(record, Snapshot):
-        entries, times, names = [], [record.time], [*record.base, *record.tails]
-    else:
-        return
-    for entry in entries:
-        times.append(entry.time)
-        names += [row.keys for row in entry.manifests]
+    """Raise ``CorruptPackError`` if a commit has joined ids of wrong length."""
+    for entry in [record] if isinstance(record, Entry) else record.entries if isinstance(record, Feed) else []:
         if any(len(joined) % ID_BYTES for joined in (*entry.uses, *(row.packs for row in entry.manifests))):
             raise CorruptPackError("ids", f"joined ones are no multiple of {ID_BYTES} bytes")
-    if not all(map(math.isfinite, times)):
-        raise CorruptPackError("time", "not finite")
-    for name in names:
-        if not _SAFE.fullmatch(name):
-            raise CorruptPackError("object name", f"{name[:128]!r}")
 
 
 _LENGTH = struct.Struct("<Q")
@@ -372,19 +363,3 @@ def decode_head(data: Buffer, where: str) -> Head:
     if len(rest) and rest[0] != VERSION:
         raise CorruptStoreError(f"{where}: format {rest[0]}; this release reads {VERSION}")
     return unseal(rest, Head)
-
-
-def encode_namespace(namespace: Namespace) -> bytes:
-    """Encode the identity object of a namespace, without its authentication tag."""
-    return _CREATED.pack(namespace.created) + namespace.identity.encode()
-
-
-def parse_namespace(data: Buffer, name: bytes) -> Namespace | None:
-    """Parse an identity object; return None if it is invalid, or its namespace id is not ``name``."""
-    if len(data) < _CREATED.size:
-        return None
-    try:
-        found = Namespace(Identity.decode(bytes(data[_CREATED.size :])), *_CREATED.unpack_from(data))
-        return found if found.id == name else None
-    except (ValueError, RecursionError):
-        return None

@@ -38,6 +38,7 @@ from persistkv_s3.feed.format import (
     StoreNames,
     decode_head,
     encode_head,
+    feed_name,
     parse_feed,
     parse_identity,
     unseal,
@@ -113,10 +114,7 @@ class StoreHead:
                 data, etag = self._bucket.get_if_changed(self._names.head, self._etag or None)
             except UnchangedError:
                 return False
-            if self._authenticator.key_id:
-                head = decode_head(self._authenticator.opened(NO_NAMESPACE, _SIGNED_AS, data), self._where)
-            else:
-                head = decode_head(data, self._where)
+            head = decode_head(self._authenticator.opened(NO_NAMESPACE, _SIGNED_AS, data), self._where)
             self._adopt(head, etag)
             return True
 
@@ -195,9 +193,9 @@ class StoreHead:
         names = Names(self._prefix, namespace, self._authenticator.key_id)
         at, term, found = 0, b"", None
         for info in sorted(self._bucket.list(names.snapshots_prefix), key=lambda info: info.key, reverse=True):
-            snapshot = self._record(namespace, names, info.key, Snapshot, MAX_SNAPSHOT_BYTES)
+            name = info.key.removeprefix(names.base)
+            snapshot = self._record(namespace, names, name, Snapshot, MAX_SNAPSHOT_BYTES)
             if snapshot is not None:
-                name = info.key.removeprefix(names.base)
                 at, term = snapshot.position, snapshot.term
                 found = NamespaceHead(generation=snapshot.generation, snapshot=name, snapshot_position=at, position=at)
                 break
@@ -207,7 +205,7 @@ class StoreHead:
                 feeds.setdefault(parsed[0], []).append(parsed[1])
         while True:
             for following in sorted(feeds.get(at + 1, ()), reverse=True):
-                feed = self._record(namespace, names, names.feed(at + 1, following), Feed, MAX_FEED_BYTES)
+                feed = self._record(namespace, names, feed_name(at + 1, following), Feed, MAX_FEED_BYTES)
                 if feed is not None and feed.previous == term:
                     break
             else:
@@ -216,10 +214,10 @@ class StoreHead:
             at, term = at + 1, feed.term
             found.position, found.spans = at, extended(found.spans, at, term)
 
-    def _record(self, namespace: bytes, names: Names, key: str, kind: type[T], limit: int) -> T | None:
+    def _record(self, namespace: bytes, names: Names, name: str, kind: type[T], limit: int) -> T | None:
         try:
-            data = self._bucket.get(key, limit)
-            return unseal(self._authenticator.opened(namespace, key.removeprefix(names.base), data), kind)
+            data = self._bucket.get(names.base + name, limit)
+            return unseal(self._authenticator.opened(namespace, name, data), kind)
         except (CorruptPackError, ObjectMissingError):
             return None
 

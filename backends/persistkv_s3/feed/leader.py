@@ -37,6 +37,7 @@ from persistkv_s3.feed.format import (
     NamespaceHead,
     Snapshot,
     StoreNames,
+    feed_name,
     frame_records,
     parse_feed,
     parse_inbox,
@@ -182,10 +183,8 @@ class Leader:
         :raises StoreError: the round failed; a later one continues.
         """
         for namespace, held in list(self._unpublished.items()):
-            session = self._session(namespace)
-            if session is not None:
-                session.sync()
-            if session is None or held.feed.position <= session.catalogue.position.position:
+            self._opened[namespace].sync()
+            if held.feed.position <= self._opened[namespace].catalogue.position.position:
                 del self._unpublished[namespace]  # a write with unknown outcome has published it after all
         if self._unpublished:
             self._publish()
@@ -292,13 +291,10 @@ class Leader:
         if not (self._unpublished or resigns or now - self._written_at >= _HEARTBEAT_S):
             return True
         for namespace, held in self._unpublished.items():
-            session = self._session(namespace)
-            if session is None:
-                continue
-            name = session.objects.names.feed(held.feed.position, held.feed.term)
-            data = seal(held.feed)
+            session = self._opened[namespace]
+            name, data = feed_name(held.feed.position, held.feed.term), seal(held.feed)
             with suppress(ConditionFailedError):  # an earlier attempt has written it: only this leader uses its term
-                session.objects.put(name.removeprefix(session.objects.names.base), [data], condition=ABSENT)
+                session.objects.put(name, [data], condition=ABSENT)
             if len(data) <= _RECENT_BYTES:
                 self._recent.setdefault(namespace, {})[held.feed.position] = data
             head.namespaces[namespace] = self._extended(head.namespaces.get(namespace), held, session)
@@ -307,9 +303,8 @@ class Leader:
         written = self._write(head)
         if written:
             for namespace, held in self._unpublished.items():
-                if (session := self._session(namespace)) is not None:
-                    session.applied(held.feed)
-                    session.sync()
+                self._opened[namespace].applied(held.feed)
+                self._opened[namespace].sync()
             self._unpublished.clear()
         if resigns:
             self._forget()
@@ -331,8 +326,7 @@ class Leader:
     def _clear_inbox(self, by_namespace: dict[bytes, list[tuple[InboxName, ObjectInfo]]]) -> None:
         done: list[str] = []
         for namespace, found in by_namespace.items():
-            session = self._session(namespace)
-            merged = {} if session is None else session.catalogue.merged()
+            merged = self._opened[namespace].catalogue.merged() if namespace in self._opened else {}
             done += [info.key for name, info in found if name.number <= merged.get(name.writer, 0)]
         self._bucket.delete(done)
 
@@ -430,7 +424,7 @@ class Leader:
             tails=[*before.tails, name],
             tail_bytes=before.tail_bytes + sum(len(memoryview(piece)) for piece in pieces),
         )
-        retired = [f"feed/{position:012x}-{term.hex()}" for position, term in wanted if term is not None]
+        retired = [feed_name(position, term) for position, term in wanted if term is not None]
         self._put_snapshot(namespace, session, target, snapshot, retired)
         heavy = snapshot.tail_bytes > max(_LEAST_DUMP_BYTES, snapshot.base_bytes // 2)
         if (heavy or len(snapshot.tails) >= _MOST_TAILS) and not at.damaged:

@@ -9,10 +9,11 @@ import os
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import islice
+from typing import TypeVar
 
 from persistkv.errors import CorruptPackError, StoreError, StoreFullError, StoreUnavailableError
 from persistkv.storage.backend import Changes, CommitBatch, CommitResult, Namespace, ReadSpan
@@ -50,10 +51,11 @@ from persistkv.storage.format.manifest import ManifestKeys, RequestManifest, dec
 from persistkv.storage.format.pack import ID_BYTES, PackTable, table_lengths
 from persistkv.storage.identity import Identity
 
+T = TypeVar("T")
+
 _AT_ONCE = 256  # manifests or tables per read transaction
+_ROWS_AT_ONCE = 4_096  # per read transaction, while a whole namespace is read
 _KEY_BYTES = 16  # minimum that the key of a block takes in its pack's table
-_TABLES_AT_ONCE = 4_096  # while a whole namespace is read
-_EXPIRED_AT_ONCE = 128  # packs and manifests that one commit expires, at less than 1 ms each
 
 
 class Catalog(ABC):
@@ -87,51 +89,40 @@ class Catalog(ABC):
             moved = None if since is None else _moved(rows, namespace, since, state.sequence)
             if moved is not None:
                 added, removed = moved
-                return Changes(state.cursor, _find_tables(rows, namespace, added), removed)
+                names = [namespace + pack_id for pack_id in added]
+                tables = [pack_table(name, rows.get(PACKS, name)) for name in names]
+                return Changes(state.cursor, [table for table in tables if table is not None], removed)
         most = self.disk_bytes() // _KEY_BYTES  # the count may be damaged
-        return Changes(state.cursor, self._all_tables(namespace), reset=True, blocks=min(state.blocks, most))
+        return Changes(
+            state.cursor, self._all(PACKS, namespace, pack_table), reset=True, blocks=min(state.blocks, most)
+        )
 
-    def _all_tables(self, namespace: bytes) -> Iterator[PackTable]:
+    def _all(self, table: str, namespace: bytes, decode: Callable[[Buffer, Buffer], T | None]) -> Iterator[T]:
+        """Yield the decoded rows (key, value) of a namespace, some in each transaction; skip those decoded as None."""
         start = namespace
         while start:
             with self.rows() as rows:
-                found = islice(rows.range(PACKS, start), _TABLES_AT_ONCE)
-                some = [(bytes(key), pack_table(key, row)) for key, row in found if key[:ID_BYTES] == namespace]
-            yield from (table for _, table in some if table is not None)
-            start = some[-1][0] + b"\0" if len(some) == _TABLES_AT_ONCE else b""
+                found = islice(rows.range(table, start), _ROWS_AT_ONCE)
+                some = [(bytes(key), decode(key, row)) for key, row in found if key[:ID_BYTES] == namespace]
+            yield from (decoded for _, decoded in some if decoded is not None)
+            start = some[-1][0] + b"\0" if len(some) == _ROWS_AT_ONCE else b""
 
     def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
-        found: list[PackTable] = []
-        for start in range(0, len(pack_ids), _AT_ONCE):
-            with self.rows() as rows:
-                found += _find_tables(rows, namespace, pack_ids[start : start + _AT_ONCE])
-        return found
+        names = [namespace + pack_id for pack_id in pack_ids]
+        found = [pack_table(name, rows.get(PACKS, name)) for rows, name in self._each(names)]
+        return [table for table in found if table is not None]
 
     def manifests(self, namespace: bytes) -> Iterator[RequestManifest]:
-        start = namespace
-        while start:
-            with self.rows() as rows:
-                found = islice(rows.range(MANIFESTS, start), _AT_ONCE)
-                some = [(bytes(key), bytes(row)) for key, row in found if key[:ID_BYTES] == namespace]
-            yield from filter(None, (_decoded_head(row) for _, row in some))
-            start = some[-1][0] + b"\0" if len(some) == _AT_ONCE else b""
+        return self._all(MANIFESTS, namespace, lambda key, row: _decoded(decode_manifest, row))
 
     def manifest_keys(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[ManifestKeys | None]:
-        found: list[ManifestKeys | None] = []
-        for start in range(0, len(manifest_ids), _AT_ONCE):
-            with self.rows() as rows:
-                for manifest_id in manifest_ids[start : start + _AT_ONCE]:
-                    row = rows.get(MANIFEST_KEYS, manifest_row(namespace, manifest_id))
-                    keys = None
-                    with suppress(CorruptPackError):
-                        keys = None if row is None else decode_manifest_keys(row)
-                    found.append(keys)
-        return found
+        names = [manifest_row(namespace, manifest_id) for manifest_id in manifest_ids]
+        return [_decoded(decode_manifest_keys, rows.get(MANIFEST_KEYS, name)) for rows, name in self._each(names)]
 
     def manifests_naming(self, namespace: bytes, packs: Sequence[bytes]) -> list[RequestManifest]:
         with self.rows() as rows:
             names = dict.fromkeys(name for pack_id in packs for name in manifests_of(rows, namespace + pack_id))
-            return list(filter(None, (_decoded_head(rows.get(MANIFESTS, name)) for name in names)))
+            return list(filter(None, (_decoded(decode_manifest, rows.get(MANIFESTS, name)) for name in names)))
 
     def chain(self, namespace: bytes, manifest_id: str) -> list[bytes] | None:
         with self.rows() as rows:
@@ -140,14 +131,19 @@ class Catalog(ABC):
 
     def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
         moments: dict[bytes, list[int]] = {}
+        with self.rows() as rows:
+            skew = read_clock(rows)[1].skew
         found: list[RequestUse | None] = []
-        for start in range(0, len(manifest_ids), _AT_ONCE):
-            with self.rows() as rows:
-                skew = read_clock(rows)[1].skew
-                for manifest_id in manifest_ids[start : start + _AT_ONCE]:
-                    chain = Chain.decode(rows.get(CHAINS, manifest_row(namespace, manifest_id)))
-                    found.append(None if chain is None else _use_of(rows, namespace, chain, skew, moments))
+        for rows, name in self._each([manifest_row(namespace, manifest_id) for manifest_id in manifest_ids]):
+            chain = Chain.decode(rows.get(CHAINS, name))
+            found.append(None if chain is None else _use_of(rows, namespace, chain, skew, moments))
         return found
+
+    def _each(self, names: Sequence[bytes]) -> Iterator[tuple[Rows, bytes]]:
+        """Yield each name with a read transaction, which some hundred names share."""
+        for start in range(0, len(names), _AT_ONCE):
+            with self.rows() as rows:
+                yield from ((rows, name) for name in names[start : start + _AT_ONCE])
 
     def states(self) -> list[NamespaceState]:
         """Return the totals of each namespace, and the number of packs added and removed so far."""
@@ -168,12 +164,14 @@ class CatalogBackend(Catalog, InspectableBackend):
     def open_namespace(self, identity: Identity) -> Namespace:
         name = identity.digest
         with self.rows() as rows:
-            if (found := _find_namespace(rows, name)) is not None:
+            if (found := decode_namespace(name, rows.get(NAMESPACES, name))) is not None:
                 return found
         if not self.capabilities.writable:
             raise StoreUnavailableError(f"the store holds no namespace {name.hex()}, and is open read-only")
         with self.rows(write=True) as rows:
-            if (found := _find_namespace(rows, name)) is not None:  # another process has created it meanwhile
+            if (
+                found := decode_namespace(name, rows.get(NAMESPACES, name))
+            ) is not None:  # another process has created it meanwhile
                 return found
             created = Namespace(identity, time.time())
             rows.put(NAMESPACES, name, encode_namespace(created))
@@ -182,16 +180,7 @@ class CatalogBackend(Catalog, InspectableBackend):
             return created
 
     def stats(self) -> BackendStats:
-        states = self.states()
-        return BackendStats(
-            packs=sum(state.packs for state in states),
-            blocks=sum(state.blocks for state in states),
-            requests=sum(state.requests for state in states),
-            raw_bytes=sum(state.raw_bytes for state in states),
-            stored_bytes=sum(state.stored_bytes for state in states),
-            disk_bytes=self.disk_bytes(),
-            capacity=None,
-        )
+        return totals(self.states(), self.disk_bytes(), None)
 
 
 class RowBackend(CatalogBackend):
@@ -216,7 +205,7 @@ class RowBackend(CatalogBackend):
                 return CommitResult(batch.seen, stale=True)
             transaction.remove(batch)
             if self.ttl_s is not None:
-                transaction.expire(self.ttl_s, _EXPIRED_AT_ONCE)
+                transaction.expire(self.ttl_s)
             self._make_room(rows, transaction, batch)
             transaction.add(batch)
             transaction.finish()
@@ -227,7 +216,7 @@ class RowBackend(CatalogBackend):
         if self.capacity is None or not (missing or batch.manifests):
             return
         need = sum(pack.payload_bound for pack in missing) + rows_bound(missing, batch.manifests)
-        if transaction.evict(_Room(self, rows, need), at_most=1 << 62) is not Evicted.ENOUGH:
+        if transaction.evict(lambda: self.has_room(rows, need), at_most=1 << 62) is not Evicted.ENOUGH:
             raise StoreFullError(f"{need} bytes do not fit a capacity of {self.capacity}")
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
@@ -238,21 +227,17 @@ class RowBackend(CatalogBackend):
         return replace(super().stats(), capacity=self.capacity)
 
 
-class _Room:
-    """Goal of eviction: room for ``need`` bytes in the transaction of ``rows``."""
-
-    def __init__(self, backend: RowBackend, rows: Rows, need: int) -> None:
-        self._backend = backend
-        self._rows = rows
-        self._need = need
-
-    def met(self) -> bool:
-        """Return whether there is enough room now."""
-        return self._backend.has_room(self._rows, self._need)
-
-    def helps(self, pack: bytes) -> bool:
-        """Return True: evicting any pack frees room."""
-        return True
+def totals(states: Sequence[NamespaceState], disk_bytes: int, capacity: int | None) -> BackendStats:
+    """Return the totals of a store from those of its namespaces; the other parameters as in ``BackendStats``."""
+    return BackendStats(
+        packs=sum(state.packs for state in states),
+        blocks=sum(state.blocks for state in states),
+        requests=sum(state.requests for state in states),
+        raw_bytes=sum(state.raw_bytes for state in states),
+        stored_bytes=sum(state.stored_bytes for state in states),
+        disk_bytes=disk_bytes,
+        capacity=capacity,
+    )
 
 
 def check_batch(namespace: bytes, batch: CommitBatch) -> None:
@@ -267,20 +252,9 @@ def check_batch(namespace: bytes, batch: CommitBatch) -> None:
 # The results of these functions leave out rows that are missing or damaged.
 
 
-def _find_namespace(rows: Rows, name: bytes) -> Namespace | None:
-    row = rows.get(NAMESPACES, name)
-    return None if row is None else decode_namespace(name, row)
-
-
-def _find_tables(rows: Rows, namespace: bytes, pack_ids: Iterable[bytes]) -> list[PackTable]:
-    names = [namespace + pack_id for pack_id in pack_ids]
-    found = [pack_table(name, row) for name in names if (row := rows.get(PACKS, name)) is not None]
-    return [table for table in found if table is not None]
-
-
-def _decoded_head(row: Buffer | None) -> RequestManifest | None:
+def _decoded(decode: Callable[[Buffer], T], row: Buffer | None) -> T | None:
     try:
-        return None if row is None else decode_manifest(row)
+        return None if row is None else decode(row)
     except CorruptPackError:
         return None
 

@@ -252,9 +252,9 @@ def encode_namespace(namespace: Namespace) -> bytes:
     return _CREATED.pack(namespace.created) + namespace.identity.encode()
 
 
-def decode_namespace(key: Buffer, row: Buffer) -> Namespace | None:
-    """Decode key and value of a row in ``NAMESPACES``; return None if the row is damaged."""
-    if len(row) < _CREATED.size:
+def decode_namespace(key: Buffer, row: Buffer | None) -> Namespace | None:
+    """Decode key and value of a row in ``NAMESPACES``; return None if the row is missing or damaged."""
+    if row is None or len(row) < _CREATED.size:
         return None
     try:
         identity = Identity.decode(bytes(row[_CREATED.size :]))
@@ -263,8 +263,10 @@ def decode_namespace(key: Buffer, row: Buffer) -> Namespace | None:
         return None
 
 
-def pack_table(key: Buffer, row: Buffer) -> PackTable | None:
-    """Return the table of the pack in a row of ``PACKS``; None if the row is damaged or belongs to another key."""
+def pack_table(key: Buffer, row: Buffer | None) -> PackTable | None:
+    """Return the table of the pack in a row of ``PACKS``; None if the row is missing, damaged or of another key."""
+    if row is None:
+        return None
     try:
         table = PackTable.parse_stored(row[SEQUENCE.size :])
     except CorruptPackError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 from typing import Protocol
 
@@ -37,6 +37,7 @@ from persistkv.storage.format.pack_writer import NewPack
 
 LOG_ENTRIES = 4096
 """Changes per namespace that the log keeps. For an older cursor, ``changes`` returns the whole catalogue."""
+_EXPIRED_AT_ONCE = 128  # packs and manifests that one commit expires, at less than 1 ms each
 _ROWS_BYTES = 1 << 10  # 1 KiB: other rows of a pack (without its table) or of a manifest (without head and keys)
 
 
@@ -68,16 +69,6 @@ class Payloads(Protocol):
 
         :param length: bytes of the payload; 0 if it is not known.
         """
-
-
-class Goal(Protocol):
-    """Condition that ends an eviction."""
-
-    def met(self) -> bool:
-        """Return whether enough was evicted."""
-
-    def helps(self, pack: bytes) -> bool:
-        """Return whether evicting this pack (namespace and pack id) helps to reach the goal."""
 
 
 class CatalogTransaction:
@@ -119,11 +110,6 @@ class CatalogTransaction:
         """Current position in the namespace's change log."""
         return self._state.cursor
 
-    def apply(self, batch: CommitBatch) -> None:
-        """Apply the whole batch; ``finish`` is still to be called."""
-        self.remove(batch)
-        self.add(batch)
-
     def remove(self, batch: CommitBatch) -> None:
         """Apply the deletions of a batch, then its touches, so that ``evict`` removes the packs it uses last."""
         if batch.packs or batch.manifests or batch.touches:
@@ -152,25 +138,28 @@ class CatalogTransaction:
         """Return the packs that ``add`` would write: those that are not held, or whose table is damaged."""
         return [pack for pack in packs if not self._holds(self._namespace + pack.pack_id)]
 
-    def evict(self, goal: Goal, at_most: int) -> Evicted:
-        """Evict in eviction order until the goal is met. Packs that do not help to reach it are skipped.
+    def evict(
+        self, is_enough: Callable[[], bool], at_most: int, helps: Callable[[bytes], bool] = lambda pack: True
+    ) -> Evicted:
+        """Evict in eviction order until the goal is met, which ``is_enough`` tells.
 
         :param at_most: maximum number of packs and manifests to evict.
+        :param helps: tells whether evicting a pack (namespace and pack id) helps to reach the goal; others are skipped.
         """
-        if goal.met():
+        if is_enough():
             return Evicted.ENOUGH
         for candidate in self._order.oldest():
-            if candidate.name in self._keep or not (candidate.is_manifest or goal.helps(candidate.name)):
+            if candidate.name in self._keep or not (candidate.is_manifest or helps(candidate.name)):
                 continue
             if not at_most:
                 return Evicted.SOME
             at_most -= 1
             self._remove(candidate)
-            if goal.met():
+            if is_enough():
                 return Evicted.ENOUGH
         return Evicted.ALL
 
-    def expire(self, ttl_s: float, at_most: int) -> None:
+    def expire(self, ttl_s: float, at_most: int = _EXPIRED_AT_ONCE) -> None:
         """Remove packs and manifests that were unused for ``ttl_s`` seconds.
 
         :param at_most: maximum number of packs and manifests to remove; later calls remove the rest.
@@ -214,8 +203,7 @@ class CatalogTransaction:
     # Packs
 
     def _holds(self, name: bytes) -> bool:
-        row = self._rows.get(PACKS, name)
-        return row is not None and pack_table(name, row) is not None
+        return pack_table(name, self._rows.get(PACKS, name)) is not None
 
     def _add(self, pack: NewPack) -> None:
         """Write a pack, or touch it if it is held. A pack with a damaged table is not held and is rewritten."""

@@ -11,12 +11,10 @@ docs/format.md has the layout in bytes; ``pack_writer`` writes packs. Invariants
 from __future__ import annotations
 
 import struct
-import sys
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from hashlib import blake2b
 from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import xxhash
@@ -26,9 +24,6 @@ from persistkv.errors import CorruptPackError
 from persistkv.storage.format.codec import Buffer, RawCodec, stored_codec
 
 MAX_KEY_BYTES = 0xFFFF
-_CUT_AT_ONCE = 256  # keys per struct format: 8 KB of memory, parsed in 6 µs and then cached
-_TAIL_BYTES = 8
-_MANY = 32  # minimum number of keys for NumPy, which is slower for fewer
 
 PACK_VERSION = 1
 ID_BYTES = 16
@@ -42,7 +37,11 @@ _MAGIC = b"PKVPACK1"
 
 
 class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
-    """An ordered sequence of keys, joined."""
+    """An ordered sequence of keys, joined.
+
+    Methods that return keys, or need single ones, raise CorruptPackError if the lengths are malformed or do not fit the
+    data. ``len`` trusts them.
+    """
 
     data: bytes = b""
     """All keys, concatenated."""
@@ -68,19 +67,13 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
         return len(self.data) // self.key_length if self.key_length else len(self.lengths) // 2
 
     def joined(self, start: int, stop: int) -> bytes:
-        """Return keys ``start`` to ``stop`` (exclusive), concatenated.
-
-        :raises CorruptPackError: the keys differ in length, and the lengths are malformed or do not fit the data.
-        """
+        """Return keys ``start`` to ``stop`` (exclusive), concatenated."""
         if self.key_length:
             return self.data[start * self.key_length : stop * self.key_length]
         return b"".join(self.unpack()[start:stop])
 
     def unpack(self) -> list[bytes]:
-        """Return the keys, in order.
-
-        :raises CorruptPackError: the lengths are malformed or do not fit the data.
-        """
+        """Return the keys, in order."""
         if self.key_length:
             if self.key_length < 0 or len(self.data) % self.key_length:
                 raise CorruptPackError("keys", f"{len(self.data)} bytes are no multiple of {self.key_length}")
@@ -99,10 +92,7 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def unpack_all(many: Sequence[PackedKeys]) -> list[bytes]:
-        """Return the keys of several packed sequences, one after the other; faster than ``unpack`` for each.
-
-        :raises CorruptPackError: in one of them, the lengths are malformed or do not fit the data.
-        """
+        """Return the keys of several packed sequences, one after the other; faster than ``unpack`` for each."""
         lengths = {keys.key_length for keys in many}
         if len(lengths) == 1 and 0 not in lengths and not any(len(keys.data) % keys.key_length for keys in many):
             return _cut(b"".join([keys.data for keys in many]), lengths.pop())
@@ -110,58 +100,21 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def fingerprints(self) -> bytes:
-        """The xxh3-64 checksum of each key as little-endian u64, concatenated. Computed at each access.
-
-        :raises CorruptPackError: as ``unpack``.
-        """
+        """The xxh3-64 checksum of each key as little-endian u64, concatenated. Computed at each access."""
         return struct.pack(f"<{len(self)}Q", *map(xxhash.xxh3_64_intdigest, self.unpack()))
 
     @property
     def distinct(self) -> bool:
-        """Whether no key occurs twice.
-
-        Most keys differ in their last 8 bytes. NumPy compares these in 2 to 15 ns per key; a set of whole keys takes
-        70 ns and more.
-
-        :raises CorruptPackError: the lengths are malformed or do not fit the data.
-        """
-        count = len(self)
-        if self.key_length >= _TAIL_BYTES and count >= _MANY and _have_distinct_tails(self.data, self.key_length):
-            return True
-        return len(set(self.unpack())) == count
-
-
-def _have_distinct_tails(data: bytes, length: int) -> bool:
-    """Return whether the last 8 bytes of all keys are distinct. False also if NumPy is not loaded: importing it would
-    take longer than it saves.
-    """
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is None:
-        return False
-    tails = numpy.frombuffer(data, _tail_type(length))["tail"].copy()
-    tails.sort()
-    return not numpy.count_nonzero(tails[1:] == tails[:-1])
-
-
-@lru_cache(maxsize=16)
-def _tail_type(length: int) -> Any:
-    fields = {"names": ["tail"], "formats": ["<u8"], "offsets": [length - _TAIL_BYTES], "itemsize": length}
-    return sys.modules["numpy"].dtype(fields)
+        """Whether no key occurs twice."""
+        return len(set(self.unpack())) == len(self)
 
 
 def _cut(data: bytes, length: int) -> list[bytes]:
-    """Split data into parts of one length: four times as fast as slices (512 parts of 36 bytes in 12 µs)."""
-    count = len(data) // length
-    if count <= _CUT_AT_ONCE:
-        return list(_parts(length, count).unpack(data))
-    whole = count // _CUT_AT_ONCE * _CUT_AT_ONCE * length
-    many = _parts(length, _CUT_AT_ONCE).iter_unpack(memoryview(data)[:whole])
-    return [*chain.from_iterable(many), *_parts(length, count % _CUT_AT_ONCE).unpack_from(data, whole)]
+    """Split data into parts of one length. NumPy does so ten times as fast as slices: 512 keys in 8 µs."""
+    import numpy as np
 
-
-@lru_cache(maxsize=256)
-def _parts(length: int, count: int) -> struct.Struct:
-    return struct.Struct(f"{length}s" * count)
+    parts: list[bytes] = np.frombuffer(data, f"V{length}").tolist() if data else []
+    return parts
 
 
 class Frame(NamedTuple):
@@ -196,11 +149,6 @@ class Frame(NamedTuple):
 def pack_frames(frames: Iterable[Frame]) -> bytes:
     """Encode frames as in a pack's table."""
     return b"".join([_FRAME.pack(*frame) for frame in frames])
-
-
-def unpack_frames(data: bytes) -> tuple[Frame, ...]:
-    """Decode frames that were encoded by ``pack_frames``."""
-    return tuple(map(Frame._make, _FRAME.iter_unpack(data)))
 
 
 def frame_seed(namespace: bytes, keys: bytes) -> int:
@@ -254,7 +202,7 @@ class PackTable(msgspec.Struct, frozen=True):
     @property
     def frames(self) -> tuple[Frame, ...]:
         """Frames, decoded at each access."""
-        return unpack_frames(self.packed_frames)
+        return tuple(map(Frame._make, _FRAME.iter_unpack(self.packed_frames)))
 
     @property
     def frame_count(self) -> int:

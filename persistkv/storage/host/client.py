@@ -7,7 +7,8 @@ Invariants of this file:
 3. A job fails only when its rows are certainly not in use: it was refused before it was sent, the host has answered it,
    or the host is known to be dead.
 
-Must be used from one thread, the scheduler's. A client cannot be used after a fork.
+Must be used from one thread, the scheduler's. In a forked child, ``open``, ``poll``, ``flush``, ``stats`` and the
+methods that submit work raise HostError.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import logging
 import os
 import time
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -230,7 +231,7 @@ class StoreClient:
         """Messages for the user from opening, such as the differences from the nearest namespace."""
         self.supervisor = Supervisor(host, hello, watchdog_s=watchdog_s, least_start_s=least_start_s)
         self._pid = os.getpid()
-        self.table = LookupTable(hello.options.fingerprint_bits)
+        self.table = LookupTable()
         """Fingerprints of the keys that are durable and can be loaded; empty while the host is down. Callers must not
         modify it.
         """
@@ -241,7 +242,7 @@ class StoreClient:
         self._in_flight = InFlight(self.counters, max_queue_bytes)
         self._answer: Any = None
         self._recent: list[list[bytes]] | None = None
-        self._next_token = 0
+        self._token = 0
         self._next_look = 0.0
         self._totals: protocol.HostStats | None = None
         self._next_glance = 0.0
@@ -337,7 +338,6 @@ class StoreClient:
         :param block_ids: for each key, the number of the block's row in the primary tier.
         :param depths: for each key, how many blocks of its group precede it in the request; None if unknown.
         :param num_bytes: raw bytes of the blocks, for the bound on the queue.
-        :raises HostError: after a fork.
         :raises ValueError: a key is empty; nothing was submitted.
         """
         self._check_process()
@@ -355,8 +355,6 @@ class StoreClient:
         """Submit a load job: read blocks into these rows. The host may write the rows until ``poll`` returns the job.
 
         ``job_id`` and ``block_ids`` are as in ``submit_store``. The job is refused if the store is not open.
-
-        :raises HostError: after a fork.
         """
         self._check_process()
         self.counters.load_jobs += 1
@@ -372,8 +370,6 @@ class StoreClient:
         """Mark blocks as recently used, so that others are evicted first. The next calls of ``poll`` send the keys.
 
         Keys that are not stored are ignored. If too many keys are waiting already, all keys of the call are dropped.
-
-        :raises HostError: after a fork.
         """
         self._check_process()
         if self.state is State.OPEN and len(self._touched) + len(keys) <= _MOST_TOUCHED:
@@ -381,10 +377,7 @@ class StoreClient:
             self._touched.update(compress(keys, self.table.held(keys)))
 
     def end_request(self, end: RequestEnd) -> None:
-        """Report the end of a request to the host, which writes its remaining blocks and its manifest.
-
-        :raises HostError: after a fork.
-        """
+        """Report the end of a request to the host, which writes its remaining blocks and its manifest."""
         self._check_process()
         if self.state is not State.OPEN:
             self._in_flight.refuse_end(end.request)
@@ -401,10 +394,7 @@ class StoreClient:
     # The step
 
     def poll(self) -> list[JobOutcome]:
-        """Process messages, supervise the host, and return the results of ended jobs. Call once per scheduler step.
-
-        :raises HostError: after a fork.
-        """
+        """Process messages, supervise the host, and return the results of ended jobs. Call once per scheduler step."""
         self._check_process()
         if self._may_rest():
             return []
@@ -498,21 +488,20 @@ class StoreClient:
     def _take(self, message: Any) -> None:
         match message:
             case protocol.JobDone():
-                self.supervisor.backoff.reset()
+                self.supervisor.worked()
                 self._in_flight.end(message.job_id, message.failed.unpack(), message.num_bytes)
             case protocol.Table():
                 self._map(message)
-            case protocol.Collided():
-                self.table.set_collided(message.keys.unpack(), collided=message.collided)
-            case protocol.Events():
+            case News():
+                self.table.set_collided(message.collided)
                 self._events.lost |= message.lost
-                self._events.add(stored=message.stored.unpack(), removed=message.removed.unpack())
-            case protocol.Persisted():
-                self._in_flight.request_persisted(message.request, message.whole)
+                self._events.add(stored=message.stored, removed=message.removed)
+                for request, whole in message.persisted:
+                    self._in_flight.request_persisted(request, whole)
             case protocol.Flushed() | protocol.HostStats():
                 if isinstance(message, protocol.HostStats):
                     self._totals = message
-                if message.token == self._next_token:  # callers of older tokens have timed out
+                if message.token == self._token:  # callers of older tokens have timed out
                     self._answer = message
             case protocol.Recent():
                 self._recent = [keys.unpack() for keys in message.contexts]
@@ -554,17 +543,12 @@ class StoreClient:
         Return False after ``timeout_s`` seconds, or if the store is not open. The next ``poll`` returns jobs that end
         meanwhile.
         """
-        token = self._token()
-        self.supervisor.connection.send(protocol.Flush(token))
-        return self._await(timeout_s) is not None
+        return self._ask(protocol.Flush, timeout_s) is not None
 
     def stats(self, timeout_s: float = 5.0) -> StoreStats:
         """Return totals of client and host; ``host`` is None if the store is not open or does not answer in time."""
-        token = self._token()
-        if self.state is State.OPEN:
-            self.supervisor.connection.send(protocol.AskStats(token))
-            return StoreStats(self.state.value, self.counters, self._await(timeout_s))
-        return StoreStats(self.state.value, self.counters, None)
+        host = self._ask(protocol.AskStats, timeout_s)
+        return StoreStats(self.state.value, self.counters, host)
 
     def glance(self) -> StoreStats:
         """Return totals of client and host without waiting. The host's totals may be some seconds old, or None."""
@@ -574,23 +558,20 @@ class StoreClient:
             self.supervisor.connection.send(protocol.AskStats(_GLANCE_TOKEN))
         return StoreStats(self.state.value, self.counters, self._totals, self._in_flight.queued_bytes)
 
-    def _token(self) -> int:
+    def _ask(self, question: Callable[[int], protocol.Flush | protocol.AskStats], timeout_s: float) -> Any:
+        """Send a message with a new token, and return the answer; None if the store is not open or does not answer."""
         self._check_process()
-        self._next_token += 1
-        self._answer = None
-        return self._next_token
-
-    def _await(self, timeout_s: float) -> Any:
         deadline = time.monotonic() + timeout_s
+        self._token += 1
+        self._answer = None
+        if self.state is State.OPEN:
+            self.supervisor.connection.send(question(self._token))
         while self.state is State.OPEN:
             self._receive()
-            if self._answer is not None:
-                answer, self._answer = self._answer, None
-                return answer
-            if time.monotonic() >= deadline:
+            if self._answer is not None or time.monotonic() >= deadline:
                 break
             time.sleep(_NAP_S)
-        return None
+        return self._answer
 
     def close(self, timeout_s: float = 60.0) -> bool:
         """Have the host commit its work and exit. Idempotent. The rows are free on return.

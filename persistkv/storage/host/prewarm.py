@@ -13,7 +13,8 @@ A primary tier is memory of its engine, so other processes cannot fill it; they 
    requested contexts before recently used ones and then writes its answer. Answers to an older request for the same
    context are ignored.
 
-Rows may be lost, as those of status may: ask again in that case. A request is valid until its ``ttl_s`` has passed on
+Rows may be lost, as those of status may: ask again in that case. If the medium fails, all functions raise a StoreError.
+A request is valid until its ``ttl_s`` has passed on
 the reader's clock; engines that start within that time follow it, too.
 """
 
@@ -44,18 +45,23 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class WarmRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Row ``ask<n>`` among the rows of ``SupportsStatus``: asks engines to promote one stored request to their primary
-    tiers. n is a digest of namespace and request.
+class _WarmRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Common fields of warm requests and their answers.
 
-    Fields are added, never renamed: engines of several releases share a store."""
+    Fields are added, never renamed: engines of several releases share a store.
+    """
 
     namespace: str
     """The namespace's id, hexadecimal."""
     request: str
     """Full manifest id of the stored request; ``InspectableBackend.manifest_keys`` returns its keys."""
     asked: float
-    """Seconds since the epoch, on the clock of the process that asked."""
+    """Time of the warm request: seconds since the epoch, on the clock of the process that asked."""
+
+
+class WarmRequest(_WarmRow, frozen=True, kw_only=True):
+    """Row ``ask<n>``: asks engines to promote one stored request to their primary tiers."""
+
     ttl_s: float
     """Seconds that the request is valid."""
 
@@ -67,15 +73,9 @@ class WarmRequest(msgspec.Struct, frozen=True, kw_only=True):
         return now < self.asked + self.ttl_s
 
 
-class WarmAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Status row ``warmed<n>by<engine>``: the answer of one engine to the ``WarmRequest`` in row ``ask<n>``."""
+class WarmAnswer(_WarmRow, frozen=True, kw_only=True):
+    """Row ``warmed<n>by<engine>``: the answer of one engine to the ``WarmRequest`` in row ``ask<n>``."""
 
-    namespace: str
-    """As in the warm request."""
-    request: str
-    """As in the warm request."""
-    asked: float
-    """The field ``asked`` of the warm request that is answered."""
     engine: str
     """Name of the answering engine, as in ``EngineStatus.engine``."""
     time: float
@@ -107,8 +107,7 @@ def request_warm(backend: Backend, namespace: bytes, request: str, ttl_s: float 
 def withdraw_warm(backend: Backend, namespace: bytes, request: str) -> None:
     """Delete a warm request and its answers; idempotent. Blocks that were promoted stay in the primary tiers.
 
-    :param namespace: the namespace's id, 16 bytes.
-    :param request: full manifest id of the stored request, as passed to ``request_warm``.
+    :param namespace: as in ``request_warm``, and likewise ``request``.
     :raises StoreError: the medium failed; the warm request or some answers may remain.
     """
     _withdraw(backend, _ASK + _name(namespace.hex(), request))
@@ -118,7 +117,6 @@ def pending_warm(backend: Backend, namespace: bytes, engine: str) -> list[WarmRe
     """Return the valid warm requests that this engine has not answered, oldest first. Lists all status rows once.
 
     :param engine: as in ``EngineStatus.engine``.
-    :raises StoreError: the medium failed.
     """
     now, space = time.time(), namespace.hex()
     rows = statuses(backend)
@@ -135,8 +133,7 @@ def acknowledge_warm(backend: Backend, asked: WarmRequest, engine: str, *, block
     """Publish this engine's answer to a warm request.
 
     :param engine: letters and digits, as in ``EngineStatus.engine``.
-    :param blocks: see ``WarmAnswer.blocks``.
-    :param missing: see ``WarmAnswer.missing``.
+    :param blocks: as in ``WarmAnswer``, and likewise ``missing``.
     :raises StoreError: the answer was not published; ``pending_warm`` returns the request again.
     """
     answer = WarmAnswer(
@@ -153,10 +150,7 @@ def acknowledge_warm(backend: Backend, asked: WarmRequest, engine: str, *, block
 
 
 def warm_answers(backend: Backend, asked: WarmRequest) -> list[WarmAnswer]:
-    """Return the engines' answers to a warm request, earliest first.
-
-    :raises StoreError: the medium failed.
-    """
+    """Return the engines' answers to a warm request, earliest first."""
     prefix = f"{_ANSWER}{_name(asked.namespace, asked.request)}{_BY}"
     found = [answer for _, answer in _decoded(statuses(backend), prefix, _DECODE_ANSWER) if answer.asked == asked.asked]
     return sorted(found, key=lambda answer: (answer.time, answer.engine))
@@ -216,7 +210,6 @@ def recent_contexts(
     :param only_asked: return only stored requests of pending warm requests; ignored if ``choice`` is set.
     :param choice: return only stored requests that this filter includes, latest used first; pending warm requests are
         neither read nor answered. None: no filter.
-    :raises StoreError: the medium failed.
     """
     asked = [] if choice else pending_warm(backend, namespace, engine)
     found: list[list[bytes]] = []

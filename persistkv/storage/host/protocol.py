@@ -23,7 +23,7 @@ from persistkv.errors import (
     StoreUnavailableError,
 )
 from persistkv.storage.format.pack import PackedKeys
-from persistkv.storage.records import Choice, RequestEnd, StoreCounters, StoreOptions
+from persistkv.storage.records import Choice, News, RequestEnd, StoreCounters, StoreOptions
 
 _ERRORS: dict[str, type[PersistKVError]] = {
     kind.__name__: kind
@@ -191,34 +191,6 @@ class JobDone(_Message):
     """Keys of a store job whose blocks were dropped, or of a load job whose rows were not filled."""
     num_bytes: int
     """Raw bytes loaded into rows; 0 for a store job."""
-    seconds: float
-    """Seconds from the start of the job in the host to its end, without its time in the queue."""
-
-
-class Events(_Message):
-    """Keys that were stored or removed. Sent only to engines that set ``StoreOptions.events``."""
-
-    stored: PackedKeys
-    removed: PackedKeys
-    lost: bool
-    """True: earlier events are missing; see ``News``."""
-
-
-class Collided(_Message):
-    """Keys that the engine must treat as misses although the lookup table contains their fingerprints."""
-
-    keys: PackedKeys
-    collided: bool
-    """True: treat the keys as misses. False: they were stored since, so trust the table again."""
-
-
-class Persisted(_Message):
-    """Answer to a ``RequestEnd``."""
-
-    request: str
-    """The engine's request id, as in ``RequestEnd``."""
-    whole: bool
-    """Whether all blocks of the request are durable."""
 
 
 class Flushed(_Message):
@@ -275,18 +247,4 @@ class Notice(_Message):
 
 
 ToStore = Hello | StoreJob | LoadJob | RequestEnd | Touch | Mapped | Flush | AskStats | AskRecent | Ping | End
-ToEngine = (
-    Table
-    | Opened
-    | OpenFailed
-    | JobDone
-    | Events
-    | Collided
-    | Persisted
-    | Flushed
-    | HostStats
-    | Recent
-    | Pong
-    | Ended
-    | Notice
-)
+ToEngine = Table | Opened | OpenFailed | JobDone | News | Flushed | HostStats | Recent | Pong | Ended | Notice

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import logging
 import resource
-import time
 import traceback
 from array import array
 from collections import deque
@@ -40,7 +39,7 @@ from persistkv.storage.host.protocol import Notice
 from persistkv.storage.host.status import StatusPublisher
 from persistkv.storage.identity import Identity
 from persistkv.storage.load import ReadOutcome
-from persistkv.storage.records import RequestEnd
+from persistkv.storage.records import News, RequestEnd
 from persistkv.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -54,8 +53,6 @@ class _Job:
 
     message: protocol.StoreJob
     keys: list[bytes]
-    begin: float
-    """Start of the job, on the clock ``time.perf_counter``."""
     borrowed: set[bytes] = field(default_factory=set)
     """Keys that another job was already storing. If that job fails to store them, this job's rows are used instead."""
     failed: list[bytes] = field(default_factory=list)
@@ -261,7 +258,7 @@ class StoreServer:
         return bool(self._queue) and not self._taking and self._flushing is None and store.has_room
 
     def _tell(self, store: Store) -> None:
-        """Send the engine the new lookup table, events and persisted requests, unless the connection is congested.
+        """Send the engine the new lookup table and the store's news, unless the connection is congested.
 
         An idle engine may receive nothing for hours, and the outbox must not grow meanwhile.
         """
@@ -269,16 +266,8 @@ class StoreServer:
             return
         if store.index.version != self._table_version:
             self._send(self._share_table(store))
-        if self._is_told(store):
-            return
-        news = store.take_news()
-        for collided in (True, False):
-            if keys := [key for key, value in news.collided.items() if value is collided]:
-                self._send(protocol.Collided(PackedKeys.of(keys), collided))
-        if news.stored or news.removed or news.lost:
-            self._send(protocol.Events(PackedKeys.of(news.stored), PackedKeys.of(news.removed), news.lost))
-        for request, whole in news.persisted:
-            self._send(protocol.Persisted(request, whole))
+        if store.news != News():
+            self._send(store.take_news())
 
     def _share_table(self, store: Store) -> protocol.Table:
         self._table_version = store.index.version
@@ -287,25 +276,20 @@ class StoreServer:
 
     def _is_told(self, store: Store) -> bool:
         """Return whether all changes of the store were sent to the engine."""
-        news = store.news
-        told = not (news.stored or news.removed or news.lost or news.persisted or news.collided)
-        return told and store.index.version == self._table_version
+        return store.news == News() and store.index.version == self._table_version
 
     def _load(self, store: Store, message: protocol.LoadJob) -> None:
-        begin = time.perf_counter()
         keys = message.keys.unpack()
 
         def done(outcome: ReadOutcome) -> None:
             self._loading -= 1
             if outcome.failed:
                 self._tell(store)  # collisions first: the engine skips stores of keys that it counts as held
-            seconds = time.perf_counter() - begin
-            failed = PackedKeys.of(outcome.failed)
-            self._send(protocol.JobDone(message.job_id, failed, outcome.raw_bytes, seconds))
+            self._send(protocol.JobDone(message.job_id, PackedKeys.of(outcome.failed), outcome.raw_bytes))
 
         self._loading += 1
         try:
-            store.begin_read(keys, numbers(message.block_ids), done)
+            store.begin_read(keys, array("I", message.block_ids), done)
         except ValueError as error:
             logger.error("load job %d is refused: %s", message.job_id, error)
             done(ReadOutcome(keys))
@@ -313,8 +297,9 @@ class StoreServer:
     def _take(self, store: Store, message: protocol.StoreJob | RequestEnd | protocol.Flush) -> None:
         match message:
             case protocol.StoreJob():
-                job = _Job(message, message.keys.unpack(), time.perf_counter())
-                self._put(store, job, job.keys, numbers(message.block_ids), numbers(message.depths) or None)
+                job = _Job(message, message.keys.unpack())
+                depths = array("I", message.depths) or None
+                self._put(store, job, job.keys, array("I", message.block_ids), depths)
             case RequestEnd():
                 self._end_request(store, message)
             case protocol.Flush():
@@ -354,7 +339,7 @@ class StoreServer:
             store.end_request(message)
         except ValueError as error:
             logger.error("the end of request %s is refused: %s", message.request, error)
-            self._send(protocol.Persisted(message.request, False))
+            store.news.persisted.append((message.request, False))
 
     def _flush(self, store: Store) -> None:
         """Commit until no accepted work is left, then record that the flush is done.
@@ -363,7 +348,7 @@ class StoreServer:
         """
         self._settle_jobs(store)
         if store.unwritten:
-            store.begin_commit(everything=True, then=partial(self._flush, store))
+            store.begin_flush(partial(self._flush, store))
         elif self._flushing is not None and not self._taking:
             self._flushed.append(self._flushing)
             self._flushing = None
@@ -391,22 +376,21 @@ class StoreServer:
         if not again or self.ending:
             self._done(job)
             return
-        block_ids, depths = numbers(job.message.block_ids), numbers(job.message.depths)
+        block_ids, depths = array("I", job.message.block_ids), array("I", job.message.depths)
         keys = [job.keys[place] for place in again]
         rows = [block_ids[place] for place in again]
         self._put(store, job, keys, rows, [depths[place] for place in again] if depths else None)
 
     def _done(self, job: _Job) -> None:
-        seconds = time.perf_counter() - job.begin
-        self._send(protocol.JobDone(job.message.job_id, PackedKeys.of(job.failed), 0, seconds))
+        self._send(protocol.JobDone(job.message.job_id, PackedKeys.of(job.failed), 0))
 
     def _refuse_all(self) -> None:
         """Fail all queued jobs, because no store is open."""
         for load in self._loads:
-            self._send(protocol.JobDone(load.job_id, load.keys, 0, 0.0))
+            self._send(protocol.JobDone(load.job_id, load.keys, 0))
         for message in self._queue:
             if isinstance(message, protocol.StoreJob):
-                self._send(protocol.JobDone(message.job_id, message.keys, 0, 0.0))
+                self._send(protocol.JobDone(message.job_id, message.keys, 0))
         self._loads.clear()
         self._queue.clear()
 
@@ -444,7 +428,7 @@ class StoreServer:
         for message in queue:
             if isinstance(message, RequestEnd):
                 self._end_request(store, message)
-        store.begin_commit(everything=True)  # also while a read hangs
+        store.begin_flush()  # also while a read hangs
 
     def _finished(self) -> bool:
         self._flushed.clear()  # the engine no longer receives answers
@@ -458,13 +442,6 @@ class StoreServer:
             self._buffer = None
             self._lifecycle.released()
             self._send(protocol.Ended())
-
-
-def numbers(data: bytes) -> Sequence[int]:
-    """Decode a concatenation of little-endian u32 numbers."""
-    values = array("I")
-    values.frombytes(data)
-    return values
 
 
 class NoticeHandler(logging.Handler):

@@ -315,21 +315,11 @@ def _socket_pair() -> tuple[socket.socket, socket.socket]:
     return pair
 
 
-class Look(enum.Enum):
-    """Result of a watchdog check of a host that has to send an answer. The time limit is ``Watchdog.patience_s``."""
-
-    FINE = "fine"
-    ASK = "ask"
-    """The host sent no message for half of the time limit: the caller must send a ``Ping``."""
-    SILENT = "silent"
-    """The host sent no message for the other half either: the caller must kill it."""
-
-
 class Watchdog:
     """Timer that detects a host which has to send an answer but is silent.
 
-    After the ``Ping``, time that the host waits for a CPU does not count: on an overloaded machine a host is slow, and
-    killing it would lose accepted work.
+    After half of the time limit the host gets a ``Ping``. From then on, time that it waits for a CPU does not count: on
+    an overloaded machine a host is slow, and killing it would lose accepted work.
     """
 
     def __init__(self, patience_s: float, starved_s: Callable[[], float]) -> None:
@@ -347,18 +337,21 @@ class Watchdog:
         self._heard = time.monotonic()
         self._asked = None
 
-    def look(self) -> Look:
-        """Check how long the host has been silent. ``ASK`` is returned once until the next ``hear``."""
+    def is_silent(self, ping: Callable[[], None]) -> bool:
+        """Return whether the host has been silent for the time limit, so that the caller must kill it.
+
+        :param ping: sends a ``Ping``; called once after half of the limit.
+        """
         now = time.monotonic()
         if self._asked is None:
-            if now - self._heard <= self.patience_s / 2:
-                return Look.FINE
-            self._asked = now - self._starved_s()
-            return Look.ASK
+            if now - self._heard > self.patience_s / 2:
+                self._asked = now - self._starved_s()
+                ping()
+            return False
         if now - self._starved_s() - self._asked <= self.patience_s / 2:
-            return Look.FINE
+            return False
         logger.error("the host has not answered for %.1f s; killing it", self.patience_s)
-        return Look.SILENT
+        return True
 
     def call_hangs(self, longest_s: float) -> bool:
         """Return whether the oldest backend call, running for ``longest_s`` seconds, exceeds ten times the time limit.
@@ -369,30 +362,6 @@ class Watchdog:
         if hangs:
             logger.error("a call of the medium has not ended for %.0f s; killing the host", longest_s)
         return hangs
-
-
-class Backoff:
-    """Delay before the host is restarted. It doubles with each failure, from 0.1 s up to 30 s, until ``reset``."""
-
-    def __init__(self) -> None:
-        self._start_at = 0.0
-        self._seconds = _FIRST_BACKOFF_S
-
-    def reset(self) -> None:
-        """Set the delay back to the shortest one, after a success."""
-        self._seconds = _FIRST_BACKOFF_S
-
-    def fail(self) -> float:
-        """Record that the host died or did not start; return the delay before the next start, in seconds."""
-        seconds = self._seconds
-        self._start_at = time.monotonic() + seconds
-        self._seconds = min(_LONGEST_BACKOFF_S, 2 * seconds)
-        return seconds
-
-    @property
-    def over(self) -> bool:
-        """Whether the delay has passed, so that the host may be started."""
-        return time.monotonic() >= self._start_at
 
 
 class State(enum.Enum):
@@ -429,8 +398,8 @@ class Supervisor:
         self.watchdog_s = watchdog_s
         self.opening_watchdog_s = max(watchdog_s, least_start_s)
         self.watchdog = Watchdog(watchdog_s, host.starved_s)
-        self.backoff = Backoff()
-        """Delay of restarts; reset whenever the host answers a job."""
+        self._backoff_s = _FIRST_BACKOFF_S
+        self._start_at = 0.0
         self.uses_rows = False
         """Whether a host may use rows: from the first message to it until it sends ``Ended`` or exits."""
 
@@ -469,21 +438,31 @@ class Supervisor:
         if self.state is not State.DYING or not self.host.wait(0.0):
             return False
         self.state, self.uses_rows = State.DOWN, False
-        seconds = self.backoff.fail()
+        seconds = self._delay_start()
         if self.host.restartable:
             logger.warning("the host process ended; lookups miss until another one is open, in %.1f s or more", seconds)
         return True
 
     def maybe_restart(self) -> bool:
         """Restart a dead host if its backoff is over; return whether a start was attempted."""
-        if self.state is not State.DOWN or not self.host.restartable or not self.backoff.over:
+        if self.state is not State.DOWN or not self.host.restartable or time.monotonic() < self._start_at:
             return False
         try:
             self.start()
         except HostError as error:
             logger.error("%s", error)
-            self.backoff.fail()
+            self._delay_start()
         return True
+
+    def _delay_start(self) -> float:
+        """Delay the next start; return for how many seconds: 0.1, doubled with each further failure, at most 30."""
+        seconds, self._backoff_s = self._backoff_s, min(_LONGEST_BACKOFF_S, 2 * self._backoff_s)
+        self._start_at = time.monotonic() + seconds
+        return seconds
+
+    def worked(self) -> None:
+        """Record that the host answered a job: the next restart has the shortest delay."""
+        self._backoff_s = _FIRST_BACKOFF_S
 
     def abandon(self) -> None:
         """Kill the host without finishing its work, and wait for its exit."""
@@ -531,7 +510,4 @@ class Supervisor:
             return True
         if not (owes or self.state is State.OPENING) or not self.host.restartable:
             return False
-        look = self.watchdog.look()
-        if look is Look.ASK:
-            self.connection.send(protocol.Ping())
-        return look is Look.SILENT
+        return self.watchdog.is_silent(lambda: self.connection.send(protocol.Ping()))

@@ -11,6 +11,7 @@ from persistkv.config import StoreUrl
 from persistkv.storage.catalog import LOG_ENTRIES
 from persistkv.testing.conformance import BackendConformance, RawKind, RawStore
 from persistkv_lmdb import LmdbBackend
+from tests.backends.lmdb.consistency import find_faults
 
 RAW_CLIENT = """
 import hashlib, os, struct, sys, lmdb
@@ -89,7 +90,7 @@ class LmdbConformance(BackendConformance):
         def check_and_close() -> None:
             if not closed:
                 closed.append(True)
-                assert backend.find_faults() == []
+                assert find_faults(backend) == []
             close()
 
         backend.close = check_and_close  # type: ignore[method-assign]

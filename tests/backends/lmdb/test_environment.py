@@ -345,6 +345,7 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.storage.identity import Identity
 from persistkv.testing.samples import sample_manifest, sample_pack
 from persistkv_lmdb import LmdbBackend
+from tests.backends.lmdb.consistency import find_faults
 
 backend = LmdbBackend.open(StoreUrl.parse(f"lmdb://{sys.argv[1]}/store?capacity=64MiB&placement={sys.argv[2]}"))
 namespace = backend.open_namespace(Identity.of({})).id
@@ -359,7 +360,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))  # the catalogue cannot 
 new = [sample_pack(namespace, 5000)] if sys.argv[4] == "replace" else []
 backend.commit(namespace, CommitBatch(new, deletions=[shared.pack_id]))
 print([table.pack_id for table in backend.changes(namespace, None).added] == [pack.pack_id for pack in new])
-print(backend.stats().requests, backend.find_faults())
+print(backend.stats().requests, find_faults(backend))
 """
 
 

@@ -6,55 +6,36 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from hashlib import md5
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from persistkv_s3 import S3Backend
-from persistkv_s3.client.transport import (
-    ABSENT,
-    Body,
-    Clock,
-    ConditionFailedError,
-    Deadline,
-    ListPage,
-    ObjectInfo,
-    ObjectMissingError,
-    Sink,
-    Transport,
-    UnchangedError,
-)
+from persistkv_s3.client.transport import Body, Clock, Deadline, ListPage, ObjectInfo, Sink, Transport
 from persistkv_s3.options import Place, S3Options
-
-_PAGE = 1000
-
-
-class StoredObject(NamedTuple):
-    """An object with its ETag and the time of its upload."""
-
-    data: bytes
-    etag: str
-    modified: float
+from tests.backends.s3.simulation import START, Server, deliver
 
 
 class MemoryBucket:
-    """The server."""
+    """The server and its time."""
 
     def __init__(self) -> None:
-        self.objects: dict[str, StoredObject] = {}
-        self.now = 1e9
+        self.now = START
+        """Seconds since the epoch."""
+        self.server = Server(lambda: self.now)
         self.lock = threading.Lock()
-        self.honours_conditions = {"If-None-Match", "If-Match"}
-        self.unquoted = False
-        """``If-Match`` needs an ETag without quotes, as in Ceph."""
+        """Held during each effect on the server."""
 
     def keys(self, part: str) -> list[str]:
         """Return the keys that contain ``part``, sorted."""
-        return sorted(key for key in self.objects if part in key)
+        return sorted(key for key in self.server.objects if part in key)
+
+    def data(self, key: str) -> bytes:
+        """Return the content of an object."""
+        return self.server.get(key).data
 
     def replace(self, key: str, data: bytes) -> None:
         """Write an object without a client."""
-        self.objects[key] = StoredObject(data, f'"{md5(data, usedforsecurity=False).hexdigest()}"', self.now)
+        self.server.put(key, data, None)
 
 
 class BucketClock(Clock):
@@ -100,17 +81,7 @@ class MemoryClient(Transport):
         self._begin("PUT", key)
         data = b"".join(iter(body.read, b""))
         with self.bucket.lock:
-            held, honoured = self.bucket.objects.get(key), self.bucket.honours_conditions
-            if condition == ABSENT:
-                if held and "If-None-Match" in honoured:
-                    raise ConditionFailedError(key)
-            elif condition is not None and "If-Match" in honoured:
-                if held is None:
-                    raise ObjectMissingError(key)
-                if condition != (held.etag.strip('"') if self.bucket.unquoted else held.etag):
-                    raise ConditionFailedError(key)
-            self.bucket.replace(key, data)
-            etag = self.bucket.objects[key].etag
+            etag = self.bucket.server.put(key, data, condition)
         self.after("PUT", key)
         return etag
 
@@ -118,42 +89,25 @@ class MemoryClient(Transport):
         self, key: str, start: int | None, stop: int | None, sink: Sink, deadline: Deadline, *, known: str | None = None
     ) -> str:
         self._begin("GET", key)
-        held = self.bucket.objects.get(key)
-        if held is None:
-            raise ObjectMissingError(key)
-        if held.etag == known:
-            raise UnchangedError(key)
-        data = held.data
-        if stop is not None and start is not None and len(data) < stop:
-            raise ObjectMissingError(key)
-        if stop is not None:
-            data = data[-stop:] if start is None else data[start:stop]
-        sink.expect(len(data))
-        while len(room := sink.room()):
-            count = min(len(room), len(data))
-            room[:count], data = data[:count], data[count:]
-            sink.advance(count)
-        return held.etag
+        with self.bucket.lock:
+            found = self.bucket.server.get(key, start, stop, known)
+        deliver(found.data, sink)
+        return found.etag
 
     def head(self, key: str, deadline: Deadline) -> ObjectInfo:
         self._begin("HEAD", key)
-        held = self.bucket.objects.get(key)
-        if held is None:
-            raise ObjectMissingError(key)
-        return ObjectInfo(key, len(held.data), held.modified)
+        with self.bucket.lock:
+            return self.bucket.server.head(key)
 
     def list(self, prefix: str, page: str | None, deadline: Deadline) -> ListPage:
         self._begin("LIST", prefix)
         with self.bucket.lock:
-            found = sorted((key, held) for key, held in self.bucket.objects.items() if key.startswith(prefix))
-        found = [pair for pair in found if page is None or pair[0] > page]
-        objects = [ObjectInfo(key, len(held.data), held.modified) for key, held in found[:_PAGE]]
-        return ListPage(objects, objects[-1].key if len(found) > _PAGE else None)
+            return self.bucket.server.list(prefix, page)
 
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
         self._begin("DELETE", keys[0])
-        for key in keys:
-            self.bucket.objects.pop(key, None)
+        with self.bucket.lock:
+            self.bucket.server.delete(keys)
 
     def close(self) -> None:
         pass

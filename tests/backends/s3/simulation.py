@@ -71,6 +71,10 @@ class Server:
     def __init__(self, now: Callable[[], float], page: int = 1000) -> None:
         self.now = now
         self.objects: dict[str, StoredObject] = {}
+        self.honours = {"If-None-Match", "If-Match"}
+        """Conditions that are checked; the others are ignored."""
+        self.unquoted = False
+        """Whether ``If-Match`` needs an ETag without quotes, as in Ceph."""
         self.deleted: set[str] = set()
         """Keys that were deleted at least once."""
         self._keys: list[str] = []
@@ -83,23 +87,42 @@ class Server:
         :raises ObjectMissingError: ``condition`` is an ETag, and there is no object.
         """
         held = self.objects.get(key)
-        if condition == ABSENT and held is not None:
-            raise ConditionFailedError(f"PUT {key}: 412, it exists")
-        if condition not in (None, ABSENT):
+        if condition == ABSENT:
+            if held is not None and "If-None-Match" in self.honours:
+                raise ConditionFailedError(f"PUT {key}: 412, it exists")
+        elif condition is not None and "If-Match" in self.honours:
             if held is None:
                 raise ObjectMissingError(f"PUT {key}: 404")
-            if held.etag != condition:
+            if condition != (held.etag.strip('"') if self.unquoted else held.etag):
                 raise ConditionFailedError(f"PUT {key}: 412, it has another ETag")
         if held is None:
             insort(self._keys, key)
         self.objects[key] = StoredObject(data, f'"{hashlib.md5(data).hexdigest()}"', self.now())
         return self.objects[key].etag
 
-    def get(self, key: str) -> StoredObject:
-        """:raises ObjectMissingError: there is no such object."""
-        if key not in self.objects:
+    def get(
+        self, key: str, start: int | None = None, stop: int | None = None, known: str | None = None
+    ) -> StoredObject:
+        """Return an object with the bytes of a range, which ``Transport.get`` describes.
+
+        :raises UnchangedError: the object still has the ETag ``known``.
+        :raises ObjectMissingError: there is no such object, or it is shorter.
+        """
+        found = self.objects.get(key)
+        if found is None:
             raise ObjectMissingError(f"{key}: 404")
-        return self.objects[key]
+        if found.etag == known:
+            raise UnchangedError(f"{key}: 304")
+        if stop is None:
+            return found
+        if start is not None and len(found.data) < stop:
+            raise ObjectMissingError(f"{key} has {len(found.data)} bytes instead of {stop} or more")
+        return found._replace(data=found.data[start:stop])
+
+    def head(self, key: str) -> ObjectInfo:
+        """:raises ObjectMissingError: there is no such object."""
+        found = self.get(key)
+        return ObjectInfo(key, len(found.data), float(int(found.modified)))
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; missing ones are ignored."""
@@ -120,6 +143,16 @@ class Server:
         following = self._keys[start + len(found) : start + len(found) + 1]
         more = bool(following) and following[0].startswith(prefix)
         return ListPage(found, found[-1].key if more else None)
+
+
+def deliver(data: bytes, sink: Sink) -> None:
+    """Write the body of a reply to a sink."""
+    sink.expect(len(data))
+    left = memoryview(data)
+    while left:
+        room = sink.room()[: len(left)]
+        room[:], left = left[: len(room)], left[len(room) :]
+        sink.advance(len(room))
 
 
 class Faults(NamedTuple):
@@ -438,27 +471,12 @@ class SimulatedTransport(Transport):
     def get(
         self, key: str, start: int | None, stop: int | None, sink: Sink, deadline: Deadline, *, known: str | None = None
     ) -> str:
-        def effect() -> StoredObject:
-            found = self._server.get(key)
-            if found.etag == known:
-                raise UnchangedError(f"{key}: 304")
-            if start is not None and stop is not None and len(found.data) < stop:
-                raise ObjectMissingError(f"{key} has {len(found.data)} bytes instead of {stop} or more")
-            return found
-
-        found = self._send("GET", key, effect, deadline)
-        data = found.data if stop is None else found.data[-stop:] if start is None else found.data[start:stop]
-        sink.expect(len(data))
-        left = memoryview(data)
-        while left:
-            room = sink.room()[: len(left)]
-            room[:], left = left[: len(room)], left[len(room) :]
-            sink.advance(len(room))
+        found = self._send("GET", key, lambda: self._server.get(key, start, stop, known), deadline)
+        deliver(found.data, sink)
         return found.etag
 
     def head(self, key: str, deadline: Deadline) -> ObjectInfo:
-        found = self._send("HEAD", key, lambda: self._server.get(key), deadline)
-        return ObjectInfo(key, len(found.data), float(int(found.modified)))
+        return self._send("HEAD", key, lambda: self._server.head(key), deadline)
 
     def list(self, prefix: str, page: str | None, deadline: Deadline) -> ListPage:
         return self._send("LIST", prefix, lambda: self._server.list(prefix, page), deadline)

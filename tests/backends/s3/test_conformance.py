@@ -56,7 +56,8 @@ class RawS3(RawStore):
             return session.objects.names.pack(name, held.nonce), 0, held.table.payload_length
         place = session.catalogue.keys_place(name.decode())
         assert place is not None
-        return session.objects.names.base + place.name, place.offset, place.offset + place.length
+        key, offset, length = place
+        return session.objects.names.base + key, offset, offset + length
 
 
 class TestS3Backend(BackendConformance):

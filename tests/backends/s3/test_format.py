@@ -12,6 +12,7 @@ import xxhash
 
 from persistkv.errors import CorruptPackError, CorruptStoreError
 from persistkv.storage.backend import Namespace
+from persistkv.storage.catalog.rows import decode_namespace, encode_namespace
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_s3.feed.format import (
@@ -27,11 +28,10 @@ from persistkv_s3.feed.format import (
     StoreNames,
     decode_head,
     encode_head,
-    encode_namespace,
+    feed_name,
     frame_records,
     parse_feed,
     parse_inbox,
-    parse_namespace,
     parse_pack,
     seal,
     split_records,
@@ -164,22 +164,22 @@ def test_identity_objects() -> None:
     namespace = Namespace(sample_identity(), 12.5)
     data = encode_namespace(namespace)
     assert data == struct.pack("<d", 12.5) + sample_identity().encode()
-    assert parse_namespace(data, NAMESPACE) == namespace
-    assert parse_namespace(data, bytes(16)) is None
-    assert parse_namespace(data[:10], NAMESPACE) is None
+    assert decode_namespace(NAMESPACE, data) == namespace
+    assert decode_namespace(bytes(16), data) is None
+    assert decode_namespace(NAMESPACE, data[:10]) is None
 
 
 def test_names_as_documented_and_strange_ones() -> None:
     names, store = Names("p/", NAMESPACE, "k"), StoreNames("p/", "k")
     base = f"p/{NAMESPACE.hex()}-k/"
     assert names.pack(NAMESPACE, NONCE) == f"{base}packs/{NAMESPACE.hex()}-{NONCE.hex()}"
-    assert names.feed(255, TERM) == f"{base}feed/0000000000ff-{TERM.hex()}"
+    assert names.base + feed_name(255, TERM) == f"{base}feed/0000000000ff-{TERM.hex()}"
     commit = InboxName(NAMESPACE, WRITER, 255)
     assert store.inbox(commit) == f"p/inbox-k/{NAMESPACE.hex()}-{WRITER.hex()}-0000000000ff"
     assert store.head == "p/persistkv-k"
     assert parse_inbox(store.inbox(commit)) == commit
     assert parse_pack(names.pack(NAMESPACE, NONCE)) == (NAMESPACE, NONCE)
-    assert parse_feed(names.feed(255, TERM)) == (255, TERM)
+    assert parse_feed(names.base + feed_name(255, TERM)) == (255, TERM)
     for strange in ("p/x", "p/0-0", "p/" + "g" * 32 + "-000000000001", "p/-1"):
         assert (parse_inbox(strange), parse_pack(strange), parse_feed(strange)) == (None, None, None)
 

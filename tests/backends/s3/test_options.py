@@ -149,7 +149,7 @@ def test_unreachable_server_is_named_with_code_and_cause(
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         server = f"http://127.0.0.1:{unused.getsockname()[1]}"
-    url = f"s3://bucket/p?endpoint_url={server}&deadline=2s"
+    url = f"s3://bucket/p?endpoint_url={server}&deadline=5s"
     with pytest.raises(StoreUnavailableError) as caught:
         S3Backend.open(StoreUrl.parse(url), read_only=True)
     with pytest.raises(SystemExit):

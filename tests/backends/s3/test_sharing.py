@@ -11,6 +11,7 @@ from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.errors import StoreError
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch, Namespace, ReadSpan
+from persistkv.storage.catalog.rows import encode_namespace
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
@@ -19,7 +20,7 @@ from persistkv.testing.conformance.suite import check_totals, read_pack, sample_
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_s3 import S3Backend
 from persistkv_s3.client.transport import BrokenError
-from persistkv_s3.feed.format import StoreNames, encode_namespace
+from persistkv_s3.feed.format import StoreNames
 from tests.backends.s3.conftest import Opener
 
 NAMESPACE = sample_identity().digest

@@ -48,7 +48,6 @@ def answers(transport: Transport, prefix: str) -> list[object]:
     note(lambda: get(key, known=second))
     note(lambda: get(key, known=first))
     note(lambda: get(key, 1, 4, length=3))
-    note(lambda: get(key, None, 3, length=3))
     note(lambda: get(key, 2, 100, length=98))
     note(lambda: get(missing))
     note(lambda: transport.head(missing, Deadline(30)))

@@ -65,7 +65,7 @@ def test_rows_are_free_before_anything_is_sent(open_store: Opener) -> None:
     expected = rows.array.copy()
     rows.array[:] = 0
     store.end_request(end("r", keys))
-    store.commit()
+    store.flush()
     assert store.read(keys, range(64)) == []
     assert (rows.array == expected).all()
 
@@ -90,7 +90,7 @@ def test_keys_are_seen_after_the_last_put_only(open_store: Opener) -> None:
     client.before = lambda verb, url: seen.append((verb, store.contains(keys[0])))
     store.put("r", keys, range(16), range(16))
     store.end_request(end("r", keys))
-    store.commit()
+    store.flush()
     assert seen == [("PUT", False)] * 3, "the pack, the manifest's keys, the index"
     news = store.take_news()
     assert (sorted(news.stored), news.persisted) == (sorted(keys), [("r", True)])

@@ -19,7 +19,7 @@ from persistkv.errors import HostError
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.connection import SocketConnection
-from persistkv.storage.host.protocol import Collided, Hello, JobDone, Opened, Ping, Pong, Table, ToEngine, ToStore
+from persistkv.storage.host.protocol import Hello, JobDone, Opened, Ping, Pong, Table, ToEngine, ToStore
 from persistkv.storage.host.supervisor import InlineHost, State
 from persistkv.storage.index import Index
 from persistkv.storage.records import News, StoreOptions
@@ -136,7 +136,7 @@ def test_a_host_that_answers_slowly_is_not_killed() -> None:
         client.submit_store(job, "a", names(1, job), [0], None, 4096)
     for job in range(1, 8):
         time.sleep(0.1)
-        host.send(JobDone(job, PackedKeys(), 0, 0.0))
+        host.send(JobDone(job, PackedKeys(), 0))
         assert [outcome.job_id for outcome in client.poll()] == [job]
     time.sleep(0.4)
     client.poll()
@@ -184,7 +184,7 @@ def test_what_makes_no_sense_ends_the_host_not_the_engine(
 ) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", "inline")
     client.open()
-    monkeypatch.setattr(client.supervisor.connection, "receive", lambda: [Collided(PackedKeys(b"abc", 2), True)])
+    monkeypatch.setattr(client.supervisor.connection, "receive", lambda: [JobDone(1, PackedKeys(b"abc", 2), 0)])
     client.poll()
     assert client.state is not State.OPEN
 

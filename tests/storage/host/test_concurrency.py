@@ -168,31 +168,6 @@ def finish_all(client: StoreClient, jobs: set[int]) -> dict[int, Any]:
     return ended
 
 
-def test_whoever_offers_a_staged_block_again_gets_it_stored(hosted: Any, client: StoreClient, medium: Medium) -> None:
-    """Both jobs were acknowledged, so their rows may already hold other content."""
-    content = hosted.array[:4].copy()
-    store(client, 1, names(4))
-    assert hosted.finish(client, 1).failed == []
-    medium.commits.shut()
-    client.end_request(end("r1", names(4)))
-    medium.commits.await_waiting()
-    store(client, 2, names(2))
-    assert hosted.finish(client, 2).failed == []
-    hosted.array[:4] = 0
-    medium.commits.errors = ["no", "no"]
-    medium.commits.open()
-    assert client.flush(PATIENCE_S)
-    assert client.take_persisted() == {"r1": False}
-    assert [client.contains(key) for key in names(4)] == [True, True, False, False]
-    client.submit_load(3, names(2), [10, 11])
-    assert hosted.finish(client, 3).failed == []
-    assert (hosted.array[10:12] == content[:2]).all()
-    stats = client.stats()
-    assert stats.host is not None
-    assert stats.host.counters.dropped_blocks == 2
-    assert stats.host.staged_bytes == 0
-
-
 def end(request: str, keys: list[bytes]) -> RequestEnd:
     return RequestEnd(request, f"m-{request}", (keys,), 16 * len(keys), 16)
 

@@ -13,9 +13,10 @@ import pytest
 from persistkv.storage.executor import InPlaceExecutor
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import StoreClient
-from persistkv.storage.host.protocol import Events, JobDone, LoadJob, Opened
+from persistkv.storage.host.protocol import JobDone, LoadJob, Opened
 from persistkv.storage.host.server import StoreServer
 from persistkv.storage.host.supervisor import State
+from persistkv.storage.records import News
 
 COUNT = 32
 KEYS = [number.to_bytes(32, "little") + bytes(4) for number in range(COUNT)]
@@ -89,7 +90,7 @@ def test_that_a_pack_is_bad_is_told_before_the_load_that_found_it_ends(hosted: A
     side.handle(LoadJob(1, PackedKeys.of(KEYS), rows))
     while not any(isinstance(message, JobDone) for message in sent):
         side.step()
-    assert [type(message) for message in sent[:2]] == [Events, JobDone]
-    assert sorted(sent[0].removed.unpack()) == sorted(KEYS)
+    assert [type(message) for message in sent[:2]] == [News, JobDone]
+    assert sorted(sent[0].removed) == sorted(KEYS)
     assert KEYS[5] in sent[1].failed.unpack()
     side.close()

@@ -13,8 +13,9 @@ import pytest
 from persistkv.errors import HostError
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.connection import SocketConnection
-from persistkv.storage.host.protocol import Collided, Flush, JobDone, Table, ToEngine, ToStore
+from persistkv.storage.host.protocol import Flush, JobDone, Table, ToEngine, ToStore
 from persistkv.storage.host.server import serve
+from persistkv.storage.records import News
 
 
 def pair() -> tuple[SocketConnection, SocketConnection]:
@@ -26,10 +27,10 @@ def test_large_and_small_messages_arrive_in_order() -> None:
     engine, store = pair()
     keys = PackedKeys.of([number.to_bytes(36, "little") for number in range(100_000)])
     sent: list[Any] = [
-        JobDone(1, PackedKeys(), 5, 0.5),
-        Collided(keys, True),
-        Collided(PackedKeys.of([b"a", b"bcd"]), False),
-        JobDone(2, keys, 0, 0),
+        JobDone(1, PackedKeys(), 5),
+        News(stored=keys.unpack(), removed=[b"a", b"bcd"], lost=True, collided={b"a": True, b"bcd": False}),
+        News(persisted=[("r", True), ("s", False)]),
+        JobDone(2, keys, 0),
     ]
     for message in sent:
         store.send(message)
@@ -47,12 +48,12 @@ def test_large_and_small_messages_arrive_in_order() -> None:
 
 def test_a_descriptor_arrives_with_its_message() -> None:
     engine, store = pair()
-    keys = PackedKeys.of([number.to_bytes(36, "little") for number in range(100_000)])
+    keys = [number.to_bytes(36, "little") for number in range(100_000)]
     reader, writer = os.pipe()
-    sent: list[Collided | Table] = [
-        Collided(keys, True),
+    sent: list[News | Table] = [
+        News(stored=keys),
         Table(3, os.dup(writer)),
-        Collided(keys, False),
+        News(removed=keys),
         Table(4, writer),
     ]
     for message in sent:

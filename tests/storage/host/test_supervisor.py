@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from persistkv.config import GroupLayout, RowLayout
+from persistkv.errors import HostError
 from persistkv.storage.host import supervisor
-from persistkv.storage.host.supervisor import Backoff, Look, Watchdog
+from persistkv.storage.host.connection import Connection
+from persistkv.storage.host.protocol import Hello
+from persistkv.storage.host.supervisor import Host, Supervisor, Watchdog
+from persistkv.storage.records import StoreOptions
+
+FINE, ASK, SILENT = "fine", "ask", "silent"
 
 
 class Clock:
@@ -23,11 +30,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return stopped
 
 
-def looks(dog: Watchdog, clock: Clock, *seconds: float) -> list[Look]:
+def looks(dog: Watchdog, clock: Clock, *seconds: float) -> list[str]:
     found = []
+    pings: list[float] = []
     for step in seconds:
         clock.now += step
-        found.append(dog.look())
+        asked = len(pings)
+        silent = dog.is_silent(lambda: pings.append(clock.now))
+        found.append(SILENT if silent else ASK if len(pings) > asked else FINE)
     return found
 
 
@@ -39,22 +49,22 @@ def never() -> float:
 def test_who_is_silent_is_asked_once_and_then_given_up(clock: Clock) -> None:
     dog = Watchdog(60.0, never)
     dog.hear()
-    assert looks(dog, clock, 0.0, 30.0, 0.5, 29.0, 2.0) == [Look.FINE, Look.FINE, Look.ASK, Look.FINE, Look.SILENT]
+    assert looks(dog, clock, 0.0, 30.0, 0.5, 29.0, 2.0) == [FINE, FINE, ASK, FINE, SILENT]
 
 
 def test_an_answer_begins_all_anew(clock: Clock) -> None:
     dog = Watchdog(60.0, never)
     dog.hear()
-    assert looks(dog, clock, 31.0, 29.0) == [Look.ASK, Look.FINE]
+    assert looks(dog, clock, 31.0, 29.0) == [ASK, FINE]
     dog.hear()
-    assert looks(dog, clock, 29.0, 2.0) == [Look.FINE, Look.ASK]
+    assert looks(dog, clock, 29.0, 2.0) == [FINE, ASK]
 
 
 def test_time_without_a_cpu_is_no_silence(clock: Clock) -> None:
     starved = iter([100.0, 160.0, 190.0, 190.0])
     dog = Watchdog(60.0, lambda: next(starved))
     dog.hear()
-    assert looks(dog, clock, 31.0, 61.0, 58.0, 2.0) == [Look.ASK, Look.FINE, Look.FINE, Look.SILENT]
+    assert looks(dog, clock, 31.0, 61.0, 58.0, 2.0) == [ASK, FINE, FINE, SILENT]
 
 
 def test_a_call_has_ten_times_as_long() -> None:
@@ -62,12 +72,32 @@ def test_a_call_has_ten_times_as_long() -> None:
     assert Watchdog(60.0, never).call_hangs(601.0)
 
 
+class BrokenHost(Host):
+    """A host process that cannot be started."""
+
+    name = "broken"
+    restartable = True
+    idle_look_s = 0.0
+
+    def start(self) -> Connection:
+        raise HostError("no memory")
+
+    def wait(self, timeout_s: float) -> bool:
+        return True
+
+    def release(self) -> None:
+        pass
+
+
 def test_waits_double_up_to_a_bound_until_something_works(clock: Clock) -> None:
-    backoff = Backoff()
-    assert backoff.over
-    assert [backoff.fail() for _ in range(10)] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0]
-    assert not backoff.over
-    clock.now += 30.0
-    assert backoff.over
-    backoff.reset()
-    assert backoff.fail() == 0.1
+    layout = RowLayout(4096, (GroupLayout(((0, 4096),)),))
+    broken = Supervisor(BrokenHost(), Hello("", b"", layout, StoreOptions()), watchdog_s=60.0, least_start_s=60.0)
+    for delay in [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0, 30.0]:
+        assert broken.maybe_restart()
+        clock.now += 0.9 * delay
+        assert not broken.maybe_restart()
+        clock.now += 0.2 * delay
+    broken.worked()
+    assert broken.maybe_restart()
+    clock.now += 0.11
+    assert broken.maybe_restart()

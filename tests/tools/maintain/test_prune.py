@@ -8,12 +8,12 @@ from contextlib import closing
 
 import pytest
 
-import persistkv_tools.options
+import persistkv_tools.store
 from persistkv.errors import StoreError
 from persistkv.storage import open_backend, open_inspectable
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing import FaultyBackend, MemoryBackend
-from persistkv_tools.maintain.prune import Done, Pruning
+from persistkv_tools.maintain.prune import Prune
 from persistkv_tools.options import Selection
 from tests.tools.contexts import Contexts
 
@@ -253,11 +253,10 @@ class TestWhileOthersWrite:
 
     def test_a_request_that_came_since_keeps_its_packs(self, store):
         backend, writer = store
-        pruning = Pruning(backend, backend.namespaces())
-        pruning.choose(Selection())
-        assert pruning.plan().goes.packs == 4
+        prune = Prune(backend, lambda: backend, Selection(), backend.namespaces())
+        assert prune.plan.goes.packs == 4
         writer.add("new", "a2 b2 c")
-        pruning.run(backend, done := Done())
+        done = prune.run()
         assert done.goes.packs == 3
         assert done.staying == ["r2"]
         held = {table.pack_id for table in backend.changes(writer.namespace, None).added}
@@ -266,11 +265,9 @@ class TestWhileOthersWrite:
 
     def test_packs_that_went_meanwhile_are_passed_over(self, store):
         backend, writer = store
-        pruning = Pruning(backend, backend.namespaces())
-        pruning.choose(Selection())
-        pruning.plan()
+        prune = Prune(backend, lambda: backend, Selection(), backend.namespaces())
         backend.commit(writer.namespace, CommitBatch(deletions=[writer.packs["r1"]]))
-        pruning.run(backend, done := Done())
+        done = prune.run()
         assert (done.goes.packs, done.staying) == (3, [])
 
 
@@ -289,7 +286,7 @@ def failing(monkeypatch):
             backend.before("commit", fail)
             return backend
 
-        monkeypatch.setattr(persistkv_tools.options, "open_inspectable", opened)
+        monkeypatch.setattr(persistkv_tools.store, "open_inspectable", opened)
 
     return fail_after
 
@@ -357,14 +354,11 @@ def test_where_nothing_is_to_go_no_catalogue_is_read(contexts):
     _, writer = contexts
     writer.add("one", "a b")
     backend = FaultyBackend.of(writer.backend)
-    pruning = Pruning(backend, backend.namespaces())
-    pruning.choose(Selection(made_before=1.0))
-    assert pruning.plan().requests == []
-    pruning.run(backend, done := Done())
-    assert done.requests == 0
-    pruning.choose(Selection())
-    pruning.shrink_to(1 << 30)
-    assert pruning.plan().goes.packs == 0
+    prune = Prune(backend, lambda: backend, Selection(made_before=1.0), backend.namespaces())
+    assert prune.plan.requests == []
+    assert prune.run().requests == 0
+    prune = Prune(backend, lambda: backend, Selection(), backend.namespaces(), keep_bytes=1 << 30)
+    assert prune.plan.goes.packs == 0
     assert "changes" not in backend.calls
 
 
@@ -373,9 +367,7 @@ def test_what_others_evict_meanwhile_is_not_counted(contexts):
     writer.add("one", "a b")
     writer.add("two", "c d", labels={"user": "anna"})
     backend = writer.backend
-    pruning = Pruning(backend, backend.namespaces())
-    pruning.choose(Selection(labels=(("user", "anna"),)))
-    pruning.plan()
+    prune = Prune(backend, lambda: backend, Selection(labels=(("user", "anna"),)), backend.namespaces())
     backend.commit(writer.namespace, CommitBatch(deletions=[writer.packs["one"]]))
-    pruning.run(backend, done := Done())
+    done = prune.run()
     assert (done.requests, done.goes.packs, done.staying) == (1, 1, [])

@@ -67,7 +67,7 @@ state = VerifyState.begin("lmdb:///here", 1.0)
 interrupt_in(0.3)
 begin = time.monotonic()
 try:
-    with closing(Verifier(backend, spaces, state, lambda num_bytes: None, 4, None, 1)) as verifier:
+    with closing(Verifier(backend, spaces, state, lambda num_bytes: None, 4, batch_bytes=1)) as verifier:
         list(verifier.packs())
 except KeyboardInterrupt:
     print(time.monotonic() - begin)
@@ -181,7 +181,7 @@ class TestWhatOthersDoMeanwhile:
             pass
         assert {finding.pack for finding in state.findings} == {bad.hex(), healed.hex()}
         flip(backend, writer.namespace, healed, 0)
-        repair_packs(backend, spaces, state.findings, ignore, repaired := Repaired())
+        repair_packs(backend, state.findings, repaired := Repaired())
         assert repaired.packs == [bad]
         assert (repaired.shortened, repaired.deleted) == ({(writer.namespace, "r1")}, set())
         assert NamespacePacks(backend, writer.namespace).tables.keys() == set(writer.packs.values()) - {bad}
@@ -205,7 +205,7 @@ class TestWhatOthersDoMeanwhile:
         faulty.before("commit", fail)
         repaired = Repaired()
         with pytest.raises(StoreError):
-            repair_packs(faulty, spaces, state.findings, ignore, repaired)
+            repair_packs(faulty, state.findings, repaired)
         assert (repaired.packs, len(repaired.shortened), repaired.deleted) == ([first], 2, set())
 
 

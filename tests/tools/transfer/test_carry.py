@@ -20,9 +20,9 @@ from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_tools.options import FoundRequest, Selection
 from persistkv_tools.transfer.archive import ArchiveReader, ArchiveWriter, CorruptArchiveError
-from persistkv_tools.transfer.export import export_requests
+from persistkv_tools.transfer.export import Source, export_requests
 from persistkv_tools.transfer.import_ import verify_archive
-from persistkv_tools.transfer.push import Room, Transfer, capacity_for, sources_of
+from persistkv_tools.transfer.push import Room, Transfer, capacity_for
 from tests.memory_rows import flip
 from tests.tools.contexts import Contexts
 from tests.tools.damage import store_with_a_bad_pack
@@ -45,7 +45,7 @@ def verified(path):
 
 
 def push(source, target, namespaces, selection, took, **options):
-    sources = sources_of(source, namespaces, selection)
+    sources = [Source.of(source, space, filter(selection.takes, source.manifests(space.id))) for space in namespaces]
     transfer = Transfer(sources, target, "lmdb:///target", everything=selection == Selection())
     return transfer.run(target, took, **options)
 

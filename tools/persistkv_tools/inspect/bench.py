@@ -29,28 +29,26 @@ import numpy.typing as npt
 import typer
 import xxhash
 
+from persistkv import open_store
 from persistkv.config import GroupLayout, RowLayout, StoreUrl, parse_size
 from persistkv.errors import ConfigurationError, StoreError
 from persistkv.memory.libc import address_of
 from persistkv.memory.pages import use_huge_pages
 from persistkv.storage import BACKENDS, open_inspectable
-from persistkv.storage.backend import CommitBatch
 from persistkv.storage.commit_pipeline import DIRECT_BYTES
-from persistkv.storage.extensions import InspectableBackend, PlainMedium, SupportsPlainMedium
+from persistkv.storage.extensions import PlainMedium, SupportsPlainMedium
 from persistkv.storage.host.client import JobOutcome, StoreClient
 from persistkv.storage.host.protocol import Hello
 from persistkv.storage.host.supervisor import Host, ProcessHost
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
-from persistkv_tools import render
+from persistkv_tools import options, render
 from persistkv_tools.inspect.doctor import CODECS, LEAST_GAIN, sample_store
-from persistkv_tools.options import Json, Url
 from persistkv_tools.packs import Took
 from persistkv_tools.progress import byte_progress, counted
 
 _BLOCK_BYTES = 64 << 10  # 64 KiB
 _QUEUE_BYTES = 8 << 30  # 8 GiB
-_DELETED_AT_ONCE = 256
 _MAX_BUFFERS = 1024  # of one system call
 _PAUSE_S = 0.2  # before a cold read
 _NAP_S = 0.0001
@@ -61,7 +59,6 @@ _POOR = 0.5
 """Below this share of the good ratio, an operation is judged slow."""
 _CODEC_ROUNDS = 3
 """Rounds in which each codec is measured, after a warm-up round."""
-_NO_ADVICE = "the codecs were not compared"
 
 
 class Figure(msgspec.Struct, frozen=True):
@@ -126,10 +123,10 @@ _CODEC_FIGURES = render.columns("codec ratio store=store_bytes_per_s load=load_b
 
 
 def bench(
-    url: Url,
+    url: options.Url,
     size: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of one job.")] = "32MiB",
     rounds: Annotated[int, typer.Option(min=1, help="Number of rounds.")] = 7,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Compare persistkv on this disk or bucket with plain reads and writes of the same bytes, and judge the ratios.
 
@@ -172,7 +169,12 @@ def _bench(url: str, job_bytes: int, rounds: int, took: Took) -> BenchReport:
     notes: list[str] = []
     times: dict[str, list[float]] = defaultdict(list)
     codecs: list[CodecFigure] = []
-    job, sample = _Job(job_bytes), _sample(url, job_bytes, notes)
+    job = _Job(job_bytes)
+    try:
+        with closing(open_inspectable(url, read_only=True)) as backend:
+            sample, problem = sample_store(backend, job_bytes), "the store holds less than 1 MiB"
+    except StoreError as error:
+        sample, problem = b"", str(error)
     with _scratch(url, notes) as (scratch, directory), ExitStack() as stack:
         if (plain := _plain_medium(scratch, directory, notes)) is not None:
             stack.enter_context(closing(plain))
@@ -189,63 +191,37 @@ def _bench(url: str, job_bytes: int, rounds: int, took: Took) -> BenchReport:
                         plain.read(job.target)  # fills the page cache
                     times["plain load, warm"].append(_seconds(plain.read, job.target))
                 took(job_bytes)
-        for seconds in times.values():
-            del seconds[0]
+        for warmed_up in times.values():
+            del warmed_up[0]
         if directory is not None:
             try:
-                _cold(scratch, directory, job, keys, plain, times, took)
+                for number, names in enumerate(keys[1:]):
+                    if isinstance(plain, _PlainDisk):
+                        time.sleep(_PAUSE_S)  # a disk answers sooner right after another read
+                        times["plain load, cold"].append(_seconds(plain.read_cold, number, job.target))
+                        job.clear()  # as after a load: reads into memory that was just written are faster
+                    drop_page_cache([directory])
+                    with job.client(scratch) as client:
+                        time.sleep(_PAUSE_S)
+                        times["load, cold"].append(job.load(client, names))
+                    took(job_bytes)
             except OSError as error:
                 notes.append(f"reads past the page cache cannot be measured: {error.strerror}")
-        if sample:
-            try:
-                codecs += _measure_codecs(scratch, directory, job, sample, took)
-            except StoreError as error:
-                notes.append(f"{_NO_ADVICE}: {error}")
-    figures = [_figure(name, times[name], times.get(f"plain {name}"), job_bytes) for name in _GOOD if times.get(name)]
+        try:
+            codecs += _measure_codecs(scratch, directory, job, sample, took) if sample else ()
+        except StoreError as error:
+            sample, problem = b"", str(error)
+        if not sample:
+            notes.append(f"the codecs were not compared: {problem}")
+    figures = []
+    for name in _GOOD:
+        if name in times:
+            seconds = round(statistics.median(times[name]), 6)
+            plain_times = times.get(f"plain {name}")
+            limit = round(statistics.median(plain_times), 6) if plain_times else None
+            ratio = None if limit is None else round(limit / seconds, 3)
+            figures.append(Figure(name, seconds, round(job_bytes / seconds), limit, ratio, verdict(name, ratio)))
     return BenchReport(url, scratch, job_bytes, rounds, figures, codecs, recommend(codecs) if codecs else None, notes)
-
-
-def _sample(url: str, most_bytes: int, notes: list[str]) -> bytes:
-    """Return a sample of the store's raw content; empty, with a note, if the store is absent or holds too little."""
-    sample, problem = b"", "the store holds less than 1 MiB"
-    try:
-        with closing(open_inspectable(url, read_only=True)) as backend:
-            sample = sample_store(backend, most_bytes)
-    except StoreError as error:
-        problem = str(error)
-    if not sample:
-        notes.append(f"{_NO_ADVICE}: {problem}")
-    return sample
-
-
-def _cold(
-    scratch: str,
-    directory: Path,
-    job: _Job,
-    keys: list[list[bytes]],
-    plain: PlainMedium | None,
-    times: dict[str, list[float]],
-    took: Took,
-) -> None:
-    """Measure loads that find nothing in the page cache, by persistkv and by plain reads.
-
-    Pause before each read: a disk answers sooner right after another read.
-
-    :param scratch: URL of the temporary store, whose files are in ``directory``.
-    :param keys: block keys that each round stored; the first round, for warm-up, is skipped.
-    :param times: receives the seconds of each load, by operation.
-    :raises OSError: the page cache keeps the files.
-    """
-    for number, names in enumerate(keys[1:]):
-        if isinstance(plain, _PlainDisk):
-            time.sleep(_PAUSE_S)
-            times["plain load, cold"].append(_seconds(plain.read_cold, number, job.target))
-            job.clear()  # as after a load: reads into memory that was just written are faster
-        drop_page_cache([directory])
-        with job.client(scratch) as client:
-            time.sleep(_PAUSE_S)
-            times["load, cold"].append(job.load(client, names))
-        took(job.num_bytes)
 
 
 def _measure_codecs(
@@ -266,7 +242,7 @@ def _measure_codecs(
         for name, keys in turns:
             stores[name].append(job.store(clients[name], keys))
             took(job.num_bytes)
-        ratios = {name: _codec_ratio(client) for name, client in clients.items()}
+        hosts = {name: client.stats().host for name, client in clients.items()}
         if directory is not None:
             stack.close()
             with suppress(OSError):  # on a file system in memory
@@ -277,29 +253,18 @@ def _measure_codecs(
             took(job.num_bytes)
     seconds = {name: (statistics.median(stores[name][1:]), statistics.median(loads[name][1:])) for name in CODECS}
     for name, (store, load) in seconds.items():
+        if (host := hosts[name]) is None or not host.counters.stored_bytes:
+            raise StoreError("the host process does not say how much it stored")
+        ratio = host.counters.stored_raw_bytes / host.counters.stored_bytes
         relative = (store + load) / sum(seconds["raw"])
         speeds = round(job.num_bytes / store), round(job.num_bytes / load)
-        yield CodecFigure(name, round(ratios[name], 3), *speeds, round(relative, 3))
-
-
-def _codec_ratio(client: StoreClient) -> float:
-    host = client.stats().host
-    if host is None or not host.counters.stored_bytes:
-        raise StoreError("the host process does not say how much it stored")
-    return host.counters.stored_raw_bytes / host.counters.stored_bytes
+        yield CodecFigure(name, round(ratio, 3), *speeds, round(relative, 3))
 
 
 def _seconds(call: Callable[..., None], *arguments: object) -> float:
     begin = time.perf_counter()
     call(*arguments)
     return time.perf_counter() - begin
-
-
-def _figure(name: str, times: list[float], plain: list[float] | None, job_bytes: int) -> Figure:
-    seconds = round(statistics.median(times), 6)
-    limit = round(statistics.median(plain), 6) if plain else None
-    ratio = None if limit is None else round(limit / seconds, 3)
-    return Figure(name, seconds, round(job_bytes / seconds), limit, ratio, verdict(name, ratio))
 
 
 def verdict(name: str, ratio: float | None) -> str:
@@ -320,12 +285,11 @@ def recommend(figures: Sequence[CodecFigure]) -> Advice:
     halves the bytes and takes twice as long is worth as much as ``raw``.
     """
     best = max((figure for figure in figures if figure.codec != "raw"), key=lambda figure: figure.ratio / figure.time)
-    traits = (
-        f"{best.codec} makes the data {best.ratio:.2f}x smaller, and a store and a load take {best.time:.2f}x as long"
-    )
+    smaller, longer = f"{best.codec} makes the data {best.ratio:.2f}x smaller", f"{best.time:.2f}x as long as with raw"
+    traits = f"{smaller}, and a store and a load take {longer}"
     if best.ratio / best.time >= LEAST_GAIN:
-        return Advice(best.codec, f"{traits} as with raw")
-    return Advice("raw", f"no codec is worth its time here: {traits} as with raw")
+        return Advice(best.codec, traits)
+    return Advice("raw", f"no codec is worth its time here: {traits}")
 
 
 @contextmanager
@@ -346,26 +310,18 @@ def _scratch(url: str, notes: list[str]) -> Iterator[tuple[str, Path | None]]:
         if directory is not None:
             shutil.rmtree(directory)
         else:
-            with closing(open_inspectable(scratch)) as backend:
-                _empty(backend)
+            with open_store(scratch, read_only=False) as store:
+                store.prune(orphans=True)
             notes.append(f"{scratch} is empty; a few small objects of it stay, to be removed by the bucket's own tools")
 
 
-def _empty(backend: InspectableBackend) -> None:
-    for namespace in list(backend.namespaces()):
-        packs = [table.pack_id for table in backend.changes(namespace.id, None).added]
-        for start in range(0, len(packs), _DELETED_AT_ONCE):
-            backend.commit(namespace.id, CommitBatch(deletions=packs[start : start + _DELETED_AT_ONCE]))
-
-
 class _Job:
-    """Block buffers of a job in shared memory, in shuffled order: stores read the first half, loads fill the second."""
+    """Block buffers of a job in shared memory, in shuffled order: stores read the first half, loads fill the second.
+
+    :raises ConfigurationError: they do not fit the memory.
+    """
 
     def __init__(self, num_bytes: int) -> None:
-        """Allocate the buffers.
-
-        :raises ConfigurationError: they do not fit the memory.
-        """
         self.num_bytes = num_bytes
         self._fd = os.memfd_create("persistkv-bench")
         try:
@@ -466,42 +422,36 @@ def _plain_medium(scratch: str, directory: Path | None, notes: list[str]) -> Pla
             notes.append(f"the disk cannot be measured past the page cache ({error.strerror}): there are no ratios")
             return None
     parsed = StoreUrl.parse(scratch)
-    driver = BACKENDS.get(parsed.scheme)
-    if issubclass(driver, SupportsPlainMedium):
+    if issubclass(driver := BACKENDS.get(parsed.scheme), SupportsPlainMedium):
         return driver.plain_medium(parsed)
     notes.append("what the medium could give at most is not known here: there are figures, and no ratios")
     return None
 
 
 class _PlainDisk(PlainMedium):
-    """A file that is written and read with plain system calls."""
+    """A file that is written and read with plain system calls.
+
+    :raises OSError: the file system has no O_DIRECT.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Create the file.
-
-        :raises OSError: the file system has no O_DIRECT.
-        """
         self._direct = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
         self._buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._end = 0
 
     def write(self, buffers: Sequence[memoryview]) -> None:
-        """Append past the page cache, durably.
-
-        :raises StoreError: the disk is full, or failed.
-        """
+        """Append past the page cache, durably."""
         try:
-            self._end += transfer(os.pwritev, self._direct, buffers, self._end)
+            transfer(os.pwritev, self._direct, buffers, self._end)
             os.fdatasync(self._direct)
         except OSError as error:
             raise StoreError(f"the plain file cannot be written: {error.strerror}") from error
+        self._end += sum(map(len, buffers))
 
     def read(self, buffers: Sequence[memoryview]) -> None:
         """Fill buffers with the bytes of the last ``write``, read through the page cache.
 
         Also compute a checksum of each buffer, because a load does so; it is not compared.
-
-        :raises StoreError: the disk failed.
         """
         try:
             transfer(os.preadv, self._buffered, buffers, self._end - sum(map(len, buffers)))
@@ -526,20 +476,17 @@ class _PlainDisk(PlainMedium):
 
 def transfer(
     call: Callable[[int, Sequence[memoryview], int], int], fd: int, buffers: Sequence[memoryview], offset: int
-) -> int:
+) -> None:
     """Transfer buffers from or to byte ``offset`` of a file, in as few calls of preadv or pwritev as possible.
 
-    :returns: number of bytes.
     :raises OSError: a call transferred fewer bytes.
     """
-    begin = offset
     for start in range(0, len(buffers), _MAX_BUFFERS):
         part = buffers[start : start + _MAX_BUFFERS]
         wanted = sum(map(len, part))
         if (done := call(fd, part, offset)) != wanted:
             raise OSError(errno.EIO, f"{done} of {wanted} bytes")
         offset += wanted
-    return offset - begin
 
 
 def drop_page_cache(paths: Sequence[Path]) -> None:
@@ -548,17 +495,14 @@ def drop_page_cache(paths: Sequence[Path]) -> None:
     :raises OSError: more than 1 MiB of a file, and more than 1 % of it, stays in the page cache.
     """
     for file in (below for path in paths for below in (path, *path.rglob("*")) if below.is_file()):
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with file.open("rb") as opened:
             for _ in range(2):
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                if _resident_bytes(fd) <= max(os.fstat(fd).st_size // 100, 1 << 20):
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                if _resident_bytes(opened.fileno()) <= max(file.stat().st_size // 100, 1 << 20):
                     break
-                os.fsync(fd)  # dirty pages stay; only then, because each fsync flushes the disk
+                os.fsync(opened.fileno())  # dirty pages stay; only then, because each fsync flushes the disk
             else:
                 raise OSError(errno.EBUSY, f"{file} stays in the page cache: another process uses it")
-        finally:
-            os.close(fd)
 
 
 def _resident_bytes(fd: int) -> int:

@@ -115,9 +115,7 @@ def examine(url: str | None, environment: Mapping[str, str], shared_memory: Path
     """
     yield from _packages()
     yield from _shared_memory(shared_memory)
-    yield from _limits()
-    yield _hash_seed(environment)
-    yield _clock()
+    yield from _process(environment)
     if url is not None:
         yield from _store(url)
 
@@ -169,32 +167,23 @@ def _is_left(path: Path) -> bool:
     return True
 
 
-def _limits() -> Iterator[Check]:
+def _process(environment: Mapping[str, str]) -> Iterator[Check]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = soft == resource.RLIM_INFINITY or soft >= _MIN_FILES
+    files, most = ("no limit" if limit == resource.RLIM_INFINITY else f"{limit:,}" for limit in (soft, hard))
     todo = f"ulimit -n {_MIN_FILES}, or LimitNOFILE= of the service"
-    yield _passed("open files", enough, f"{_limit(soft)} (at most {_limit(hard)})", todo)
+    yield _passed("open files", enough, f"{files} (at most {most})", todo)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
     found = "no limit" if unlimited else render.format_size(soft)
     todo = "only where pinning the primary tier for a GPU fails: ulimit -l unlimited, or LimitMEMLOCK=infinity"
     yield _passed("locked memory", unlimited, found, todo, Level.NOTE)
-
-
-def _limit(value: int) -> str:
-    return "no limit" if value == resource.RLIM_INFINITY else f"{value:,}"
-
-
-def _hash_seed(environment: Mapping[str, str]) -> Check:
     seed = environment.get("PYTHONHASHSEED", "")
     todo = "engines that name blocks with Python's hash() find nothing after a restart: set it to 0 for each of them"
-    return _passed("PYTHONHASHSEED", seed.isdecimal(), seed or "not set", todo, Level.NOTE)
-
-
-def _clock() -> Check:
+    yield _passed("PYTHONHASHSEED", seed.isdecimal(), seed or "not set", todo, Level.NOTE)
     now = time.time()
     found = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
-    return _passed("clock", now >= _RELEASED, found, "it is behind: set it (ages and ttl go by it)")
+    yield _passed("clock", now >= _RELEASED, found, "it is behind: set it (ages and ttl go by it)")
 
 
 def _store(url: str) -> Iterator[Check]:
@@ -209,26 +198,26 @@ def _store(url: str) -> Iterator[Check]:
         yield Check("store", Level.PROBLEM, " ".join(str(error).split()), todo)
         return
     packs = f"{render.count(stats.packs, 'pack')}, {render.format_size(stats.disk_bytes)} on disk"
-    held = f"{render.count(stats.requests, 'request')}, {packs}"
-    yield Check("store", Level.OK, f"opens: {held}")
-    yield _codec(url, sample, stats.raw_bytes / stats.stored_bytes if stats.stored_bytes else 1.0)
+    yield Check("store", Level.OK, f"opens: {render.count(stats.requests, 'request')}, {packs}")
+    if sample:
+        ratio = stats.raw_bytes / stats.stored_bytes if stats.stored_bytes else 1.0
+        codec, possible = smallest(sample)
+        found = f"codec ratio {ratio:.2f}, with {codec} {possible:.2f}"
+        todo = f"try codec {codec}; persistkv bench {url} measures its cost here"
+        yield _passed("codec", possible < LEAST_GAIN * ratio, found, todo, Level.NOTE)
+    else:
+        yield Check("codec", Level.OK, "the store holds less than 1 MiB: too little to recommend one")
     if stats.quarantined:
         found = f"{render.format_size(stats.quarantined_bytes)} outside of the capacity: {' '.join(stats.quarantined)}"
         yield Check("damaged files", Level.WARNING, found, f"persistkv prune {url} --quarantined deletes them")
-    yield _future(created)
+    newest = max(created, default=0.0)
+    right = newest <= time.time() + _SKEW_S
+    found = "no request is from the future" if right else f"the newest request is {render.format_age(newest)} old"
+    yield _passed("store's clock", right, found, "this machine's clock, or that of an engine, is wrong")
     if location.is_dir():
         yield _pid_namespace()
         yield _space(location, stats.disk_bytes, stats.capacity)
         yield _direct(location)
-
-
-def _codec(url: str, sample: bytes, ratio: float) -> Check:
-    if not sample:
-        return Check("codec", Level.OK, "the store holds less than 1 MiB: too little to recommend one")
-    codec, possible = smallest(sample)
-    found = f"codec ratio {ratio:.2f}, with {codec} {possible:.2f}"
-    todo = f"try codec {codec}; persistkv bench {url} measures its cost here"
-    return _passed("codec", possible < LEAST_GAIN * ratio, found, todo, Level.NOTE)
 
 
 def sample_store(backend: Backend, most_bytes: int) -> bytes:
@@ -263,12 +252,12 @@ def _decoded(backend: Backend, table: PackTable, frame: Frame) -> bytearray:
 def smallest(sample: bytes) -> tuple[str, float]:
     """Return the codec that makes these bytes smallest, and its ratio of raw to stored bytes."""
     frames = [sample[start : start + FRAME_BYTES] for start in range(0, len(sample), FRAME_BYTES)]
-    ratios = {}
-    for name in CODECS:
-        codec = parse_codec(name)
-        ratios[name] = len(sample) / sum(align(min(len(codec.encode(frame)), len(frame))) for frame in frames)
-    best = max(ratios, key=ratios.__getitem__)
-    return best, ratios[best]
+    sizes = {
+        name: sum(align(min(len(codec.encode(frame)), len(frame))) for frame in frames)
+        for name, codec in zip(CODECS, map(parse_codec, CODECS), strict=True)
+    }
+    best = min(sizes, key=sizes.__getitem__)
+    return best, len(sample) / sizes[best]
 
 
 def _pid_namespace() -> Check:
@@ -282,22 +271,13 @@ def _pid_namespace() -> Check:
     return _passed("PID namespace", is_initial, found, todo, Level.NOTE)
 
 
-def _future(created: list[float]) -> Check:
-    newest = max(created, default=0.0)
-    right = newest <= time.time() + _SKEW_S
-    found = "no request is from the future" if right else f"the newest request is {render.format_age(newest)} old"
-    return _passed("store's clock", right, found, "this machine's clock, or that of an engine, is wrong")
-
-
 def _space(location: Path, held: int, capacity: int | None) -> Check:
     status = os.statvfs(location)
     free = status.f_bavail * status.f_frsize
     grows = 0 if capacity is None else capacity - held
-    found = f"{render.format_size(free)} free"
-    if grows > free:
-        found += f", and the store may grow by {render.format_size(grows)}"
+    growth = f", and the store may grow by {render.format_size(grows)}" if grows > free else ""
     todo = "the store evicts where the disk ends; make room, or open it with a smaller capacity"
-    return _passed("free disk", grows <= free, found, todo)
+    return _passed("free disk", grows <= free, f"{render.format_size(free)} free{growth}", todo)
 
 
 def _direct(location: Path) -> Check:

@@ -6,9 +6,8 @@ The JSON output has the fields of the structs below; the table is made from them
 from __future__ import annotations
 
 import enum
-import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from csv import DictWriter
 from io import StringIO
 from itertools import repeat
@@ -22,28 +21,10 @@ from persistkv import open_store
 from persistkv.errors import ConfigurationError, printable
 from persistkv.storage.backend import Namespace
 from persistkv.storage.extensions import InspectableBackend, RequestUse
-from persistkv_tools import render
-from persistkv_tools.options import (
-    InNamespace,
-    Json,
-    Labels,
-    LargerThan,
-    NeverHit,
-    NewerThan,
-    OlderThan,
-    RequestView,
-    Selection,
-    SmallerThan,
-    Url,
-    chosen_namespaces,
-    with_uses,
-)
+from persistkv_tools import options, render
+from persistkv_tools.options import RequestView, Selection
 
 _PAGE = 50
-_AT_ONCE = 1024
-_Key = Callable[[RequestView], tuple[Any, ...]]
-_Context = tuple[str, str, frozenset[tuple[str, str]]]
-_Best = Callable[[int, Iterable[RequestView]], list[RequestView]]
 
 
 class NamespaceView(msgspec.Struct, frozen=True):
@@ -93,7 +74,7 @@ class Sort(str, enum.Enum):
     NAMESPACE = "namespace"
 
 
-_KEYS: dict[Sort, _Key] = {
+_KEYS: dict[Sort, Callable[[RequestView], tuple[Any, ...]]] = {
     Sort.CREATED: lambda view: (view.created, view.id),
     Sort.USED: lambda view: (view.last_used or 0.0, view.created, view.id),
     Sort.TOKENS: lambda view: (view.tokens, view.created, view.id),
@@ -106,16 +87,16 @@ _KEYS: dict[Sort, _Key] = {
 
 
 def ls(
-    url: Url,
+    url: options.Url,
     sort: Annotated[Sort, typer.Option(help="Newest or largest first; id and namespace by letter.")] = Sort.CREATED,
     reverse: Annotated[bool, typer.Option("--reverse", help="The other way round.")] = False,
-    namespace: InNamespace = None,
-    label: Labels = None,
-    older_than: OlderThan = None,
-    newer_than: NewerThan = None,
-    larger_than: LargerThan = None,
-    smaller_than: SmallerThan = None,
-    never_hit: NeverHit = False,
+    namespace: options.InNamespace = None,
+    label: options.Labels = None,
+    older_than: options.OlderThan = None,
+    newer_than: options.NewerThan = None,
+    larger_than: options.LargerThan = None,
+    smaller_than: options.SmallerThan = None,
+    never_hit: options.NeverHit = False,
     limit: Annotated[
         int | None,
         typer.Option(min=0, help=f"Requests to show; 0: all. Tables show {_PAGE}, JSON all.", show_default=False),
@@ -123,7 +104,7 @@ def ls(
     offset: Annotated[int, typer.Option(min=0, help="Requests to pass over: the next page.")] = 0,
     ids: Annotated[bool, typer.Option("--ids", help="Only the full ids, one in a line.")] = False,
     csv: Annotated[bool, typer.Option("--csv", help="Comma-separated values with a header, sizes in bytes.")] = False,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """List the requests that a store holds, newest first. The table shows requests of the same context as one row.
 
@@ -223,88 +204,43 @@ def list_requests(
 ) -> Page:
     """Return one page of the matching requests.
 
-    Reads all manifest heads, but keeps only those up to the end of the page in memory. Reads the use of requests
-    outside the page only if ``sort`` or ``selection`` depends on it.
+    Reads the use of requests outside the page only if ``sort`` or ``selection`` depends on it.
 
     :param limit: largest number of requests on the page; None: unlimited.
     :param merge_copies: show requests of the same context and labels as one row: the first of them by ``sort``.
     :raises NotFoundError: ``namespace`` matches no namespace, or several.
     """
-    namespaces = chosen_namespaces(backend, namespace)
-    counts = Counter[str]()
+    namespaces = options.chosen_namespaces(backend, namespace)
     by_use = sort in (Sort.USED, Sort.HITS) or selection.never_hit
-    views = _matching(backend, namespaces, selection, counts, by_use=by_use)
-    key, largest_first = _KEYS[sort], (sort in (Sort.ID, Sort.NAMESPACE)) == reverse
-    keep, choose = None if limit is None else offset + limit, heapq.nlargest if largest_first else heapq.nsmallest
-    copies = Counter[_Context]()
-
-    def best(number: int, views: Iterable[RequestView]) -> list[RequestView]:
-        return choose(number, views, key=key)
-
-    if merge_copies:
-        views = iter(_merged(views, copies, best, keep))
-    found = sorted(views, key=key, reverse=largest_first) if keep is None else best(keep, views)
-    shown = [
-        msgspec.structs.replace(view.with_use(use), copies=copies[_context(view)] or 1)
-        for view, use in _uses(backend, found[offset:])
+    found = list(_requests(backend, namespaces, selection, by_use=by_use))
+    views = [view for view in found if view is not None]
+    views.sort(key=_KEYS[sort], reverse=(sort in (Sort.ID, Sort.NAMESPACE)) == reverse)
+    rows: dict[object, list[RequestView]] = {}
+    for number, view in enumerate(views):
+        rows.setdefault((view.namespace, options.row(view)) if merge_copies else number, []).append(view)
+    shown = list(rows.values())[offset:][:limit]
+    uses = _uses(backend, [copies[0] for copies in shown])
+    requests = [
+        msgspec.structs.replace(copies[0].with_use(use), copies=len(copies))
+        for copies, use in zip(shown, uses, strict=True)
     ]
-    return Page(
-        url,
-        counts["total"],
-        counts["matched"],
-        len(copies) or counts["matched"],
-        offset,
-        shown,
-        list(map(NamespaceView.of, namespaces)),
-    )
+    return Page(url, len(found), len(views), len(rows), offset, requests, list(map(NamespaceView.of, namespaces)))
 
 
-def _context(view: RequestView) -> _Context:
-    """Return namespace, context and labels of a request: requests with equal ones share a row in merged lists."""
-    return view.namespace, view.context or view.id, frozenset(view.labels.items())
-
-
-def _merged(
-    views: Iterable[RequestView], copies: Counter[_Context], best: _Best, keep: int | None
-) -> list[RequestView]:
-    """Return one request for each table row: the first in list order. Rows after the first ``keep`` may be missing.
-
-    :param copies: receives the number of requests of each row.
-    :param best: returns the given number of requests that come first in the order of the list.
-    :param keep: number of rows, from the first, that the result must contain; None: all.
-    """
-    found: dict[_Context, RequestView] = {}
-    for view in views:
-        context = _context(view)
-        copies[context] += 1
-        found[context] = best(1, [found[context], view])[0] if context in found else view
-        if keep is not None and len(found) > 2 * keep + _AT_ONCE:  # a later, better request adds its row again
-            found = {_context(one): one for one in best(keep, found.values())}
-    return list(found.values())
-
-
-def _uses(backend: InspectableBackend, views: list[RequestView]) -> Iterator[tuple[RequestView, RequestUse | None]]:
-    """Yield the requests, in order, with their current use. Reads the use with one call for each namespace."""
+def _uses(backend: InspectableBackend, views: list[RequestView]) -> list[RequestUse | None]:
+    """Return the current use of the requests, in order, read with one call for each namespace."""
     uses: dict[str, Iterator[RequestUse | None]] = {}
     for namespace in {view.namespace for view in views}:
         names = [view.id for view in views if view.namespace == namespace]
         uses[namespace] = iter(backend.uses(bytes.fromhex(namespace), names))
-    for view in views:
-        yield view, next(uses[view.namespace])
+    return [next(uses[view.namespace]) for view in views]
 
 
-def _matching(
-    backend: InspectableBackend,
-    namespaces: list[Namespace],
-    selection: Selection,
-    counts: Counter[str],
-    *,
-    by_use: bool,
-) -> Iterator[RequestView]:
+def _requests(
+    backend: InspectableBackend, namespaces: list[Namespace], selection: Selection, *, by_use: bool
+) -> Iterator[RequestView | None]:
+    """Yield each request of these namespaces; None for one that the selection leaves out."""
     for namespace in namespaces:
         found = backend.manifests(namespace.id)
-        for manifest, use in with_uses(backend, namespace.id, found) if by_use else zip(found, repeat(None)):
-            counts["total"] += 1
-            if selection.takes(manifest, use):
-                counts["matched"] += 1
-                yield RequestView.of(namespace.id, manifest, use)
+        for manifest, use in options.with_uses(backend, namespace.id, found) if by_use else zip(found, repeat(None)):
+            yield RequestView.of(namespace.id, manifest, use) if selection.takes(manifest, use) else None

@@ -11,13 +11,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import lzma
 import mmap
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -27,7 +27,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import typer
-from rich.progress import Progress
 
 from persistkv.config import PAGE_BYTES, StoreUrl, parse_size
 from persistkv.errors import ConfigurationError, FileError, StoreError
@@ -35,9 +34,8 @@ from persistkv.storage import open_inspectable
 from persistkv.storage.host.protocol import HostStats
 from persistkv.storage.host.supervisor import InlineHost
 from persistkv.storage.records import RequestEnd
-from persistkv_tools import render
+from persistkv_tools import options, render
 from persistkv_tools.inspect.bench import finish, store_client
-from persistkv_tools.options import Json
 from persistkv_tools.progress import byte_progress, counted
 
 Request = list[int]
@@ -102,7 +100,7 @@ def replay_(
     pack_blocks: Annotated[
         int, typer.Option(min=0, help="Blocks in a pack at most, which leave together. 0: all that a request adds.")
     ] = PACK_BLOCKS,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Replay a trace against new stores of small blocks: hit rates by capacity, evictions, requests, bytes.
 
@@ -119,9 +117,21 @@ def replay_(
     chains = read_trace(trace, requests)
     _buffers(max(map(len, chains)), block_bytes).close()  # fails before a store is made
     asked, distinct = sum(map(len, chains)), distinct_blocks(chains)
-    urls = [_with_share(url, wanted, distinct * block_bytes) for wanted in share] if share else [url]
+    parsed, urls, runs = StoreUrl.parse(url), [url], list[Replayed]()
+    if share:
+        bounds = [urlencode({**parsed.options, "capacity": str(round(one * distinct * block_bytes))}) for one in share]
+        below = f"{parsed.scheme}://{parsed.location.rstrip('/')}"
+        urls = [f"{below}/{one:g}?{bound}" for one, bound in zip(share, bounds, strict=True)]
     with byte_progress() as progress:
-        runs = [_run(place, chains, distinct, block_bytes, pack_blocks, progress) for place in urls]
+        for place in urls:
+            with closing(open_inspectable(place)) as backend:
+                if any(True for _ in backend.namespaces()):
+                    raise ConfigurationError("URL", place, "a store that holds nothing yet: a replay fills it")
+                capacity = backend.stats().capacity
+            nominal = distinct if capacity is None else min(distinct, capacity // block_bytes)
+            took = counted(progress, f"{nominal:,} blocks", asked * block_bytes)
+            run = Replayed(place, capacity, nominal)
+            runs.append(replay(chains, run, block_bytes, took, pack_blocks=pack_blocks))
     unbounded = round(1 - distinct / asked, 4)  # each block but its first is a hit: equal ids mean equal prefixes
     if json:
         head = {"url": url, "trace": str(trace), "requests": len(chains), "blocks": asked, "distinct_blocks": distinct}
@@ -140,29 +150,9 @@ def replay_(
     )
 
 
-def _run(
-    url: str, chains: list[Request], distinct: int, block_bytes: int, pack_blocks: int, progress: Progress
-) -> Replayed:
-    with closing(open_inspectable(url)) as backend:
-        if any(True for _ in backend.namespaces()):
-            raise ConfigurationError("URL", url, "a store that holds nothing yet: a replay fills it")
-        capacity = backend.stats().capacity
-    nominal = distinct if capacity is None else min(distinct, capacity // block_bytes)
-    asked_bytes = sum(map(len, chains)) * block_bytes
-    took = counted(progress, f"{nominal:,} blocks", asked_bytes)
-    return replay(chains, Replayed(url, capacity, nominal), block_bytes, took, pack_blocks=pack_blocks)
-
-
-def _with_share(url: str, share: float, num_bytes: int) -> str:
-    parsed = StoreUrl.parse(url)
-    options = {**parsed.options, "capacity": str(round(share * num_bytes))}
-    return f"{parsed.scheme}://{parsed.location.rstrip('/')}/{share:g}?{urlencode(options)}"
-
-
 class _Line(msgspec.Struct):
-    """One line of a trace: the ids of a request's blocks, in order. Other fields of the line are ignored."""
-
     hash_ids: Request
+    """Ids of a request's blocks, in order. Other fields of the line are ignored."""
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[Request]:
@@ -173,7 +163,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[Request]:
         its id does not identify a prefix.
     """
     requests: list[Request] = []
-    parents: dict[int, int] = {}
+    parents: dict[int, int] = {}  # block → the block before it
     try:
         with lzma.open(path, "rt") if path.suffix == ".xz" else path.open() as lines:
             for line in islice(lines, limit):
@@ -257,7 +247,8 @@ class _Replay:
 
     def answer(self, number: int, chain: Request) -> None:
         """Replay request ``number``: look up its block ids, load the held prefix, store all blocks, end the request."""
-        keys = [key_of(block) for block in chain]
+        # 32 bytes of hash and 4 bytes of group index, as engines make keys
+        keys = [blake2b(block.to_bytes(8, "big"), digest_size=32).digest() + bytes(4) for block in chain]
         held = next((place for place, key in enumerate(keys) if not self._client.contains(key)), len(keys))
         good = self._load(keys[:held], chain) if held else 0
         self._run.hits += good
@@ -302,6 +293,7 @@ class _Replay:
         return host
 
     def complete(self) -> None:
+        """Record the results."""
         host = self.look()
         self._run.held_blocks = round(statistics.median(self._held[len(self._held) // 2 :]))
         self._run.requests_sent = host.requests
@@ -323,8 +315,3 @@ def _buffers(longest: int, block_bytes: int) -> mmap.mmap:
     except (OSError, OverflowError):
         expected = f"less: memory must hold the longest request, {longest:,} blocks, twice"
         raise ConfigurationError("--block-size", render.format_size(block_bytes), expected) from None
-
-
-def key_of(block: int) -> bytes:
-    """Return the key of a block id: 32 bytes of hash and 4 bytes of group index, as engines make keys."""
-    return hashlib.blake2b(block.to_bytes(8, "big"), digest_size=32).digest() + bytes(4)

@@ -7,23 +7,22 @@ earlier requests had named, and the blocks that it added.
 from __future__ import annotations
 
 import html
-import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 import typer
 
 from persistkv import __version__
-from persistkv.errors import FileError, printable
+from persistkv.errors import printable
 from persistkv.storage.extensions import InspectableBackend
-from persistkv_tools import render
+from persistkv_tools import options, render
 from persistkv_tools.inspect.show import TreeNode, prefix_tree
 from persistkv_tools.inspect.stat import Bin, StoreTotals, store_totals
 from persistkv_tools.inspect.top import EngineView, Watch, engine_name
-from persistkv_tools.options import FoundRequest, Json, RequestView, Selection, Url, chosen_requests, opened
+from persistkv_tools.options import FoundRequest, RequestView, Selection, chosen_requests, opened
 from persistkv_tools.packs import all_keys
 
 _PERIODS = 48
@@ -50,13 +49,13 @@ p { margin: 4px 0 12px; color: var(--dim); }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 4px 8px; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th { color: var(--dim); font-weight: 500; } th:first-child, td:first-child { text-align: left; }
-td.bar { width: 45%; text-align: left; }
-td.bar i { display: block; height: 12px; border-radius: 2px; background: var(--bar); }
+td.bar { width: 45%; } td.tree { width: 60%; }
 svg { width: 100%; height: auto; display: block; } svg text { fill: var(--dim); font-size: 12px; }
-.track { position: relative; height: 14px; min-width: 260px; background: var(--panel); border-radius: 2px; }
-.track i { position: absolute; top: 0; bottom: 0; min-width: 2px; border-radius: 2px; background: var(--bar); }
+.track { position: relative; height: 13px; border-radius: 2px; }
+td.tree .track { min-width: 260px; background: var(--panel); }
+.track i { position: absolute; top: 0; bottom: 0; border-radius: 2px; background: var(--bar); }
+td.tree i { min-width: 2px; }
 .track.chosen i { background: var(--hot); }
-td.tree { width: 60%; }
 footer { margin-top: 36px; color: var(--dim); }
 """
 
@@ -120,9 +119,9 @@ class ReportData(msgspec.Struct, frozen=True):
 
 
 def report(
-    url: Url,
+    url: options.Url,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write; is replaced.")],
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Write a page about a store: ages, sizes, fill and hits over time, prefix tree, codecs. It needs no network.
 
@@ -130,12 +129,7 @@ def report(
     """
     with opened(url) as backend:
         made = report_page(report_data(url, backend)).encode()
-    beside = output.with_name(output.name + ".part")
-    try:
-        beside.write_bytes(made)
-        os.replace(beside, output)
-    except OSError as error:
-        raise FileError("write", output, error) from None
+    options.write_file(output, made)
     if json:
         render.print_json({"url": url, "file": str(output), "bytes": len(made)})
     else:
@@ -150,9 +144,7 @@ def report_data(url: str, backend: InspectableBackend) -> ReportData:
     found = chosen_requests(backend, [], Selection(), None)
     found.sort(key=lambda request: (request.manifest.created, request.manifest.id))
     by_size = sorted(found, key=lambda request: -request.manifest.raw_bytes)[:_MOST]
-    largest = [
-        RequestView.of(space.id, manifest, backend.uses(space.id, [manifest.id])[0]) for space, manifest in by_size
-    ]
+    largest = [request.view(backend) for request in by_size]
     tree, group = None, 0
     if by_size:
         blocks = by_size[0].manifest.group_blocks
@@ -191,49 +183,60 @@ def _periods(backend: InspectableBackend, found: list[FoundRequest]) -> list[Per
 
 def report_page(data: ReportData) -> str:
     """Return the report as one self-contained page of HTML."""
-    return page(f"persistkv: {data.url}", _parts(data))
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
+        f"<title>{_escape(f'persistkv: {data.url}')}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        + "\n".join(_parts(data))
+        + "\n</body>\n</html>\n"
+    )
 
 
 def _parts(data: ReportData) -> Iterator[str]:
-    yield heading(data.url, 1)
-    yield paragraph(f"as of {render.format_time(data.made)}")
-    yield cards(_cards(data.totals))
+    yield f"<h1>{_escape(data.url)}</h1><p>as of {_escape(render.format_time(data.made))}</p>"
+    yield from _cards(data.totals)
     if data.totals.requests:
-        yield columns(
-            section("Age", "Requests by when they were stored.", _histogram("younger than", data.totals.ages)),
-            section(
-                "Size", "Requests by the raw bytes of their context.", _histogram("smaller than", data.totals.sizes)
-            ),
+        ages, sizes = _histogram("younger than", data.totals.ages), _histogram("smaller than", data.totals.sizes)
+        yield _columns(
+            _section("Age", "Requests by when they were stored.", ages),
+            _section("Size", "Requests by the raw bytes of their context.", sizes),
         )
     if data.periods:
-        yield columns(_fill(data.periods), _hits(data.periods))
+        yield _columns(_fill(data.periods), _hits(data.periods))
     if data.tree is not None:
         yield _tree(data.tree, data.group, data.largest[0])
-    yield section("Codecs", "Raw bytes per stored byte, for each KV cache group.", _groups(data.totals)) + section(
-        "Namespaces", "One for each identity: model, dtype, layout.", table(_NAMESPACES, data.totals.namespaces)
-    )
+    yield _section("Codecs", "Raw bytes per stored byte, for each KV cache group.", _groups(data.totals))
+    namespaces = _records(_NAMESPACES, data.totals.namespaces)
+    yield _section("Namespaces", "One for each identity: model, dtype, layout.", namespaces)
     if data.largest:
-        yield section("Largest requests", "By raw bytes.", table(_LARGEST, data.largest))
+        yield _section("Largest requests", "By raw bytes.", _records(_LARGEST, data.largest))
     if data.engines:
-        yield section("Engines", "Their last status.", table(_ENGINES, data.engines))
+        yield _section("Engines", "Their last status.", _records(_ENGINES, data.engines))
     yield f"<footer>persistkv {__version__}</footer>"
 
 
-def _cards(totals: StoreTotals) -> Iterator[tuple[str, str]]:
-    yield "requests", f"{totals.requests:,}"
-    yield "packs", f"{totals.packs:,}"
-    yield "blocks", f"{totals.blocks:,}"
-    yield "raw", render.format_size(totals.raw_bytes)
-    yield "stored", render.format_size(totals.stored_bytes)
-    yield "on disk", render.format_size(totals.disk_bytes)
-    yield "of the capacity", "no bound" if totals.fill is None else f"{totals.fill:.1%}"
-    yield "codec ratio", render.format_ratio(totals.raw_bytes, totals.stored_bytes)
-    yield "blocks named ÷ held", "-" if totals.dedup_ratio is None else f"{totals.dedup_ratio:.2f}"
+def _cards(totals: StoreTotals) -> Iterator[str]:
+    values = {
+        "requests": f"{totals.requests:,}",
+        "packs": f"{totals.packs:,}",
+        "blocks": f"{totals.blocks:,}",
+        "raw": render.format_size(totals.raw_bytes),
+        "stored": render.format_size(totals.stored_bytes),
+        "on disk": render.format_size(totals.disk_bytes),
+        "of the capacity": "no bound" if totals.fill is None else f"{totals.fill:.1%}",
+        "codec ratio": render.format_ratio(totals.raw_bytes, totals.stored_bytes),
+        "blocks named ÷ held": "-" if totals.dedup_ratio is None else f"{totals.dedup_ratio:.2f}",
+    }
+    yield '<div class="cards">'
+    for name, figure in values.items():
+        yield f'<div class="card"><b>{_escape(figure)}</b><span>{_escape(name)}</span></div>'
+    yield "</div>"
 
 
 def _histogram(header: str, bins: list[Bin]) -> str:
-    rows = [(found.below or "(more)", float(found.requests), f"{found.requests:,}") for found in bins]
-    return bars((header, "requests"), rows)
+    largest = max(found.requests for found in bins) or 1
+    rows = [_Bar(found.below or "(more)", f"{found.requests:,}", found.requests / largest) for found in bins]
+    return _bars((header, "requests"), rows)
 
 
 def _fill(periods: list[Period]) -> str:
@@ -242,41 +245,35 @@ def _fill(periods: list[Period]) -> str:
         (f"{render.format_size(period.held_bytes)}, {render.count(period.requests, 'request')}", period.held_bytes)
         for period in periods
     ]
-    chart = steps(periods, points, top, render.format_size(top), label="raw bytes held, over time")
-    return section("Fill over time", "Raw bytes that the requests of today had added by then.", chart)
+    chart = _steps(periods, points, top, render.format_size(top), label="raw bytes held, over time")
+    return _section("Fill over time", "Raw bytes that the requests of today had added by then.", chart)
 
 
 def _hits(periods: list[Period]) -> str:
     points = [(f"{_share(period.hit_rate)} of {period.blocks:,} blocks", period.hit_rate) for period in periods]
-    chart = steps(periods, points, 1.0, "100 %", label="share of blocks that were there, over time")
+    chart = _steps(periods, points, 1.0, "100 %", label="share of blocks that were there, over time")
     blocks, found = (sum(getattr(period, name) for period in periods) for name in ("blocks", "found_blocks"))
     note = (
         f"Share of a request's blocks that an earlier one had named; {_share(found / blocks if blocks else None)} of"
         " all. Of the requests that are there still."
     )
-    return section("Hit rate over time", note, chart)
+    return _section("Hit rate over time", note, chart)
 
 
 def _tree(tree: TreeNode, group: int, request: RequestView) -> str:
     nodes = list(_walk(tree.children))
     deepest = max((node.start + node.blocks for _, node in nodes), default=1)
-    rows = [
-        (
-            level,
-            node.key,
-            f"{render.count(node.blocks, 'block')}, {render.count(node.requests, 'request')}"
-            + (f", {node.hidden:,} more below" if node.hidden else ""),
-            node.start / deepest,
-            (node.start + node.blocks) / deepest,
-            node.chosen,
-        )
-        for level, node in nodes
-    ]
+    rows = []
+    for level, node in nodes:
+        text = f"{render.count(node.blocks, 'block')}, {render.count(node.requests, 'request')}"
+        text += f", {node.hidden:,} more below" * bool(node.hidden)
+        end = (node.start + node.blocks) / deepest
+        rows.append(_Bar(node.key, text, end, node.start / deepest, level, is_chosen=node.chosen))
     note = (
         f"Runs of blocks that the same requests share, by the keys of group {group} of namespace"
         f" {request.namespace[:8]}. The path of the largest request, {request.id}, is highlighted."
     )
-    return section("Prefix tree of the largest contexts", note, tracks(("first key", "shared by"), rows))
+    return _section("Prefix tree of the largest contexts", note, _bars(("first key", "shared by"), rows, kind="tree"))
 
 
 def _walk(nodes: Iterable[TreeNode], level: int = 0) -> Iterator[tuple[int, TreeNode]]:
@@ -287,106 +284,72 @@ def _walk(nodes: Iterable[TreeNode], level: int = 0) -> Iterator[tuple[int, Tree
 
 
 def _groups(totals: StoreTotals) -> str:
-    rows = [
-        (
-            f"{namespace.id[:8]}, group {group.group}: {' '.join(group.codecs)}",
-            group.codec_ratio or 0.0,
-            f"{render.format_ratio(group.raw_bytes, group.stored_bytes)}"
-            f" ({render.format_size(group.raw_bytes)} in {render.format_size(group.stored_bytes)})",
-        )
-        for namespace in totals.namespaces
-        for group in namespace.groups
-    ]
-    return bars(("namespace and group", "ratio"), rows)
+    groups = [(namespace.id[:8], group) for namespace in totals.namespaces for group in namespace.groups]
+    largest = max((group.codec_ratio or 0 for _, group in groups), default=0) or 1
+    rows = []
+    for namespace, group in groups:
+        sizes = f"{render.format_size(group.raw_bytes)} in {render.format_size(group.stored_bytes)}"
+        text = f"{render.format_ratio(group.raw_bytes, group.stored_bytes)} ({sizes})"
+        name = f"{namespace}, group {group.group}: {' '.join(group.codecs)}"
+        rows.append(_Bar(name, text, (group.codec_ratio or 0) / largest))
+    return _bars(("namespace and group", "ratio"), rows)
 
 
 def _share(rate: float | None) -> str:
     return "-" if rate is None else f"{rate:.1%}"
 
 
-def escape(text: str) -> str:
+def _escape(text: str) -> str:
     """Return a text as HTML, with special and unprintable characters escaped: it may come from other processes."""
     return html.escape(printable(text))
 
 
-def page(title: str, parts: Iterable[str]) -> str:
-    body = "\n".join(parts)
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<link rel="icon" href="data:,">\n'
-        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
-    )
+def _section(title: str, note: str, content: str) -> str:
+    return f"<section><h2>{_escape(title)}</h2><p>{_escape(note)}</p>{content}</section>"
 
 
-def heading(text: str, level: int = 2) -> str:
-    return f"<h{level}>{escape(text)}</h{level}>"
-
-
-def paragraph(text: str) -> str:
-    return f"<p>{escape(text)}</p>"
-
-
-def section(title: str, note: str, *parts: str) -> str:
-    """Return the HTML of a section: a heading, a note that explains it, and content."""
-    return "<section>" + heading(title) + paragraph(note) + "".join(parts) + "</section>"
-
-
-def columns(*parts: str) -> str:
+def _columns(*parts: str) -> str:
     """Return HTML that shows the parts side by side if the window is wide enough."""
     return f'<div class="columns">{"".join(parts)}</div>'
 
 
-def cards(values: Iterable[tuple[str, str]]) -> str:
-    """Return the HTML of cards, each with a (name, figure) pair."""
-    inner = "".join(
-        f'<div class="card"><b>{escape(figure)}</b><span>{escape(name)}</span></div>' for name, figure in values
-    )
-    return f'<div class="cards">{inner}</div>'
-
-
-def table(columns: render.Columns, records: Iterable[object]) -> str:
+def _records(columns: render.Columns, records: Iterable[object]) -> str:
     """Return an HTML table of records; the first column is left-aligned."""
-    return _table(columns, ([f"<td>{escape(cell)}</td>" for cell in row] for row in render.cells(columns, records)))
+    rows = ("".join(f"<td>{_escape(cell)}</td>" for cell in row) for row in render.cells(columns, records))
+    return _table(columns, rows)
 
 
-def bars(headers: Sequence[str], rows: Sequence[tuple[str, float, str]]) -> str:
-    """Return an HTML bar chart with a row for each (name, value, text of the value)."""
-    largest = max((value for _, value, _ in rows), default=0.0)
-    return _table(
-        (*headers, ""),
-        (
-            [
-                f"<td>{escape(name)}</td><td>{escape(text)}</td>",
-                f'<td class="bar"><i style="width:{100 * value / largest if largest else 0:.2f}%"></i></td>',
-            ]
-            for name, value, text in rows
-        ),
+class _Bar(NamedTuple):
+    """A row of a bar chart."""
+
+    name: str
+    text: str
+    end: float
+    """Position of the bar's end, 0 to 1."""
+    begin: float = 0.0
+    level: int = 0
+    """Indent of the name."""
+    is_chosen: bool = False
+    """Whether the bar is highlighted."""
+
+
+def _bars(headers: Sequence[str], rows: Iterable[_Bar], kind: str = "bar") -> str:
+    """Return an HTML bar chart."""
+    lines = (
+        f'<td>{"&nbsp;" * 2 * row.level}{_escape(row.name)}</td><td>{_escape(row.text)}</td><td class="{kind}">'
+        f'<div class="track{" chosen" * row.is_chosen}">'
+        f'<i style="left:{100 * row.begin:.3f}%;width:{100 * (row.end - row.begin):.3f}%"></i></div></td>'
+        for row in rows
     )
+    return _table((*headers, ""), lines)
 
 
-def tracks(headers: Sequence[str], rows: Iterable[tuple[int, str, str, float, float, bool]]) -> str:
-    """Return an HTML table of bars from (indent, name, text, begin, end, highlighted); begin and end are 0 to 1."""
-    return _table(
-        (*headers, ""),
-        (
-            [
-                f'<td>{"&nbsp;" * 2 * level}{escape(name)}</td><td>{escape(text)}</td><td class="tree">',
-                f'<div class="track{" chosen" if chosen else ""}">',
-                f'<i style="left:{100 * begin:.3f}%;width:{100 * (end - begin):.3f}%"></i></div></td>',
-            ]
-            for level, name, text, begin, end, chosen in rows
-        ),
-    )
+def _table(headers: Iterable[str], rows: Iterable[str]) -> str:
+    head, body = "".join(f"<th>{_escape(header)}</th>" for header in headers), "</tr><tr>".join(rows)
+    return f'<div class="scroll"><table><tr>{head}</tr><tr>{body}</tr></table></div>'
 
 
-def _table(headers: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(header)}</th>" for header in headers)
-    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
-
-
-def steps(
+def _steps(
     periods: Sequence[Period], points: Sequence[tuple[str, float | None]], top: float, top_text: str, *, label: str
 ) -> str:
     """Return an SVG chart with a column for each period.
@@ -404,15 +367,15 @@ def steps(
             marks.append(
                 f'<rect x="{_LEFT + place * step:.1f}" y="{base - tall:.1f}" width="{max(1.0, step - 1):.1f}"'
                 f' height="{tall:.1f}" fill="var(--bar)">'
-                f"<title>{escape(f'{render.format_time(period.start)}: {text}')}</title></rect>"
+                f"<title>{_escape(f'{render.format_time(period.start)}: {text}')}</title></rect>"
             )
     texts = [(_LEFT - 6, _TOP + 10, "end", top_text), (_LEFT - 6, base, "end", "0")]
     texts.append((_LEFT, _HEIGHT - 6, "start", render.format_time(periods[0].start)))
     if len(periods) > 1:
         texts.append((_WIDTH - _RIGHT, _HEIGHT - 6, "end", render.format_time(periods[-1].start)))
     labels = "".join(
-        f'<text x="{x}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>' for x, y, anchor, text in texts
+        f'<text x="{x}" y="{y}" text-anchor="{anchor}">{_escape(text)}</text>' for x, y, anchor, text in texts
     )
     axis = f'<path d="M{_LEFT} {_TOP}V{base}H{_WIDTH - _RIGHT}" fill="none" stroke="var(--line)"/>'
-    view = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}"'
+    view = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{_escape(label)}"'
     return f"<svg {view}>{axis}{''.join(marks)}{labels}</svg>"

@@ -20,8 +20,7 @@ from persistkv.errors import ConfigurationError, MissingExtraError, StoreError
 from persistkv.storage import open_inspectable
 from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.host.status import EngineStatus, read_statuses
-from persistkv_tools import render
-from persistkv_tools.options import Json, Url, opened
+from persistkv_tools import options, render
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -66,24 +65,26 @@ _ENGINE_LABELS = ("store", "engine", "host", "namespace")
 
 
 def serve_metrics(
-    url: Url,
+    url: options.Url,
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0: a free one.")
     ] = "127.0.0.1:9464",
     once: Annotated[bool, typer.Option("--once", help="Write the metrics to standard output, and end.")] = False,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Export a store's totals, and what its engines say of themselves, to Prometheus. Ctrl-C ends it.
 
     Example: persistkv serve-metrics lmdb:///var/cache/kv --listen 0.0.0.0:9464
     """
-    host, port = _address(listen)
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 0xFFFF:
+        raise ConfigurationError("--listen", listen, "HOST:PORT, e.g. 127.0.0.1:9464")
+    host = host.strip("[]")
     try:
         from prometheus_client import CollectorRegistry, generate_latest, start_http_server
     except ImportError:
         raise MissingExtraError("prometheus-client", "metrics") from None
-    with opened(url):  # a store that cannot be opened ends the command now
-        pass
+    open_inspectable(url, read_only=True).close()  # a store that cannot be opened ends the command now
     registry = CollectorRegistry()
     with closing(StoreCollector(url)) as collector:
         registry.register(cast("Collector", collector))
@@ -96,7 +97,7 @@ def serve_metrics(
             render.print_exact(generate_latest(registry).decode())
             return
         try:
-            server, thread = start_http_server(port, host, registry)
+            server, thread = start_http_server(int(port), host, registry)
         except OSError as error:
             raise ConfigurationError("--listen", listen, f"a free address of this machine ({error.strerror})") from None
         address = f"http://{host}:{server.server_port}/metrics"
@@ -109,13 +110,6 @@ def serve_metrics(
             thread.join()
         server.shutdown()
         server.server_close()
-
-
-def _address(listen: str) -> tuple[str, int]:
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 0xFFFF:
-        raise ConfigurationError("--listen", listen, "HOST:PORT, e.g. 127.0.0.1:9464")
-    return host.strip("[]"), int(port)
 
 
 class StoreCollector:
@@ -140,13 +134,12 @@ class StoreCollector:
                 return [self._of_store("persistkv_up", _UP, 0)]
             now = time.time()
             live = [status for status in statuses if status.is_live(now)]
-            found = [self._of_store("persistkv_up", _UP, 1)]
-            found += [self._of_store(f"persistkv_store_{name}", _STORE[name], getattr(stats, name)) for name in _STORE]
+            found = {"persistkv_up": (_UP, 1)}
+            found |= {f"persistkv_store_{name}": (text, getattr(stats, name)) for name, text in _STORE.items()}
             if stats.capacity is not None:
-                text = "The bound on disk_bytes."
-                found.append(self._of_store("persistkv_store_capacity_bytes", text, stats.capacity))
-            found.append(self._of_store("persistkv_engines", "Engines that show themselves.", len(live)))
-            return [*found, *self._of_engines(live)]
+                found["persistkv_store_capacity_bytes"] = "The bound on disk_bytes.", stats.capacity
+            found["persistkv_engines"] = "Engines that show themselves.", len(live)
+            return [*(self._of_store(name, *metric) for name, metric in found.items()), *self._of_engines(live)]
 
     def close(self) -> None:
         """Release the store; idempotent."""
@@ -177,10 +170,9 @@ class StoreCollector:
             gauge = GaugeMetricFamily(f"persistkv_engine_{name}", text, labels=_ENGINE_LABELS)
             for status in statuses:
                 value = getattr(status, name)
-                if name != "breaker":
-                    gauge.add_metric(self._labels(status), value)
-                elif value in _BREAKER:
-                    gauge.add_metric(self._labels(status), _BREAKER.index(value))
+                if name != "breaker" or value in _BREAKER:
+                    number = _BREAKER.index(value) if name == "breaker" else value
+                    gauge.add_metric(self._labels(status), number)
             yield gauge
 
     def _labels(self, status: EngineStatus) -> list[str]:

@@ -8,7 +8,7 @@ a node. Only nodes that are shown are made.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain, groupby, repeat, zip_longest
+from itertools import chain, groupby, repeat, takewhile, zip_longest
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -19,19 +19,8 @@ from rich.tree import Tree
 from persistkv.memory.budget import no_collections
 from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.pack import Frame, PackTable
-from persistkv_tools import render
-from persistkv_tools.options import (
-    FoundRequest,
-    InNamespace,
-    Json,
-    NotFoundError,
-    RequestId,
-    RequestView,
-    Url,
-    find_request,
-    opened,
-    short_id,
-)
+from persistkv_tools import options, render
+from persistkv_tools.options import FoundRequest, RequestView, find_request, opened, short_id
 from persistkv_tools.packs import keys_of
 
 _SHOWN_PACKS = 40
@@ -143,15 +132,15 @@ _KEYS = render.columns("key depth pack=held_by frame_at=offset", held_by=lambda 
 
 
 def show(
-    url: Url,
-    request: RequestId,
+    url: options.Url,
+    request: options.RequestId,
     tree: Annotated[
         bool, typer.Option("--tree", help="Also draw the prefix tree of the namespace's contexts.")
     ] = False,
     nodes: Annotated[int, typer.Option(min=1, max=10_000, help="Nodes of the tree to draw at most.")] = 40,
     keys: Annotated[int, typer.Option(min=0, help="Keys to name of each group.")] = 4,
-    namespace: InNamespace = None,
-    json: Json = False,
+    namespace: options.InNamespace = None,
+    json: options.Json = False,
 ) -> None:
     """Show one context: packs, keys, sizes, and blocks shared with other requests.
 
@@ -167,16 +156,12 @@ def show(
         return
     _print(context)
     if top is not None:
-        requests = render.count(top.requests, "request")
-        title = (
-            f"prefix tree of {requests} of namespace {context.request.namespace[:8]}, by the keys of group {longest}"
-        )
-        render.console().print(_drawn(top, title))
+        tree_of = f"{render.count(top.requests, 'request')} of namespace {context.request.namespace[:8]}"
+        render.console().print(_drawn(top, f"prefix tree of {tree_of}, by the keys of group {longest}"))
 
 
 def _print(context: ContextView) -> None:
     request = context.request
-    sharing = f"{context.shared_blocks:,} of {request.blocks:,} blocks are in other requests too"
     rows = {
         "request": request.id + f" (short: {request.short_id})" * (request.short_id != request.id),
         "model": context.model or "-",
@@ -189,7 +174,7 @@ def _print(context: ContextView) -> None:
         "stored": "-" if request.stored_bytes is None else render.format_size(request.stored_bytes),
         "hits": "-" if request.hits is None else f"{request.hits:,}, of requests that are held",
         "labels": render.format_labels(request.labels),
-        "shared": sharing,
+        "shared": f"{context.shared_blocks:,} of {request.blocks:,} blocks are in other requests too",
     }
     render.show_pairs(rows)
     render.show_table(_GROUPS, context.groups)
@@ -227,10 +212,7 @@ def show_context(url: str, backend: InspectableBackend, found: FoundRequest, *, 
     :param key_limit: largest number of keys to list for each group.
     :raises NotFoundError: the request was deleted meanwhile, or its keys are unreadable.
     """
-    namespace, manifest = found.namespace.id, found.manifest
-    keys = backend.manifest_keys(namespace, [manifest.id])[0]
-    if keys is None:
-        raise NotFoundError(f"the keys of {manifest.id} are gone or do not read; persistkv verify tells which")
+    namespace, manifest, keys = found.namespace.id, found.manifest, found.keys(backend)
     chains = [group.unpack() for group in keys]
     named = backend.chain(namespace, manifest.id) or []
     others = [head.id for head in backend.manifests_naming(namespace, named) if head.id != manifest.id]
@@ -239,7 +221,7 @@ def show_context(url: str, backend: InspectableBackend, found: FoundRequest, *, 
     return ContextView(
         url,
         found.namespace.identity.model_name,
-        RequestView.of(namespace, manifest, backend.uses(namespace, [manifest.id])[0]),
+        found.view(backend),
         [_group_view(number, keys, places, key_limit) for number, keys in enumerate(chains)],
         _pack_views(chains, places, sharers),
         sum(key in sharers for key in chain.from_iterable(chains)),
@@ -292,14 +274,9 @@ def _group_view(number: int, keys: list[bytes], places: dict[bytes, _Place], key
         place = places.get(key)
         pack, offset = (None, None) if place is None else (place.pack.pack_id.hex(), place.frame.offset)
         views.append(KeyView(depth, key.hex()[:_KEY_DIGITS], pack, offset))
-    return GroupView(
-        number,
-        len(keys),
-        len(keys) - len(held),
-        sum(frame.block_bytes for frame in held),
-        sum(frame.stored_length // frame.block_count for frame in held),
-        views,
-    )
+    raw_bytes = sum(frame.block_bytes for frame in held)
+    stored_bytes = sum(frame.stored_length // frame.block_count for frame in held)
+    return GroupView(number, len(keys), len(keys) - len(held), raw_bytes, stored_bytes, views)
 
 
 def _pack_views(
@@ -314,18 +291,8 @@ def _pack_views(
     for keys in keys_in.values():
         table = places[keys[0]].pack
         others = sorted({name for key in keys for name in sharers.get(key, ())})
-        views.append(
-            PackView(
-                table.pack_id.hex(),
-                len(keys),
-                len(table.keys),
-                table.raw_length,
-                table.payload_length,
-                table.codec,
-                len(others),
-                others[:_SHARERS],
-            )
-        )
+        sizes = len(table.keys), table.raw_length, table.payload_length
+        views.append(PackView(table.pack_id.hex(), len(keys), *sizes, table.codec, len(others), others[:_SHARERS]))
     return views
 
 
@@ -350,37 +317,30 @@ def prefix_tree(backend: InspectableBackend, found: FoundRequest, *, group: int,
 
 def _grow(top: TreeNode, chains: Sequence[_Chain], chosen: str, node_limit: int) -> None:
     """Add up to ``node_limit`` nodes below ``top``: first the path of the chosen request, then level by level."""
-    waiting: list[tuple[TreeNode, list[_Chain]]] = [(top, list(chains))]
-    left = node_limit
+    waiting: list[tuple[TreeNode, Sequence[_Chain]]] = [(top, chains)]
     while waiting:
         parent, below = waiting.pop(0)
         depth = parent.start + parent.blocks
-        branches = [list(run) for _, run in groupby((c for c in below if len(c[0]) > depth), key=lambda c: c[0][depth])]
+        longer = (chain for chain in below if len(chain[0]) > depth)
+        branches = [list(run) for _, run in groupby(longer, key=lambda chain: chain[0][depth])]
         branches.sort(key=lambda branch: (not _has(branch, chosen), -len(branch), branch[0][0][depth]))
-        shown = branches[: min(left, _BRANCHES)]
-        left -= len(shown)
+        shown = [(_node(branch, depth, chosen), branch) for branch in branches[: min(node_limit, _BRANCHES)]]
+        node_limit -= len(shown)
         parent.hidden = len(branches) - len(shown)
-        for branch in shown:
-            node = _node(branch, depth, chosen)
-            parent.children.append(node)
-            waiting.insert(0 if node.chosen else len(waiting), (node, branch))
+        parent.children = [node for node, _ in shown]
+        if shown and shown[0][0].chosen:
+            waiting.insert(0, shown.pop(0))
+        waiting += shown
 
 
 def _node(branch: Sequence[_Chain], depth: int, chosen: str) -> TreeNode:
     """Return the node of the longest run of keys, from ``depth``, that all of these sorted chains share."""
-    end = _common(branch[0][0], branch[-1][0])
+    ends = zip(branch[0][0], branch[-1][0], strict=False)  # what both begin with, so do the chains between them
+    end = sum(1 for _ in takewhile(lambda keys: keys[0] == keys[1], ends))
     names = [name for keys, name in branch if len(keys) == end]
     names.sort(key=lambda name: name != chosen)
     first = branch[0][0][depth].hex()[:_NODE_DIGITS]
     return TreeNode(depth, end - depth, first, len(branch), len(names), names[:_NAMES], _has(branch, chosen), [])
-
-
-def _common(first: list[bytes], last: list[bytes]) -> int:
-    """Return the number of keys with which both chains begin; so do all chains that are sorted between them."""
-    for depth, (one, other) in enumerate(zip(first, last, strict=False)):
-        if one != other:
-            return depth
-    return min(len(first), len(last))
 
 
 def _has(branch: Sequence[_Chain], chosen: str) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from operator import itemgetter
 from types import SimpleNamespace
 
@@ -12,11 +13,9 @@ import msgspec
 
 from persistkv import open_store
 from persistkv.storage.backend import Namespace
-from persistkv.storage.extensions import InspectableBackend, SupportsCompaction
+from persistkv.storage.extensions import BackendStats, FreeSpace, InspectableBackend, SupportsCompaction
 from persistkv.storage.format.codec import RawCodec
-from persistkv.storage.format.pack import PackTable
-from persistkv_tools import render
-from persistkv_tools.options import Json, Url, chosen_namespaces
+from persistkv_tools import options, render
 
 _AGES = ((3600, "1h"), (86_400, "1d"), (7 * 86_400, "7d"), (30 * 86_400, "30d"), (90 * 86_400, "90d"))
 _SIZES = ((1 << 20, "1MiB"), (16 << 20, "16MiB"), (256 << 20, "256MiB"), (1 << 30, "1GiB"), (16 << 30, "16GiB"))
@@ -80,38 +79,25 @@ class Bin(msgspec.Struct):
     raw_bytes: int = 0
 
 
-class FreeTotals(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class FreeTotals(FreeSpace):
     """Part of ``disk_bytes`` that is free for new content."""
 
-    catalogue_bytes: int
-    """Free bytes in the index; if payloads are stored in the index, free bytes of the whole store."""
-    payload_bytes: int
-    """Free bytes in the payload files."""
-    pieces: int
-    """Number of contiguous extents of free payload space."""
-    largest_bytes: int
-    """Size of the largest of these extents."""
     fragmentation: float | None
     """Share of the free payload space outside the largest extent, 0 to 1; None if no payload space is free."""
 
 
-class StoreTotals(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class StoreTotals(BackendStats):
     """Totals of a store, over all namespaces and for each one."""
 
     url: str
-    requests: int
-    packs: int
-    blocks: int
-    raw_bytes: int
-    stored_bytes: int
     codec_ratio: float | None
     """Raw bytes per stored byte; None for an empty store."""
     referenced_blocks: int
     dedup_ratio: float | None
-    disk_bytes: int
     disk_ratio: float | None
     """Bytes on disk per stored byte. The excess over 1 is index, requests and free space; None for an empty store."""
-    capacity: int | None
     fill: float | None
     """Share of the capacity that ``disk_bytes`` takes; None without a capacity."""
     free: FreeTotals | None
@@ -122,9 +108,6 @@ class StoreTotals(msgspec.Struct, frozen=True, kw_only=True):
     """The model with the most stored bytes first."""
     ages: list[Bin]
     sizes: list[Bin]
-    quarantined: tuple[str, ...]
-    """Directories of damaged stores that were renamed; they count towards no capacity."""
-    quarantined_bytes: int
 
 
 def _model(totals: NamespaceTotals | ModelTotals) -> str:
@@ -139,7 +122,7 @@ _MODELS = render.columns("model namespaces requests packs blocks raw=raw_bytes s
 _GROUPS = render.columns("namespace group blocks raw=raw_bytes stored=stored_bytes ratio=codec_ratio codecs")
 
 
-def stat(url: Url, json: Json = False) -> None:
+def stat(url: options.Url, json: options.Json = False) -> None:
     """Show what a store holds in total, how full it is, and what codecs and sharing save.
 
     Example: persistkv stat lmdb:///var/cache/kv
@@ -164,14 +147,21 @@ def _print(store: StoreTotals) -> None:
         "dedup ratio": f"{_number(store.dedup_ratio)} (blocks that requests name ÷ blocks held)",
         "on disk": render.format_size(store.disk_bytes) + full,
         "disk ratio": f"{_number(store.disk_ratio)} (on disk ÷ stored: index, requests, space between packs)",
-        **_free(store.free),
-        "capacity": "none" if store.capacity is None else render.format_size(store.capacity),
     }
+    if (free := store.free) is not None:
+        payload = render.format_size(free.payload_bytes)
+        if free.payload_bytes:
+            payload += f" in {render.count(free.pieces, 'piece')}, the largest {render.format_size(free.largest_bytes)}"
+        rows["free within"] = f"{payload}; in the index {render.format_size(free.catalogue_bytes)}"
+        if free.fragmentation is not None:
+            outside = "of the free space for payloads, outside of the largest piece"
+            rows["fragmentation"] = f"{free.fragmentation:.0%} ({outside})"
+    rows["capacity"] = "none" if store.capacity is None else render.format_size(store.capacity)
     if store.quarantined:
-        size = render.format_size(store.quarantined_bytes)
-        rows["damaged"] = (
-            f"{size} outside of the capacity in {' '.join(store.quarantined)}; prune --quarantined deletes them"
+        damaged = (
+            f"{render.format_size(store.quarantined_bytes)} outside of the capacity in {' '.join(store.quarantined)}"
         )
+        rows["damaged"] = f"{damaged}; prune --quarantined deletes them"
     render.show_pairs(rows, title=store.url)
     columns = render.columns(
         _NAMESPACES if render.is_wide() else _NARROW_NAMESPACES, short=lambda space: space.id[:8], model=_model
@@ -188,20 +178,6 @@ def _print(store: StoreTotals) -> None:
     if store.requests:
         _print_histogram("age of requests", "younger than", store.ages)
         _print_histogram("raw size of requests", "smaller than", store.sizes)
-
-
-def _free(found: FreeTotals | None) -> dict[str, str]:
-    if found is None:
-        return {}
-    payload = render.format_size(found.payload_bytes)
-    if found.payload_bytes:
-        payload += f" in {render.count(found.pieces, 'piece')}, the largest {render.format_size(found.largest_bytes)}"
-    rows = {"free within": f"{payload}; in the index {render.format_size(found.catalogue_bytes)}"}
-    if found.fragmentation is not None:
-        rows["fragmentation"] = (
-            f"{found.fragmentation:.0%} (of the free space for payloads, outside of the largest piece)"
-        )
-    return rows
 
 
 def _print_histogram(title: str, header: str, bins: list[Bin]) -> None:
@@ -221,17 +197,24 @@ def _number(ratio: float | None) -> str:
 def store_totals(url: str, backend: InspectableBackend) -> StoreTotals:
     """Return totals of a store. Reads pack tables and manifest heads; no payloads, and no keys of requests."""
     ages, sizes = ([Bin(name) for _, name in (*bounds, (0, None))] for bounds in (_AGES, _SIZES))
-    spaces = [_namespace_totals(backend, namespace, ages, sizes) for namespace in chosen_namespaces(backend, None)]
+    spaces = [
+        _namespace_totals(backend, namespace, ages, sizes) for namespace in options.chosen_namespaces(backend, None)
+    ]
     stats = backend.stats()
     referenced = sum(found.referenced_blocks for found in spaces)
+    models: dict[str, ModelTotals] = {}
+    for space in spaces:
+        totals = models.setdefault(space.model, ModelTotals(model=space.model))
+        totals.namespaces += 1
+        for name in ("requests", "packs", "blocks", "raw_bytes", "stored_bytes"):
+            setattr(totals, name, getattr(totals, name) + getattr(space, name))
     free = None
     if isinstance(backend, SupportsCompaction):
-        space = backend.free_space()
-        outside = _ratio(space.payload_bytes - space.largest_bytes, space.payload_bytes)
-        free = render.view_of(FreeTotals, space, fragmentation=outside)
-    return render.view_of(
-        StoreTotals,
-        stats,
+        extents = backend.free_space()
+        outside = _ratio(extents.payload_bytes - extents.largest_bytes, extents.payload_bytes)
+        free = FreeTotals(**asdict(extents), fragmentation=outside)
+    return StoreTotals(
+        **asdict(stats),
         url=url,
         codec_ratio=_ratio(stats.raw_bytes, stats.stored_bytes),
         referenced_blocks=referenced,
@@ -240,7 +223,7 @@ def store_totals(url: str, backend: InspectableBackend) -> StoreTotals:
         fill=_ratio(stats.disk_bytes, stats.capacity or 0),
         free=free,
         namespaces=spaces,
-        models=_model_totals(spaces),
+        models=sorted(models.values(), key=lambda totals: totals.stored_bytes, reverse=True),
         ages=ages,
         sizes=sizes,
     )
@@ -261,7 +244,13 @@ def _namespace_totals(
     for table in backend.changes(namespace.id, None).added:
         packs, blocks = packs + 1, blocks + len(table.keys)
         raw, stored = raw + table.raw_length, stored + table.payload_length
-        _add_groups(groups, table)
+        for frame in table.frames:
+            group = groups.setdefault(frame.group, GroupTotals(frame.group))
+            group.blocks += frame.block_count
+            group.raw_bytes += frame.block_count * frame.block_bytes
+            group.stored_bytes += frame.stored_length
+            group.codec_ratio = _ratio(group.raw_bytes, group.stored_bytes)
+            group.codecs = sorted({*group.codecs, table.codec if frame.encoded else RawCodec.name})
     return NamespaceTotals(
         id=namespace.id.hex(),
         model=namespace.identity.model_name,
@@ -276,27 +265,6 @@ def _namespace_totals(
         dedup_ratio=_ratio(referenced, blocks),
         groups=[groups[number] for number in sorted(groups)],
     )
-
-
-def _model_totals(spaces: Iterable[NamespaceTotals]) -> list[ModelTotals]:
-    models: dict[str, ModelTotals] = {}
-    for space in spaces:
-        totals = models.setdefault(space.model, ModelTotals(model=space.model))
-        totals.namespaces += 1
-        for name in ("requests", "packs", "blocks", "raw_bytes", "stored_bytes"):
-            setattr(totals, name, getattr(totals, name) + getattr(space, name))
-    return sorted(models.values(), key=lambda totals: totals.stored_bytes, reverse=True)
-
-
-def _add_groups(groups: dict[int, GroupTotals], table: PackTable) -> None:
-    """Add the frames of a pack to the totals of their groups."""
-    for frame in table.frames:
-        group = groups.setdefault(frame.group, GroupTotals(frame.group))
-        group.blocks += frame.block_count
-        group.raw_bytes += frame.block_count * frame.block_bytes
-        group.stored_bytes += frame.stored_length
-        group.codec_ratio = _ratio(group.raw_bytes, group.stored_bytes)
-        group.codecs = sorted({*group.codecs, table.codec if frame.encoded else RawCodec.name})
 
 
 def _add(bins: list[Bin], bounds: Sequence[tuple[int, str]], value: float, raw_bytes: int) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import msgspec
@@ -12,11 +14,10 @@ from rich.console import Group
 from rich.live import Live
 
 from persistkv.config import parse_duration
-from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage.extensions import BackendStats, InspectableBackend
 from persistkv.storage.host.status import EngineStatus, read_statuses
 from persistkv.storage.records import StoreCounters
-from persistkv_tools import render
-from persistkv_tools.options import Json, Url, opened
+from persistkv_tools import options, render
 
 
 class Rates(msgspec.Struct, frozen=True):
@@ -33,24 +34,15 @@ class Rates(msgspec.Struct, frozen=True):
     commits: float
 
 
-class EngineView(msgspec.Struct, frozen=True, kw_only=True):
+class EngineView(EngineStatus, frozen=True, kw_only=True):
     """Status of one engine."""
 
-    engine: str
-    host: str
-    pid: int
-    """Id of the process that does the I/O."""
-    engine_pid: int | None
-    """Id of the process that runs the model; null: unknown."""
-    namespace: str
     model: str
     """Name or path of the model; may be empty."""
     live: bool
     """False: the engine's status is too old. It was probably killed, or its clock differs from that of this machine."""
-    started: float
-    """Seconds since the epoch."""
     updated: float
-    """When the engine published this status: seconds since the epoch."""
+    """Time when the engine published this status: seconds since the epoch."""
     hit_rate: float | None
     """Share of loaded blocks among blocks loaded from the store, stored or dropped, since the engine started.
 
@@ -58,26 +50,14 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     """
     rates: Rates | None
     """None until two different status rows of the engine were read."""
-    indexed_blocks: int
-    waiting_jobs: int
-    writing_jobs: int
-    loading_jobs: int
-    staged_bytes: int
-    breaker: str | None
-    counters: StoreCounters
 
 
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Snapshot(BackendStats):
     """A store and its engines at one moment."""
 
     url: str
     time: float
-    requests: int
-    packs: int
-    blocks: int
-    stored_bytes: int
-    disk_bytes: int
-    capacity: int | None
     fill: float | None
     """Share of the capacity that is taken."""
     engines: list[EngineView]
@@ -118,12 +98,12 @@ _WIDE = 150  # columns of a terminal that fit one table
 
 
 def top(
-    url: Url,
+    url: options.Url,
     interval: Annotated[str, typer.Option(metavar="AGE", help="Time between looks, e.g. 2s.")] = "2s",
     count: Annotated[
         int | None, typer.Option(min=1, help="Looks; without it, until Ctrl-C on a terminal, else one.")
     ] = None,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Watch engines at work on a store: hits, bytes each way, queues, evictions, breaker. Ctrl-C ends it.
 
@@ -134,53 +114,35 @@ def top(
     pause_s = parse_duration(interval, name="--interval")
     console = render.console()
     endless = count is None and console.is_terminal and not json
-    with opened(url) as backend:
-        looks = _looks(Watch(url, backend), pause_s, None if endless else count or 1)
-        if not endless:
-            for look in looks:
-                if json:
-                    render.print_json(look)
-                else:
-                    console.print(_drawn(look))
-            return
-        try:
-            with Live(console=console, auto_refresh=False) as live:
-                for look in looks:
-                    live.update(_drawn(look), refresh=True)
-        except KeyboardInterrupt:
-            return  # the way out
-
-
-def _looks(watch: Watch, pause_s: float, count: int | None) -> Iterator[Snapshot]:
-    """Yield ``count`` snapshots, ``pause_s`` apart; None: without end.
-
-    Takes one more snapshot before them, which is not yielded, because rates need two.
-    """
-    watch.look()
-    shown = 0
-    while count is None or shown < count:
-        time.sleep(pause_s)
-        yield watch.look()
-        shown += 1
+    with options.opened(url) as backend:
+        watch = Watch(url, backend)
+        watch.look()  # not shown: rates need two
+        if endless:
+            with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:  # the way out
+                while True:
+                    time.sleep(pause_s)
+                    live.update(_drawn(watch.look()), refresh=True)
+        for _ in range(0 if endless else count or 1):
+            time.sleep(pause_s)
+            if json:
+                render.print_json(watch.look())
+            else:
+                console.print(_drawn(watch.look()))
 
 
 def _drawn(look: Snapshot) -> Group:
     full = "" if look.fill is None else f" ({look.fill:.1%} of {render.format_size(look.capacity or 0)})"
-    held = (
-        f"{render.count(look.requests, 'request')}, {render.count(look.packs, 'pack')},"
-        f" {render.format_size(look.disk_bytes)}{full}"
-    )
-    head = Group(render.plain(f"{look.url} at {render.format_time(look.time)}"), render.plain(held))
-    if not look.engines:
-        return Group(head, render.plain("no engine shows itself"))
-    parts = (
-        [f"{_TRAFFIC} {_HEALTH} model"]
-        if render.console().width >= _WIDE
-        else [_TRAFFIC, f"engine {_HEALTH}", "engine model"]
-    )
-    shown = [render.columns(part, **_CELLS) for part in parts]
+    held = f"{render.count(look.requests, 'request')}, {render.count(look.packs, 'pack')}"
+    lines = [
+        f"{look.url} at {render.format_time(look.time)}",
+        f"{held}, {render.format_size(look.disk_bytes)}{full}",
+        *(() if look.engines else ["no engine shows itself"]),
+    ]
+    is_wide = render.console().width >= _WIDE
+    parts = [f"{_TRAFFIC} {_HEALTH} model"] if is_wide else [_TRAFFIC, f"engine {_HEALTH}", "engine model"]
+    shown = [render.columns(part, **_CELLS) for part in parts if look.engines]
     tables = [render.table(part, render.cells(part, look.engines), left="model,breaker") for part in shown]
-    return Group(head, *tables)
+    return Group(*map(render.plain, lines), *tables)
 
 
 class Watch:
@@ -222,7 +184,7 @@ class Watch:
         stats = self._backend.stats()
         fill = round(stats.disk_bytes / stats.capacity, 4) if stats.capacity else None
         engines = sorted(views, key=lambda view: not view.live)
-        return render.view_of(Snapshot, stats, url=self._url, time=now, fill=fill, engines=engines)
+        return Snapshot(**asdict(stats), url=self._url, time=now, fill=fill, engines=engines)
 
 
 def hit_rate(counters: StoreCounters) -> float | None:
@@ -234,8 +196,6 @@ def hit_rate(counters: StoreCounters) -> float | None:
 def _rates(before: EngineStatus, after: EngineStatus) -> Rates:
     seconds = after.time - before.time
 
-    def rate(name: str) -> float:
-        moved: int = getattr(after.counters, name) - getattr(before.counters, name)
-        return round(moved / seconds, 3)
-
-    return Rates(**{name: rate(name) for name in Rates.__struct_fields__})
+    names = Rates.__struct_fields__
+    moved = {name: getattr(after.counters, name) - getattr(before.counters, name) for name in names}
+    return Rates(**{name: round(amount / seconds, 3) for name, amount in moved.items()})

@@ -13,8 +13,8 @@ import typer
 from persistkv.errors import FileError
 from persistkv.storage.backend import Namespace
 from persistkv.storage.identity import Identity, fingerprint_checkpoint
-from persistkv_tools import render
-from persistkv_tools.options import InNamespace, Json, NotFoundError, Url, chosen_namespaces, opened
+from persistkv_tools import options, render
+from persistkv_tools.options import NotFoundError, chosen_namespaces, opened
 
 _LONGEST = 200
 _DTYPES = ("dtype", "torch_dtype")
@@ -53,7 +53,7 @@ _COLUMNS = render.columns(
 
 
 def why(
-    url: Url,
+    url: options.Url,
     against: Annotated[
         str | None,
         typer.Option(
@@ -62,8 +62,8 @@ def why(
             show_default=False,
         ),
     ] = None,
-    namespace: InNamespace = None,
-    json: Json = False,
+    namespace: options.InNamespace = None,
+    json: options.Json = False,
 ) -> None:
     """Show why a store does or does not serve something: the fields in which identities differ.
 
@@ -135,7 +135,7 @@ def _value(value: object) -> str:
 
 
 def compare_namespaces(ours: Namespace, theirs: Namespace) -> ComparisonView:
-    views = [render.view_of(DifferenceView, found) for found in ours.identity.diff(theirs.identity)]
+    views = [DifferenceView(*found) for found in ours.identity.diff(theirs.identity)]
     return ComparisonView(ours.id.hex(), theirs.id.hex(), not views, _count(theirs.identity), [], views)
 
 
@@ -149,14 +149,22 @@ def compare_model(directory: Path, theirs: Namespace) -> ComparisonView:
     """
     stored = theirs.identity.properties
     ours: dict[str, Any] = {"weights": fingerprint_checkpoint(directory)}
-    config = _read_config(directory)
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_bytes())  # with Infinity, which some models have
+    except OSError as error:
+        raise FileError("read", path, error) from None
+    except (ValueError, RecursionError) as error:
+        raise FileError("read", path, ValueError(f"no JSON ({error})")) from None
+    if not isinstance(config, dict):
+        raise FileError("read", path, ValueError("no JSON object"))
     for name in _DTYPES:
         if isinstance(stored.get("dtype"), dict) and isinstance(config.get(name), str):
             ours["dtype"] = {"model": config[name]}
     ours["config"] = _common(config, stored.get("config", {}))
     known = Identity.of(ours)
     matching = Identity.of(_common(stored, ours))
-    differences = [render.view_of(DifferenceView, found) for found in known.diff(matching)]
+    differences = [DifferenceView(*found) for found in known.diff(matching)]
     left = [name for name in stored if name not in ours]
     return ComparisonView(str(directory), theirs.id.hex(), not differences, _count(known), sorted(left), differences)
 
@@ -173,16 +181,3 @@ def _common(values: Mapping[str, Any], others: Any) -> dict[str, Any]:
             both = isinstance(value, Mapping) and isinstance(others[name], Mapping)
             found[name] = _common(value, others[name]) if both else value
     return found
-
-
-def _read_config(directory: Path) -> dict[str, Any]:
-    path = directory / "config.json"
-    try:
-        config = json.loads(path.read_bytes())
-    except OSError as error:
-        raise FileError("read", path, error) from None
-    except (ValueError, RecursionError) as error:
-        raise FileError("read", path, ValueError(f"no JSON ({error})")) from None
-    if not isinstance(config, dict):
-        raise FileError("read", path, ValueError("no JSON object"))
-    return config

@@ -12,16 +12,13 @@
 
 from __future__ import annotations
 
-import enum
-import os
+import math
 import secrets
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from itertools import chain, groupby, islice
+from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -37,6 +34,7 @@ from persistkv.storage.executor import ThreadPool
 from persistkv.storage.extensions import InspectableBackend, scan, scan_order
 from persistkv.storage.format.manifest import ManifestKeys
 from persistkv.storage.format.pack import MAX_KEY_BYTES, PackedKeys, PackTable
+from persistkv_tools import options
 from persistkv_tools.packs import (
     BATCH_BYTES,
     Finding,
@@ -51,7 +49,6 @@ from persistkv_tools.packs import (
     pieces,
 )
 
-_AHEAD = 1024  # most batches submitted ahead of the consumer; a finished one keeps its outcome, not its bytes
 _STATE_VERSION = 2
 _ATTEMPTS = 5
 _MANIFESTS_AT_ONCE = 512
@@ -59,17 +56,6 @@ _FACTORS = np.random.default_rng(0).integers(0, 1 << 64, -(-MAX_KEY_BYTES // 4),
 _Fingerprints = npt.NDArray[np.uint64]
 _Batch = list[Piece]
 """Pieces of one namespace that are read together."""
-
-
-class _Outcome(enum.IntEnum):
-    """Result of the first pass for a piece of a pack. The result of a pack is the largest value of its pieces.
-
-    ``OTHER_RELEASE``: this release does not know the codec. ``WRONG``: damaged or gone; the pack is checked again.
-    """
-
-    RIGHT = 0
-    OTHER_RELEASE = 1
-    WRONG = 2
 
 
 class Tally(msgspec.Struct, kw_only=True):
@@ -135,22 +121,11 @@ class VerifyState(Tally, kw_only=True):
 
         :raises ConfigurationError: the file cannot be written.
         """
-        part = path.with_name(path.name + ".new")
-        try:
-            part.write_bytes(msgspec.json.encode(self))
-            os.replace(part, path)
-        except OSError as error:
-            raise FileError("write", path, error) from None
+        options.write_file(path, msgspec.json.encode(self))
 
     def draws(self, pack_id: bytes) -> bool:
         """Return whether the random sample includes the pack."""
         return xxhash.xxh3_64_intdigest(pack_id, seed=self.salt) < self.sample * 2**64
-
-
-class _Portion(NamedTuple):
-    space: NamespacePacks
-    packs: list[bytes]
-    """Pack ids, ascending."""
 
 
 def read_catalogues(backend: InspectableBackend) -> list[NamespacePacks]:
@@ -169,19 +144,20 @@ def count_rows(backend: InspectableBackend, spaces: list[NamespacePacks]) -> lis
         heads = sum(1 for space in spaces for _ in backend.manifests(space.namespace))
         moved = any(space.refresh() for space in spaces) or len(list(backend.namespaces())) != len(spaces)
         after = backend.stats()
-        if not moved and all(
-            getattr(before, name) == getattr(after, name) for name in ("packs", "requests", "stored_bytes")
-        ):
+        totals = attrgetter("packs", "requests", "stored_bytes")
+        if not moved and totals(before) == totals(after):
             packs = before.packs - sum(len(space.tables) for space in spaces)
-            heads = before.requests - heads
-            found = (_unread(Problem.PACK_ROWS, "packs", packs), _unread(Problem.MANIFEST_ROWS, "requests", heads))
-            return [finding for finding in found if finding.count]
+            unread = (Problem.PACK_ROWS, "packs", packs), (Problem.MANIFEST_ROWS, "requests", before.requests - heads)
+            return [
+                Finding(
+                    problem=problem,
+                    detail=f"the totals count {abs(rows)} {'more' if rows > 0 else 'fewer'} than the {what} that read",
+                    count=abs(rows),
+                )
+                for problem, what, rows in unread
+                if rows
+            ]
     return None
-
-
-def _unread(problem: Problem, what: str, missing: int) -> Finding:
-    detail = f"the totals count {abs(missing)} {'more' if missing > 0 else 'fewer'} than the {what} that read"
-    return Finding(problem=problem, detail=detail, count=abs(missing))
 
 
 def packs_left(spaces: list[NamespacePacks], state: VerifyState) -> list[tuple[NamespacePacks, bytes]]:
@@ -194,17 +170,20 @@ def packs_left(spaces: list[NamespacePacks], state: VerifyState) -> list[tuple[N
     ]
 
 
-def _portions(spaces: list[NamespacePacks], state: VerifyState, most_bytes: int | None) -> Iterator[_Portion]:
-    for space, left in groupby(packs_left(spaces, state), key=lambda pair: pair[0]):
-        portion, size = _Portion(space, []), 0
-        for _, found in left:
-            portion.packs.append(found)
-            size += space.tables[found].payload_length if found in space.tables else 0
-            if most_bytes is not None and size >= most_bytes:
-                yield portion
-                portion, size = _Portion(space, []), 0
-        if portion.packs:
-            yield portion
+def _portions(
+    left: list[tuple[NamespacePacks, bytes]], most_bytes: float
+) -> Iterator[tuple[NamespacePacks, list[bytes]]]:
+    """Cut packs into portions of one namespace; the last pack of each makes it as large as ``most_bytes``."""
+    for space, packs in groupby(left, key=itemgetter(0)):
+        portion, size = list[bytes](), 0
+        for _, pack in packs:
+            portion.append(pack)
+            size += space.tables[pack].payload_length if pack in space.tables else 0
+            if size >= most_bytes:
+                yield space, portion
+                portion, size = [], 0
+        if portion:
+            yield space, portion
 
 
 class Verifier:
@@ -213,8 +192,8 @@ class Verifier:
     :param state: progress of the run, updated after each portion.
     :param took: called with the number of bytes of each piece after its check; may sleep to limit the pace.
     :param threads: number of threads that read and check ahead; 0: the thread that iterates ``packs`` reads and checks.
-    :param portion_bytes: payload bytes of a portion; None: all packs of a namespace are one portion. Within a portion,
-        packs are read in their order on the medium, and not in the order of their ids.
+    :param portion_bytes: payload bytes of a portion; infinite: all packs of a namespace are one portion. Within a
+        portion, packs are read in their order on the medium, and not in the order of their ids.
     :param batch_bytes: largest number of bytes of one read, except for a frame that is larger.
     """
 
@@ -225,28 +204,30 @@ class Verifier:
         state: VerifyState,
         took: Took,
         threads: int = 0,
-        portion_bytes: int | None = None,
+        portion_bytes: float = math.inf,
         batch_bytes: int = BATCH_BYTES,
     ) -> None:
         self._backend = backend
         self._state = state
         self._took = took
         self._batch_bytes = batch_bytes
-        self._portions = _portions(spaces, state, portion_bytes)
-        self._portion: _Portion | None = None
-        self._waiting: Iterator[_Batch] = iter(())
-        self._begun: deque[tuple[_Batch, Future[list[_Outcome]]]] = deque()
+        self._portions = _portions(packs_left(spaces, state), portion_bytes)
+        self._portion: tuple[NamespacePacks, list[bytes]] | None = None
+        self._looks: Iterator[tuple[_Batch, list[bool]]] = iter(())
         self._pool = ThreadPool(threads, "persistkv-verify") if threads else None
         self._local = threading.local()
 
     def begin(self) -> None:
         """Prepare the next portion, unless one is in progress. With threads, start to read it; see ``packs``."""
         if self._portion is None and (portion := next(self._portions, None)) is not None:
-            space = portion.space
-            order = scan_order(self._backend, space.namespace, portion.packs)
-            self._waiting = self._batches(table for name in order if (table := space.tables.get(name)) is not None)
-            self._portion = portion
-            self._submit()
+            space, names = self._portion = portion
+            order = scan_order(self._backend, space.namespace, names)
+            batches = self._batches(space.tables[name] for name in order if name in space.tables)
+            if self._pool is None:
+                self._looks = ((batch, self._look(batch)) for batch in batches)
+            else:
+                ahead = [(batch, self._pool.submit(self._look, batch)) for batch in batches]
+                self._looks = ((batch, looks.result()) for batch, looks in ahead)
 
     def packs(self) -> Iterator[VerifyState]:
         """Check one portion after the other; yield the run's state after each.
@@ -256,8 +237,14 @@ class Verifier:
         self.begin()
         while self._portion is not None:
             space, names = self._portion
-            tally = Tally()
-            self._scan(space, tally)
+            tally, suspects = Tally(), set[bytes]()
+            for batch, looks in self._looks:
+                for piece, is_good in zip(batch, looks, strict=True):
+                    if not is_good:
+                        suspects.add(piece.table.pack_id)
+                    if piece.is_last:
+                        self._count(space, piece.table, tally, is_suspect=piece.table.pack_id in suspects)
+                    self._took(piece.length)
             self._state.take(tally, (space.namespace + names[-1]).hex())
             self._portion = None
             yield self._state
@@ -268,7 +255,6 @@ class Verifier:
 
         Running reads of a remote store may last until its deadline. They write only to memory of their own.
         """
-        self._waiting = iter(())
         if self._pool is not None:
             self._pool.shutdown(wait=not self._backend.capabilities.remote, cancel_futures=True)
 
@@ -285,34 +271,17 @@ class Verifier:
         if batch:
             yield batch
 
-    def _submit(self) -> None:
-        while self._pool is not None and len(self._begun) < _AHEAD:
-            batch = next(self._waiting, None)
-            if batch is None:
-                return
-            self._begun.append((batch, self._pool.submit(self._look, batch)))
-
-    def _looks(self) -> Iterator[tuple[_Batch, list[_Outcome]]]:
-        if self._pool is None:
-            for batch in self._waiting:
-                yield batch, self._look(batch)
-        while self._begun:
-            batch, looks = self._begun[0]
-            yield batch, looks.result()
-            self._begun.popleft()
-            self._submit()
-
-    def _look(self, batch: _Batch) -> list[_Outcome]:
+    def _look(self, batch: _Batch) -> list[bool]:
+        """Read a batch; return for each piece whether it is good. Pieces of an unknown codec are not."""
         memory = self._memory(sum(piece.length for piece in batch))
-        spans, found, end = [], [], 0
+        spans, end = [], 0
         for piece in batch:
             begin, end = end, end + piece.length
-            found.append(memory[begin:end])
-            spans.append(ReadSpan(piece.table.pack_id, piece.start, [found[-1]]))
+            spans.append(ReadSpan(piece.table.pack_id, piece.start, [memory[begin:end]]))
         filled = scan(self._backend, batch[0].table.namespace, spans)
         return [
-            _look_at(piece, bytes_) if there else _Outcome.WRONG
-            for piece, bytes_, there in zip(batch, found, filled, strict=True)
+            is_filled and _is_good(piece, span.buffers[0])
+            for piece, span, is_filled in zip(batch, spans, filled, strict=True)
         ]
 
     def _memory(self, size: int) -> memoryview:
@@ -322,28 +291,15 @@ class Verifier:
             held = self._local.memory = memoryview(huge_memory(max(size, BATCH_BYTES)))
         return held
 
-    def _scan(self, space: NamespacePacks, tally: Tally) -> None:
-        worst: dict[bytes, _Outcome] = {}
-        for batch, looks in self._looks():
-            for piece, look in zip(batch, looks, strict=True):
-                name = piece.table.pack_id
-                worst[name] = max(look, worst.get(name, look))
-                if piece.is_last:
-                    self._count(space, piece.table, worst.pop(name), tally)
-                self._took(piece.length)
-
-    def _count(self, space: NamespacePacks, table: PackTable, look: _Outcome, tally: Tally) -> None:
+    def _count(self, space: NamespacePacks, table: PackTable, tally: Tally, *, is_suspect: bool) -> None:
         try:
-            findings = self._confirmed(space, table, tally) if look is _Outcome.WRONG else []
+            tally.findings += self._confirmed(space, table, tally) if is_suspect else []
         except OtherReleaseError:
-            look = _Outcome.OTHER_RELEASE
-        if look is _Outcome.OTHER_RELEASE:
             tally.other_release_packs += 1
             return
         tally.packs += 1
         tally.frames += table.frame_count
         tally.stored_bytes += table.payload_length
-        tally.findings += findings
 
     def _confirmed(self, space: NamespacePacks, table: PackTable, tally: Tally) -> list[Finding]:
         """Check a suspect pack again and return its findings; none if it was deleted or replaced by a good one."""
@@ -361,11 +317,11 @@ class Verifier:
         return findings
 
 
-def _look_at(piece: Piece, found: memoryview) -> _Outcome:
+def _is_good(piece: Piece, found: memoryview) -> bool:
     try:
-        return _Outcome.RIGHT if next(check_piece(piece, found), None) is None else _Outcome.WRONG
+        return next(check_piece(piece, found), None) is None
     except OtherReleaseError:
-        return _Outcome.OTHER_RELEASE
+        return False
 
 
 def check_manifests(backend: InspectableBackend, spaces: list[NamespacePacks], took: Took) -> tuple[int, list[Finding]]:

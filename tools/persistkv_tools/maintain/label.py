@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated
 
 import msgspec
@@ -12,32 +12,24 @@ from persistkv import open_store
 from persistkv.errors import ConfigurationError, MissingOptionError, StoreError
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.extensions import InspectableBackend
-from persistkv_tools import render
-from persistkv_tools.options import (
-    FoundRequest,
-    InNamespace,
-    Json,
-    NotFoundError,
-    RequestId,
-    Url,
-    find_request,
-)
+from persistkv_tools import options, render
+from persistkv_tools.options import FoundRequest, find_request
 from persistkv_tools.packs import NamespacePacks
 
 _ATTEMPTS = 100
 
 
 def label(
-    url: Url,
-    request: RequestId,
+    url: options.Url,
+    request: options.RequestId,
     labels: Annotated[
         list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help="Labels to give, over those of that name.")
     ] = None,
     remove: Annotated[
         list[str] | None, typer.Option("--remove", metavar="NAME", help="Take this one away; may be given again.")
     ] = None,
-    namespace: InNamespace = None,
-    json: Json = False,
+    namespace: options.InNamespace = None,
+    json: options.Json = False,
 ) -> None:
     """Tag a context, for ls, prune, export and push to find it by. It counts as used.
 
@@ -56,7 +48,9 @@ def label(
         render.say(f"{now.id} (namespace {now.namespace[:8]}): {render.format_labels(now.labels) or 'no labels'}")
 
 
-def pin(url: Url, request: RequestId, namespace: InNamespace = None, json: Json = False) -> None:
+def pin(
+    url: options.Url, request: options.RequestId, namespace: options.InNamespace = None, json: options.Json = False
+) -> None:
     """Keep a context: neither it nor its packs are evicted, nor do they expire, until it is unpinned.
 
     Example: persistkv pin lmdb:///var/cache/kv 0c4de6a0
@@ -64,7 +58,9 @@ def pin(url: Url, request: RequestId, namespace: InNamespace = None, json: Json 
     _pin(url, request, namespace, json, pinned=True)
 
 
-def unpin(url: Url, request: RequestId, namespace: InNamespace = None, json: Json = False) -> None:
+def unpin(
+    url: options.Url, request: options.RequestId, namespace: options.InNamespace = None, json: options.Json = False
+) -> None:
     """Let a context be evicted again.
 
     Example: persistkv unpin lmdb:///var/cache/kv 0c4de6a0
@@ -98,7 +94,7 @@ def parse_labels(texts: Iterable[str]) -> dict[str, str]:
 
 
 def relabel(
-    backend: InspectableBackend, found: FoundRequest, given: Mapping[str, str], removed: Iterable[str]
+    backend: InspectableBackend, found: FoundRequest, given: Mapping[str, str], removed: Collection[str]
 ) -> dict[str, str]:
     """Set and remove labels of a request; return its labels afterwards. A change counts as a use of the request.
 
@@ -109,13 +105,9 @@ def relabel(
     namespace, name = found.namespace.id, found.manifest.id
     for _ in range(_ATTEMPTS):
         packs = NamespacePacks(backend, namespace)
-        manifest = find_request(backend, name, namespace.hex()).manifest
-        keys = backend.manifest_keys(namespace, [name])[0]
-        if keys is None:
-            raise NotFoundError(f"the keys of {name} are gone or do not read; persistkv verify tells which")
-        labels = {**manifest.labels, **given}
-        for label in removed:
-            labels.pop(label, None)
+        found = find_request(backend, name, namespace.hex())
+        manifest, keys = found.manifest, found.keys(backend)
+        labels = {name: value for name, value in {**manifest.labels, **given}.items() if name not in removed}
         if labels == manifest.labels:
             return labels
         held = packs.in_order(keys)

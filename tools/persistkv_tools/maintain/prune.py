@@ -14,10 +14,10 @@ from __future__ import annotations
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 import typer
@@ -29,22 +29,8 @@ from persistkv.storage.backend import CommitBatch, Namespace
 from persistkv.storage.extensions import InspectableBackend, RequestUse, SupportsCompaction, SupportsQuarantine
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackTable
-from persistkv_tools import render
-from persistkv_tools.options import (
-    FoundRequest,
-    InNamespace,
-    Json,
-    Labels,
-    LargerThan,
-    NeverHit,
-    OlderThan,
-    RequestView,
-    Selection,
-    Url,
-    Yes,
-    ensure_consent,
-    with_uses,
-)
+from persistkv_tools import options, render
+from persistkv_tools.options import FoundRequest, RequestView, Selection
 from persistkv_tools.packs import NamespacePacks, all_keys, keys_of
 from persistkv_tools.progress import byte_progress
 
@@ -56,16 +42,6 @@ _ONE_OF = (
 )
 _PACKS_AT_ONCE = 64
 _MOST_PAUSE_S = 0.2
-
-
-class Disk(msgspec.Struct, frozen=True):
-    """Size of a store on its medium."""
-
-    total_bytes: int
-    free_bytes: int
-    """Part of ``total_bytes`` that is free for new content."""
-    compactable_bytes: int
-    """Part of ``free_bytes`` that ``--compact`` can return to the disk."""
 
 
 class Quarantine(msgspec.Struct):
@@ -114,16 +90,16 @@ class Done(msgspec.Struct):
 
 
 def prune(
-    url: Url,
+    url: options.Url,
     request: Annotated[
         list[str] | None,
         typer.Option("--request", metavar="ID", help="This request and its copies; may be given again."),
     ] = None,
-    older_than: OlderThan = None,
-    label: Labels = None,
-    larger_than: LargerThan = None,
-    never_hit: NeverHit = False,
-    namespace: InNamespace = None,
+    older_than: options.OlderThan = None,
+    label: options.Labels = None,
+    larger_than: options.LargerThan = None,
+    never_hit: options.NeverHit = False,
+    namespace: options.InNamespace = None,
     keep_size: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Only as many as needed, oldest first, until packs take this: 50GiB."),
@@ -142,8 +118,8 @@ def prune(
         bool, typer.Option("--compact", help="Then give free space within the store back to the disk.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would go.")] = False,
-    yes: Yes = False,
-    json: Json = False,
+    yes: options.Yes = False,
+    json: options.Json = False,
 ) -> None:
     """Delete requests, and the packs that only they use.
 
@@ -160,8 +136,8 @@ def prune(
     must_all_go = bool(request) or (by_labels and keep_bytes is None)  # any other condition is housekeeping
     if not (names_requests or orphans or quarantined or compact):
         raise MissingOptionError("prune", _ONE_OF)
-    ensure_consent("prune", "--yes or --dry-run", yes=yes or dry_run, json=json)
-    done, failure, freed, disk = None, None, None, None
+    options.ensure_consent("prune", "--yes or --dry-run", yes=yes or dry_run, json=json)
+    done, failure, freed, sizes = None, None, None, _Sizes()
     with open_store(url, read_only=dry_run) as store:
         pruning = store.prune(
             selection if names_requests else None,
@@ -175,40 +151,29 @@ def prune(
         )
         plan, damaged = pruning.plan, pruning.quarantined
         if not json:
-            _print_plan(plan)
-            if damaged.directories:
-                render.say(f"to delete: {render.format_size(damaged.num_bytes)} of damaged stores:")
-            for directory in damaged.directories:
-                render.say(f"  {directory}")
+            _print_plan(plan, damaged)
         if not dry_run and (not pruning.deletes or yes or typer.confirm("Delete them?")):
             done = pruning.done
             try:
                 pruning.run()
             except StoreError as error:
                 failure = error
-        if done is not None and failure is None:
-            if compact:
-                with byte_progress() as progress:
-                    freed = store.compact(progress)
-            disk, packs_bytes = _disk(store.backend), store.backend.stats().stored_bytes
+            else:
+                if compact:
+                    with byte_progress() as progress:
+                        freed = store.compact(progress)
+                sizes = _Sizes.of(store.backend)
     if json:
-        sizes = {"disk_bytes": disk and disk.total_bytes, "free_bytes": disk and disk.free_bytes}
         what = {"plan": plan, "done": done, "quarantined": damaged}
-        render.print_json({"url": url, "dry_run": dry_run, **what, "freed_bytes": freed, **sizes})
+        disk = {"disk_bytes": sizes.disk_bytes, "free_bytes": sizes.free_bytes}
+        render.print_json({"url": url, "dry_run": dry_run, **what, "freed_bytes": freed, **disk})
     elif done is not None:
-        render.say(f"deleted: {render.count(done.requests, 'request')}, {_amount(done.goes)}")
-        if done.staying:
-            staying = render.count(len(done.staying), "request")
-            stays = f"{staying} {'stays' if len(done.staying) == 1 else 'stay'}"
-            until = f"{stays} until one of their packs goes: others use all of these"
-            render.say(f"still there: {staying} of those that were to go" if must_all_go else until)
-        if damaged.directories:
-            render.say(f"deleted files of damaged stores: {render.format_size(damaged.deleted_bytes)}")
-        if disk is not None and keep_bytes is not None and packs_bytes > keep_bytes:
-            left = f"{render.format_size(packs_bytes)} of packs are left, more than --keep-size"
+        _print_done(done, damaged, must_all_go)
+        if keep_bytes is not None and sizes.packs_bytes > keep_bytes:
+            left = f"{render.format_size(sizes.packs_bytes)} of packs are left, more than --keep-size"
             render.say(f"{left}: of requests that were not chosen, or of none (--orphans)")
-        if disk is not None:
-            _print_disk(url, disk, freed)
+        if failure is None:
+            _print_sizes(url, sizes, freed)
     if failure is not None:
         raise failure
     stay = plan.staying if done is None else done.staying
@@ -216,27 +181,38 @@ def prune(
         raise typer.Exit(1)
 
 
-def _disk(backend: InspectableBackend) -> Disk:
-    disk_bytes = backend.stats().disk_bytes
-    if not isinstance(backend, SupportsCompaction):
-        return Disk(disk_bytes, 0, 0)
-    free = backend.free_space()
-    return Disk(disk_bytes, free.payload_bytes + free.catalogue_bytes, free.payload_bytes)
+class _Sizes(NamedTuple):
+    """Sizes of a store after a prune; the defaults mean that there was none, or that it failed."""
+
+    disk_bytes: int | None = None
+    free_bytes: int | None = None
+    """Part of ``disk_bytes`` that is free for new content."""
+    compactable_bytes: int = 0
+    """Part of ``free_bytes`` that ``--compact`` can return to the disk."""
+    packs_bytes: int = 0
+
+    @classmethod
+    def of(cls, backend: InspectableBackend) -> _Sizes:
+        stats = backend.stats()
+        if not isinstance(backend, SupportsCompaction):
+            return cls(stats.disk_bytes, 0, 0, stats.stored_bytes)
+        free = backend.free_space()
+        return cls(stats.disk_bytes, free.payload_bytes + free.catalogue_bytes, free.payload_bytes, stats.stored_bytes)
 
 
-def _print_disk(url: str, disk: Disk, freed: int | None) -> None:
+def _print_sizes(url: str, sizes: _Sizes, freed: int | None) -> None:
     if freed is not None:
         render.say(f"given back to the disk: {render.format_size(freed)}")
-    line = f"on disk: {render.format_size(disk.total_bytes)}"
-    if disk.free_bytes:
-        line += f", of which {render.format_size(disk.free_bytes)} are free for new content"
-    if disk.compactable_bytes and freed is None:
-        line += f"; to give {render.format_size(disk.compactable_bytes)} of it back: "
+    line = f"on disk: {render.format_size(sizes.disk_bytes or 0)}"
+    if sizes.free_bytes:
+        line += f", of which {render.format_size(sizes.free_bytes)} are free for new content"
+    if sizes.compactable_bytes and freed is None:
+        line += f"; to give {render.format_size(sizes.compactable_bytes)} of it back: "
         line += f"persistkv prune {shlex.quote(url)} --compact"
     render.say(line)
 
 
-def _print_plan(plan: Plan) -> None:
+def _print_plan(plan: Plan, damaged: Quarantine) -> None:
     for title, views in (
         ("these requests go", plan.requests),
         ("these stay: others use all their packs", plan.staying),
@@ -250,14 +226,29 @@ def _print_plan(plan: Plan) -> None:
     if plan.private_blocks_left:
         blocks = render.count(plan.private_blocks_left, "block")
         render.say(f"{blocks} of these requests alone stay, in packs that others use; --shared-packs deletes those too")
+    if damaged.directories:
+        render.say(f"to delete: {render.format_size(damaged.num_bytes)} of damaged stores:")
+    for directory in damaged.directories:
+        render.say(f"  {directory}")
+
+
+def _print_done(done: Done, damaged: Quarantine, must_all_go: bool) -> None:
+    render.say(f"deleted: {render.count(done.requests, 'request')}, {_amount(done.goes)}")
+    if done.staying:
+        staying = render.count(len(done.staying), "request")
+        stays = f"{staying} {'stays' if len(done.staying) == 1 else 'stay'}"
+        until = f"{stays} until one of their packs goes: others use all of these"
+        render.say(f"still there: {staying} of those that were to go" if must_all_go else until)
+    if damaged.directories:
+        render.say(f"deleted files of damaged stores: {render.format_size(damaged.deleted_bytes)}")
 
 
 def _amount(amount: Amount) -> str:
     return f"{render.count(amount.packs, 'pack')}, {render.format_size(amount.stored_bytes)}"
 
 
-class Usage:
-    """Requests and packs of one namespace, and which request uses which packs."""
+class _Usage:
+    """Requests and packs of one namespace, which request uses which packs, and what a plan deletes of them."""
 
     def __init__(self, backend: InspectableBackend, namespace: Namespace) -> None:
         self.namespace = namespace
@@ -266,6 +257,8 @@ class Usage:
         """Ids of the requests that were chosen for deletion."""
         self.going: set[str] = set()
         """Ids of the requests that lose a pack by the plan: chosen ones, and others that use the same packs."""
+        self.deleted: set[bytes] = set()
+        """Ids of the packs that the plan deletes."""
         self._backend = backend
 
     @cached_property
@@ -281,144 +274,46 @@ class Usage:
 
     def uses(self, names: Iterable[str]) -> Iterator[tuple[RequestManifest, RequestUse | None]]:
         """Yield the manifests of these request ids with their use; None if the store does not know the use."""
-        return with_uses(self._backend, self.namespace.id, (self.manifests[name] for name in names))
+        return options.with_uses(self._backend, self.namespace.id, (self.manifests[name] for name in names))
 
     def used(self, requests: Iterable[str]) -> set[bytes]:
         return set().union(*(self.packs[name] for name in requests))
 
-
-def _row(manifest: RequestManifest) -> tuple[bytes | str, frozenset[tuple[str, str]]]:
-    """Return (context digest, labels), with the request id if the digest is unknown.
-
-    ``persistkv ls`` shows requests for which these are equal as one.
-    """
-    return manifest.context or manifest.id, frozenset(manifest.labels.items())
-
-
-class Pruning:
-    """Chooses requests of some namespaces, plans their deletion, and deletes them."""
-
-    def __init__(self, backend: InspectableBackend, namespaces: Iterable[Namespace]) -> None:
-        self._backend = backend
-        self._usages = [Usage(backend, namespace) for namespace in namespaces]
-        self._packs: dict[bytes, set[bytes]] = {}
-
-    def choose(self, selection: Selection, requests: Collection[tuple[bytes, str]] | None = None) -> None:
+    def choose(self, selection: Selection, named: Collection[tuple[bytes, str]]) -> None:
         """Choose the requests that fulfil ``selection`` for deletion.
 
-        :param requests: (namespace id, request id): choose only among these and the requests with the same context and
-            labels: those use the same packs, so none of them can be deleted alone. None: choose among all.
+        :param named: (namespace id, request id): choose only among these and their copies, which use the same packs, so
+            none of them can be deleted alone. Empty: choose among all.
         """
-        for usage in self._usages:
-            names = list(usage.manifests)
-            if requests is not None:
-                named = {name for name in names if (usage.namespace.id, name) in requests}
-                rows = {_row(usage.manifests[name]) for name in named}
-                names = [name for name in names if name in named or _row(usage.manifests[name]) in rows]
-            asked = usage.uses(names) if selection.never_hit else ((usage.manifests[name], None) for name in names)
-            usage.doomed.update(manifest.id for manifest, use in asked if selection.takes(manifest, use))
+        names = list(self.manifests)
+        if named:
+            held = [name for space, name in named if space == self.namespace.id and name in self.manifests]
+            rows = {options.row(self.manifests[name]) for name in held}
+            names = [name for name in names if options.row(self.manifests[name]) in rows]
+        asked = self.uses(names) if selection.never_hit else ((self.manifests[name], None) for name in names)
+        self.doomed = {manifest.id for manifest, use in asked if selection.takes(manifest, use)}
 
-    def shrink_to(self, stored_bytes: int) -> None:
-        """Reduce the choice to the oldest chosen requests: as many as must be deleted to reach a size.
+    def private_blocks(self, shared: set[bytes]) -> dict[bytes, int]:
+        """Return, by pack id, the number of blocks that only chosen requests name, for the packs with such blocks.
 
-        :param stored_bytes: size that the packs of these namespaces may take after the deletion.
+        :param shared: ids of the packs to count in: those that both chosen and other requests use.
         """
-        if self._backend.stats().stored_bytes <= stored_bytes:  # of all namespaces
-            for usage in self._usages:
-                usage.doomed.clear()
-            return
-        held = sum(table.payload_length for usage in self._usages for table in usage.held.tables.values())
-        candidates = [(usage.manifests[name].created, name, usage) for usage in self._usages for name in usage.doomed]
-        uses = {id(usage): Counter(pack for used in usage.packs.values() for pack in used) for usage in self._usages}
-        for usage in self._usages:
-            usage.doomed = set()
-        for _, name, usage in sorted(candidates, key=lambda candidate: candidate[:2]):
-            if held <= stored_bytes:
-                return
-            usage.doomed.add(name)
-            counts = uses[id(usage)]
-            counts.subtract(usage.packs[name])
-            held -= sum(usage.held.tables[pack].payload_length for pack in usage.packs[name] if not counts[pack])
+        where = {key: pack for pack in shared for key in self.held.tables[pack].keys.unpack()}
+        users = [name for name, packs in self.packs.items() if not packs.isdisjoint(shared)]
+        chosen, others = set[bytes](), set[bytes]()
+        for name, keys in keys_of(self._backend, self.namespace.id, users):
+            (chosen if name in self.doomed else others).update(where.keys() & all_keys(keys or ()))
+        return dict(Counter(where[key] for key in chosen - others))
 
-    def plan(self, *, orphans: bool = False, shared: bool = False) -> Plan:
-        """Return the plan that deletes the chosen requests, as far as possible, and the packs that only they use.
-
-        :param orphans: also delete packs that no request names.
-        :param shared: also delete each pack that other requests also use, if it holds a block that only chosen requests
-            name. The other requests are deleted with it.
-        """
-        plan = Plan([], [], Amount(), 0)
-        for usage in self._usages:
-            if not (usage.doomed or orphans):
-                continue
-            doomed, kept = usage.used(usage.doomed), usage.used(usage.manifests.keys() - usage.doomed)
-            packs = doomed - kept
-            private = _private_blocks(self._backend, usage, doomed & kept)
-            if shared:
-                packs |= private.keys()
-            else:
-                plan.private_blocks_left += sum(private.values())
-            if orphans:
-                packs |= usage.held.tables.keys() - kept - doomed
-            self._packs[usage.namespace.id] = packs
-            for pack in packs:
-                plan.goes.add(usage.held.tables[pack])
-            self._sort_requests(plan, usage, packs)
-        for views in (plan.requests, plan.staying):
-            views.sort(key=lambda view: (view.created, view.id))
-        return plan
-
-    def _sort_requests(self, plan: Plan, usage: Usage, packs: set[bytes]) -> None:
-        usage.going = {name for name, used_packs in usage.packs.items() if not used_packs.isdisjoint(packs)}
-        for manifest, use in usage.uses(usage.going | usage.doomed):
-            view = RequestView.of(usage.namespace.id, manifest, use)
-            (plan.requests if manifest.id in usage.going else plan.staying).append(view)
-
-    def run(self, backend: InspectableBackend, done: Done) -> None:
-        """Delete the planned packs, except those that requests added meanwhile use, and the requests that name them.
-
-        :param backend: the same store, open for writing if there is something to delete.
-        :param done: totals of the deletions, updated by each commit.
-        :raises StoreError: a commit failed; earlier commits stay in effect.
-        """
-        for usage in self._usages:
-            packs = sorted(self._packs.get(usage.namespace.id, ()))
-            try:
-                for start in range(0, len(packs), _PACKS_AT_ONCE):
-                    for table in self._delete(backend, usage, packs[start : start + _PACKS_AT_ONCE]):
-                        done.goes.add(table)
-            except StoreError:
-                with suppress(StoreError):  # the first error tells more
-                    _count_requests(backend, usage, done)
-                raise
-            if usage.doomed or packs:
-                _count_requests(backend, usage, done)
-
-    def _delete(self, backend: InspectableBackend, usage: Usage, packs: list[bytes]) -> Iterator[PackTable]:
-        used = self._used_since(usage)
-        wanted = [pack for pack in packs if pack not in used]
-        begin = time.monotonic()
-        try:
-            gone = backend.commit(usage.namespace.id, CommitBatch(deletions=wanted)).evicted
-            time.sleep(min(time.monotonic() - begin, _MOST_PAUSE_S))
-            yield from gone
-        except StoreFullError:  # deleting takes room too; fewer at once take less
-            if len(wanted) < 2:
-                raise
-            half = len(wanted) // 2
-            yield from self._delete(backend, usage, wanted[:half])
-            yield from self._delete(backend, usage, wanted[half:])
-
-    def _used_since(self, usage: Usage) -> set[bytes]:
+    def used_since(self) -> set[bytes]:
         """Return the ids of packs that are used by requests added after the plan was made."""
-        namespace = usage.namespace.id
-        fresh = [found.id for found in self._backend.manifests(namespace) if found.id not in usage.manifests]
-        keys = keys_of(self._backend, namespace, fresh)
-        return set().union(*(usage.held.holding(all_keys(found)) for _, found in keys if found is not None))
+        fresh = [found.id for found in self._backend.manifests(self.namespace.id) if found.id not in self.manifests]
+        keys = keys_of(self._backend, self.namespace.id, fresh)
+        return set().union(*(self.held.holding(all_keys(found)) for _, found in keys if found is not None))
 
 
 class Prune:
-    """A planned prune of a store, made by ``StoreHandle.prune``.
+    """A planned prune of some namespaces of a store, made by ``StoreHandle.prune``.
 
     :ivar plan: requests and packs to delete.
     :ivar quarantined: files of damaged stores to delete, and the bytes that were deleted.
@@ -430,24 +325,30 @@ class Prune:
         backend: InspectableBackend,
         writable: Callable[[], InspectableBackend],
         selection: Selection | None,
-        requests: Sequence[FoundRequest],
         namespaces: Iterable[Namespace],
-        keep_bytes: int | None,
+        requests: Iterable[FoundRequest] = (),
+        keep_bytes: int | None = None,
         *,
-        orphans: bool,
-        shared_packs: bool,
-        quarantined: bool,
+        orphans: bool = False,
+        shared_packs: bool = False,
+        quarantined: bool = False,
     ) -> None:
         """Make the plan; see ``StoreHandle.prune``. ``writable`` returns the same store, open for writing."""
         self._backend, self._writable = backend, writable
-        ids = {space.id for space, _ in requests}
-        self._pruning = Pruning(backend, [space for space in namespaces if not ids or space.id in ids])
-        if selection is not None or requests:
-            named = {(space.id, manifest.id) for space, manifest in requests}
-            self._pruning.choose(selection or Selection(), named or None)
+        named = {(space.id, manifest.id) for space, manifest in requests}
+        ids = {space for space, _ in named}
+        self._usages = [_Usage(backend, space) for space in namespaces if not ids or space.id in ids]
+        if selection is not None or named:
+            for usage in self._usages:
+                usage.choose(selection or Selection(), named)
         if keep_bytes is not None:
-            self._pruning.shrink_to(keep_bytes)
-        self.plan = self._pruning.plan(orphans=orphans, shared=shared_packs)
+            self._shrink_to(keep_bytes)
+        self.plan = Plan([], [], Amount(), 0)
+        for usage in self._usages:
+            if usage.doomed or orphans:
+                self._plan(usage, orphans, shared_packs)
+        for views in (self.plan.requests, self.plan.staying):
+            views.sort(key=lambda view: (view.created, view.id))
         stats = backend.stats()
         self.quarantined = Quarantine(stats.quarantined, stats.quarantined_bytes) if quarantined else Quarantine()
         self.done = Done()
@@ -458,39 +359,80 @@ class Prune:
         return bool(self.plan.goes.packs or self.quarantined.directories)
 
     def run(self) -> Done:
-        """Delete the planned packs, requests and files of damaged stores.
+        """Delete the planned packs, requests and files of damaged stores; keep packs that requests added meanwhile use.
 
         :raises StoreError: the store is open read-only, or a commit failed; ``done`` counts the commits before it.
         """
         backend = self._writable() if self.deletes else self._backend
-        self._pruning.run(backend, self.done)
+        for usage in self._usages:
+            packs = sorted(usage.deleted)
+            try:
+                for start in range(0, len(packs), _PACKS_AT_ONCE):
+                    self._delete(backend, usage, packs[start : start + _PACKS_AT_ONCE])
+            except StoreError:
+                with suppress(StoreError):  # the first error tells more
+                    self._count_requests(backend, usage)
+                raise
+            self._count_requests(backend, usage)
         if self.quarantined.directories and isinstance(backend, SupportsQuarantine):
             self.quarantined.deleted_bytes = backend.delete_quarantined()
         return self.done
 
+    def _shrink_to(self, stored_bytes: int) -> None:
+        """Reduce the choice to the oldest chosen requests: as many as must be deleted to reach a size.
 
-def _count_requests(backend: InspectableBackend, usage: Usage, done: Done) -> None:
-    there = {manifest.id for manifest in backend.manifests(usage.namespace.id)}
-    done.requests += len(usage.going - there)
-    done.staying += sorted(usage.doomed & there)
+        :param stored_bytes: size that the packs of these namespaces may take after the deletion.
+        """
+        if self._backend.stats().stored_bytes <= stored_bytes:  # of all namespaces
+            for usage in self._usages:
+                usage.doomed.clear()
+            return
+        held = sum(table.payload_length for usage in self._usages for table in usage.held.tables.values())
+        uses = {usage: Counter(pack for used in usage.packs.values() for pack in used) for usage in self._usages}
+        candidates = [(usage.manifests[name].created, name, usage) for usage in self._usages for name in usage.doomed]
+        for _, name, usage in sorted(candidates, key=lambda candidate: candidate[:2]):
+            if held <= stored_bytes:
+                usage.doomed.remove(name)
+                continue
+            uses[usage].subtract(usage.packs[name])
+            held -= sum(usage.held.tables[pack].payload_length for pack in usage.packs[name] if not uses[usage][pack])
 
+    def _plan(self, usage: _Usage, orphans: bool, shared_packs: bool) -> None:
+        doomed, kept = usage.used(usage.doomed), usage.used(usage.manifests.keys() - usage.doomed)
+        private = usage.private_blocks(doomed & kept)
+        usage.deleted = doomed - kept
+        if shared_packs:
+            usage.deleted |= private.keys()
+        else:
+            self.plan.private_blocks_left += sum(private.values())
+        if orphans:
+            usage.deleted |= usage.held.tables.keys() - kept - doomed
+        for pack in usage.deleted:
+            self.plan.goes.add(usage.held.tables[pack])
+        usage.going = {name for name, packs in usage.packs.items() if not packs.isdisjoint(usage.deleted)}
+        for manifest, use in usage.uses(usage.going | usage.doomed):
+            view = RequestView.of(usage.namespace.id, manifest, use)
+            (self.plan.requests if manifest.id in usage.going else self.plan.staying).append(view)
 
-def _private_blocks(backend: InspectableBackend, usage: Usage, shared: set[bytes]) -> dict[bytes, int]:
-    """Return, by pack id, the number of blocks that only chosen requests name, for the packs with such blocks.
+    def _delete(self, backend: InspectableBackend, usage: _Usage, packs: list[bytes]) -> None:
+        used = usage.used_since()
+        wanted = [pack for pack in packs if pack not in used]
+        begin = time.monotonic()
+        try:
+            gone = backend.commit(usage.namespace.id, CommitBatch(deletions=wanted)).evicted
+        except StoreFullError:  # deleting takes room too; fewer at once take less
+            if len(wanted) < 2:
+                raise
+            half = len(wanted) // 2
+            self._delete(backend, usage, wanted[:half])
+            self._delete(backend, usage, wanted[half:])
+            return
+        for table in gone:
+            self.done.goes.add(table)
+        time.sleep(min(time.monotonic() - begin, _MOST_PAUSE_S))
 
-    :param shared: ids of the packs to count in: those that both chosen and other requests use.
-    """
-    where = {key: pack for pack in shared for key in usage.held.tables[pack].keys.unpack()}
-    doomed: set[bytes] = set()
-    for name, packs in usage.packs.items():
-        if name in usage.doomed and not packs.isdisjoint(shared):
-            doomed.update(_keys_in(backend, usage, name, where))
-    for name, packs in usage.packs.items():
-        if name not in usage.doomed and not packs.isdisjoint(shared):
-            doomed.difference_update(_keys_in(backend, usage, name, where))
-    return dict(Counter(where[key] for key in doomed))
-
-
-def _keys_in(backend: InspectableBackend, usage: Usage, name: str, where: dict[bytes, bytes]) -> set[bytes]:
-    keys = backend.manifest_keys(usage.namespace.id, [name])[0]
-    return set() if keys is None else where.keys() & all_keys(keys)
+    def _count_requests(self, backend: InspectableBackend, usage: _Usage) -> None:
+        if usage.doomed or usage.deleted:
+            there = {manifest.id for manifest in backend.manifests(usage.namespace.id)}
+            self.done.requests += len(usage.going - there)
+            self.done.staying += sorted(usage.doomed & there)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -13,9 +14,10 @@ import typer
 
 from persistkv.config import StoreUrl, parse_duration, parse_size
 from persistkv.errors import ConfigurationError, UnsupportedStoreError
+from persistkv.storage import open_inspectable
 from persistkv.storage.extensions import InspectableBackend, Policy, SupportsPolicy
-from persistkv_tools import render
-from persistkv_tools.options import Json, Url, Yes, ensure_consent, opened, with_uses
+from persistkv_tools import options, render
+from persistkv_tools.options import ensure_consent, opened, with_uses
 
 _NONE = "none"
 
@@ -36,14 +38,14 @@ class Consequences(msgspec.Struct, frozen=True):
 
 
 def set_(
-    url: Url,
+    url: options.Url,
     values: Annotated[
         list[str] | None,
         typer.Argument(metavar="[NAME=VALUE]...", help="capacity=200GiB, ttl=7d or ttl=none. Without any: show them."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the consequences.")] = False,
-    yes: Yes = False,
-    json: Json = False,
+    yes: options.Yes = False,
+    json: options.Json = False,
 ) -> None:
     """Show or change a store's capacity and ttl. Engines may run.
 
@@ -52,7 +54,9 @@ def set_(
     Example: persistkv set lmdb:///var/cache/kv capacity=200GiB ttl=30d
     """
     with opened(url) as backend:
-        before = _supported(backend, url).policy()
+        if not isinstance(backend, SupportsPolicy):
+            raise UnsupportedStoreError(url, "record a policy")
+        before = backend.policy()
         after = _changed(before, values or [])
         found = _consequences(backend, url, before, after)
     if not json:
@@ -61,20 +65,15 @@ def set_(
     if after != before and not dry_run:
         ensure_consent("set", "--yes or --dry-run", yes=yes, json=json)
         if yes or typer.confirm("Change it?"):
-            with opened(url, writable=True) as backend:
-                _supported(backend, url).set_policy(after)
-            done = True
+            with closing(open_inspectable(url)) as backend:
+                if isinstance(backend, SupportsPolicy):
+                    backend.set_policy(after)
+                    done = True
     if json:
         policies = {"before": before, "after": after}
         render.print_json({"url": url, **policies, "consequences": found, "changed": done})
     elif done:
         render.say("changed; engines follow with their next commit")
-
-
-def _supported(backend: InspectableBackend, url: str) -> SupportsPolicy:
-    if not isinstance(backend, SupportsPolicy):
-        raise UnsupportedStoreError(url, "record a policy")
-    return backend
 
 
 def _changed(policy: Policy, values: list[str]) -> Policy:
@@ -136,7 +135,5 @@ def _print(before: Policy, after: Policy, found: Consequences) -> None:
 def _duration(seconds: float | None) -> str:
     if seconds is None:
         return _NONE
-    for unit, letter in ((86_400, "d"), (3600, "h"), (60, "m")):
-        if seconds >= unit and seconds % unit == 0:
-            return f"{seconds / unit:g}{letter}"
-    return f"{seconds:g}s"
+    units = ((86_400, "d"), (3600, "h"), (60, "m"), (1, "s"))
+    return next(f"{seconds / unit:g}{letter}" for unit, letter in units if seconds % unit == 0 or unit == 1)

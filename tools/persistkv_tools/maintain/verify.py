@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import time
 from collections import Counter
@@ -29,16 +30,9 @@ from persistkv.errors import ConfigurationError, StoreError
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.manifest import RequestManifest
-from persistkv.storage.format.pack import PackTable
 from persistkv.storage.host.status import read_statuses
-from persistkv.storage.namespace_view import (
-    SHORTENED_AT_ONCE,
-    ManifestMaker,
-    NamedRequest,
-    read_requests,
-    shortened,
-)
-from persistkv_tools import render
+from persistkv.storage.namespace_view import SHORTENED_AT_ONCE, ManifestMaker, read_requests, shortened
+from persistkv_tools import options, render
 from persistkv_tools.maintain.integrity import (
     Tally,
     Verifier,
@@ -48,13 +42,13 @@ from persistkv_tools.maintain.integrity import (
     packs_left,
     read_catalogues,
 )
-from persistkv_tools.options import Json, Rate, Url, Yes, ensure_consent
-from persistkv_tools.packs import Finding, NamespacePacks, Took, check_pack
+from persistkv_tools.options import ensure_consent
+from persistkv_tools.packs import BATCH_BYTES, Finding, NamespacePacks, all_keys, check_pack
 from persistkv_tools.progress import Throttle, byte_progress, counted
 
 _SAVE_S = 5.0
-_PORTION_BYTES = 1 << 30  # 1 GiB
-_BOUNDED_BATCH_BYTES = 1 << 20  # 1 MiB
+_PORTION_BYTES, _BOUNDED_PORTION_BYTES = 1 << 30, 64 << 20  # 1 GiB, 64 MiB
+_BOUNDED_BATCH_BYTES = 1 << 20  # 1 MiB: small reads, so that reads of an engine need not wait long
 _SHARE_BESIDE_ENGINES = 0.05  # of the time
 _THREADS = 4
 _SWITCH_S = 0.0002
@@ -142,18 +136,18 @@ _FINDINGS = render.columns(
 
 
 def verify(
-    url: Url,
+    url: options.Url,
     sample: Annotated[float, typer.Option(metavar="SHARE", help="Read a random share of the packs, e.g. 0.05.")] = 1.0,
-    rate: Rate = None,
+    rate: options.Rate = None,
     repair: Annotated[
         bool, typer.Option("--repair", help="Delete bad packs; requests keep the blocks before them.")
     ] = False,
-    yes: Yes = False,
+    yes: options.Yes = False,
     resume: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Save the progress here, and resume from it; removed at the end."),
     ] = None,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Read everything and check it, a twentieth of the time where an engine shows that it uses the store and there is
     no --rate. Exit code 1: something is wrong, repaired or not. Exit code 3: a commit of --repair failed; those before
@@ -218,11 +212,10 @@ def check_store(
     spaces = read_catalogues(backend)
     total = sum(space.tables[pack].payload_length for space, pack in packs_left(spaces, state))
     took = counted(progress, "verify", total, throttle)
-    portion = None if resume is None else min(_PORTION_BYTES, throttle.bytes_in(_SAVE_S))
-    if throttle.bounded:  # small reads, so that reads of an engine need not wait long
-        verifier = Verifier(backend, spaces, state, took, 0, portion, _BOUNDED_BATCH_BYTES)
-    else:
-        verifier = Verifier(backend, spaces, state, took, _THREADS, portion)
+    threads, portion, batch = _THREADS, _PORTION_BYTES, BATCH_BYTES
+    if throttle.bounded:
+        threads, portion, batch = 0, _BOUNDED_PORTION_BYTES, _BOUNDED_BATCH_BYTES
+    verifier = Verifier(backend, spaces, state, took, threads, math.inf if resume is None else portion, batch)
     with closing(verifier), _prompt_threads():
         if not throttle.bounded:
             verifier.begin()
@@ -230,7 +223,7 @@ def check_store(
         requests, of_manifests = check_manifests(backend, spaces, took)
         _read_packs(verifier, state, resume)
     findings = [*(rows or []), *of_manifests, *state.findings]
-    by_problem: Counter[str] = Counter()
+    by_problem = Counter[str]()
     for finding in findings:
         by_problem[finding.problem.value] += finding.count
     return render.view_of(
@@ -266,18 +259,19 @@ def _prompt_threads() -> Iterator[None]:
 
 
 def _read_packs(verifier: Verifier, state: VerifyState, resume: Path | None) -> None:
-    if resume is None:
-        list(verifier.packs())
-        return
-    state.save(resume)  # fails now, and not after an hour of reading, if the file cannot be written
+    def save() -> None:
+        if resume is not None:
+            state.save(resume)
+
+    save()  # fails now, and not after an hour of reading, if the file cannot be written
     saved = time.monotonic()
     try:
         for _ in verifier.packs():
             if time.monotonic() - saved > _SAVE_S:
-                state.save(resume)
+                save()
                 saved = time.monotonic()
     finally:
-        state.save(resume)
+        save()
 
 
 def _print_plan(plan: RepairPlan) -> None:
@@ -285,13 +279,11 @@ def _print_plan(plan: RepairPlan) -> None:
     if plan.requests:
         title = "these requests name them; they keep the blocks before, and those with none go"
         render.show_table(_REQUESTS, plan.requests, title=title, most=_SHOWN)
-    going = f"{render.count(len(plan.packs), 'pack')}, {render.count(plan.blocks, 'block')}"
+    packs = f"{render.count(len(plan.packs), 'pack')}, {render.count(plan.blocks, 'block')}"
     shortened = sum(row.kept_blocks > 0 for row in plan.requests)
-    render.say(
-        f"to delete: {going}, {render.format_size(plan.stored_bytes)},"
-        f" and {render.count(len(plan.requests) - shortened, 'request')};"
-        f" to shorten: {render.count(shortened, 'request')}"
-    )
+    going = f"{packs}, {render.format_size(plan.stored_bytes)}"
+    going += f", and {render.count(len(plan.requests) - shortened, 'request')}"
+    render.say(f"to delete: {going}; to shorten: {render.count(shortened, 'request')}")
 
 
 def _print(summary: Summary, rate: str | None) -> None:
@@ -305,13 +297,9 @@ def _print(summary: Summary, rate: str | None) -> None:
         earlier = f"{render.count(summary.resumed_packs, 'pack')}, {render.format_size(summary.resumed_bytes)}"
         render.say(f"{earlier} of it before it was resumed")
     if summary.beside_engines:
-        engines = render.count(summary.beside_engines, "engine")
-        bound = (
-            "a twentieth of the time"
-            if rate is None
-            else f"{render.format_size(parse_size(rate, name='--rate'))} a second at most"
-        )
-        render.say(f"beside {engines}, it read {bound}")
+        size = "" if rate is None else render.format_size(parse_size(rate, name="--rate"))
+        bound = f"{size} a second at most" if size else "a twentieth of the time"
+        render.say(f"beside {render.count(summary.beside_engines, 'engine')}, it read {bound}")
     if summary.went_meanwhile:
         render.say(f"{render.count(summary.went_meanwhile, 'pack')} went while they were read: no problem")
     if summary.other_release_packs:
@@ -320,24 +308,19 @@ def _print(summary: Summary, rate: str | None) -> None:
         render.say("unreadable rows were not counted: other processes wrote continuously")
     if summary.deleted_packs or summary.shortened_requests:
         render.say(f"deleted {render.count(summary.deleted_packs, 'pack')}; their blocks will be computed again")
-        shortened = render.count(summary.shortened_requests, "request")
-        render.say(
-            f"shortened {shortened} to the blocks before; deleted {summary.deleted_requests:,} that kept nothing"
-        )
+        shortened = f"shortened {render.count(summary.shortened_requests, 'request')} to the blocks before"
+        render.say(f"{shortened}; deleted {summary.deleted_requests:,} that kept nothing")
     render.say("nothing is wrong" if not summary.problems else f"found {render.count(summary.problems, 'problem')}")
 
 
-def plan_repair(
-    backend: InspectableBackend, spaces: Iterable[NamespacePacks], findings: Iterable[Finding]
-) -> RepairPlan:
+def plan_repair(backend: InspectableBackend, findings: Iterable[Finding]) -> RepairPlan:
     """Return the packs of ``findings`` that the store still holds, and the requests that a repair shortens or deletes.
 
     :raises StoreError: the medium failed.
     """
     plan = RepairPlan()
     bad = {bytes.fromhex(found.pack) for found in findings if found.pack}
-    for space in spaces:
-        space.refresh()
+    for space in read_catalogues(backend):
         name, doomed = space.namespace.hex(), sorted(bad & space.tables.keys())
         for pack in doomed:
             table = space.tables[pack]
@@ -350,31 +333,25 @@ def plan_repair(
     return plan
 
 
-def repair_packs(
-    backend: InspectableBackend,
-    spaces: Iterable[NamespacePacks],
-    findings: Iterable[Finding],
-    took: Took,
-    done: Repaired,
-) -> None:
+def repair_packs(backend: InspectableBackend, findings: Iterable[Finding], done: Repaired) -> None:
     """Delete the packs of ``findings`` that are still bad, and shorten the requests that name them.
 
     :param done: outcome, updated after the commits.
     :raises StoreError: a commit failed, or other processes wrote during each attempt; earlier commits stay in effect.
     """
     bad = sorted({(found.namespace, found.pack) for found in findings if found.namespace and found.pack})
-    for space in spaces:
+    for space in read_catalogues(backend):
         for namespace, pack in bad:
             if namespace == space.namespace.hex():
-                _delete(backend, space, bytes.fromhex(pack), done, took)
+                _delete(backend, space, bytes.fromhex(pack), done)
 
 
-def _delete(backend: InspectableBackend, space: NamespacePacks, pack_id: bytes, done: Repaired, took: Took) -> None:
+def _delete(backend: InspectableBackend, space: NamespacePacks, pack_id: bytes, done: Repaired) -> None:
     name = space.namespace
     for _ in range(_ATTEMPTS):
         space.refresh()
         table = space.tables.get(pack_id)
-        if table is None or not check_pack(backend, table, took):
+        if table is None or not check_pack(backend, table):
             return
         seen, doomed = space.cursor, set[tuple[bytes, str]]()
         for heads, batch in _shortenings(backend, space, [pack_id]):
@@ -407,16 +384,11 @@ def _shortenings(
     for start in range(0, len(heads), SHORTENED_AT_ONCE):
         some = heads[start : start + SHORTENED_AT_ONCE]
         requests = read_requests(backend, space.namespace, some)
-        yield some, shortened(requests, _maker(requests, good), None)
-
-
-def _maker(requests: Iterable[NamedRequest], tables: Iterable[PackTable]) -> ManifestMaker:
-    """Return a maker of shortened manifests. To save memory, it indexes only tables with blocks of the requests."""
-    wanted = {key for request in requests for group in request.keys for key in group.unpack()}
-    pack_of, sizes = dict[bytes, bytes](), dict[int, int]()
-    for table in tables:
-        if not wanted.isdisjoint(table.keys.unpack()):
-            pack_of.update(dict.fromkeys(table.keys.unpack(), table.pack_id))
-            sizes.update((frame.group, frame.block_bytes) for frame in table.frames)
-    groups = max((len(request.keys) for request in requests), default=0)
-    return ManifestMaker(pack_of, [sizes.get(group, 0) for group in range(groups)])
+        wanted = {key for request in requests for key in all_keys(request.keys)}
+        pack_of, sizes = dict[bytes, bytes](), dict[int, int]()
+        for table in good:
+            if not wanted.isdisjoint(table.keys.unpack()):  # to save memory, only packs with blocks of the requests
+                pack_of.update(dict.fromkeys(table.keys.unpack(), table.pack_id))
+                sizes.update((frame.group, frame.block_bytes) for frame in table.frames)
+        groups = max((len(request.keys) for request in requests), default=0)
+        yield some, shortened(requests, ManifestMaker(pack_of, [sizes.get(group, 0) for group in range(groups)]), None)

@@ -13,18 +13,8 @@ from persistkv.errors import MissingOptionError
 from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.host.prewarm import WarmAnswer, WarmRequest, request_warm, warm_answers, withdraw_warm
 from persistkv.storage.host.status import read_statuses
-from persistkv_tools import render
-from persistkv_tools.options import (
-    FoundRequest,
-    InNamespace,
-    Json,
-    Labels,
-    RequestIds,
-    Selection,
-    Url,
-    chosen_requests,
-    opened,
-)
+from persistkv_tools import options, render
+from persistkv_tools.options import FoundRequest, Selection, chosen_requests, opened
 
 _LOOK_S = 0.5
 _SHOWN = 20
@@ -45,10 +35,10 @@ class Warmed(msgspec.Struct, frozen=True):
 
 
 def warm(
-    url: Url,
-    requests: RequestIds = None,
-    label: Labels = None,
-    namespace: InNamespace = None,
+    url: options.Url,
+    requests: options.RequestIds = None,
+    label: options.Labels = None,
+    namespace: options.InNamespace = None,
     ttl: Annotated[
         str,
         typer.Option(
@@ -60,7 +50,7 @@ def warm(
         typer.Option(metavar="AGE", help="Wait at most this long for an engine, e.g. 5m."),
     ] = None,
     withdraw: Annotated[bool, typer.Option("--withdraw", help="Withdraw the request; promoted blocks stay.")] = False,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Have engines read contexts into memory, those that run and those that start.
 
@@ -91,7 +81,8 @@ def warm(
         render.say(f"{render.count(len(chosen), 'request')} no longer asked for")
     else:
         _print(warmed, ttl, waited=wait_s is not None)
-    if wait_s is not None and not all(map(_is_warm, warmed)):
+    promoted = all(one.answers and not any(answer.missing for answer in one.answers) for one in warmed)
+    if wait_s is not None and not promoted:
         raise typer.Exit(1)
 
 
@@ -100,10 +91,6 @@ def _warmed(backend: InspectableBackend, found: FoundRequest, asked: WarmRequest
     live = {row.engine for row in read_statuses(backend) if row.namespace == asked.namespace and row.is_live(now)}
     answers = warm_answers(backend, asked)
     return Warmed(manifest.id, asked.namespace, manifest.blocks, manifest.raw_bytes, len(live), answers)
-
-
-def _is_warm(warmed: Warmed) -> bool:
-    return bool(warmed.answers) and not any(answer.missing for answer in warmed.answers)
 
 
 def _print(warmed: list[Warmed], ttl: str, *, waited: bool) -> None:
@@ -119,14 +106,15 @@ def _print(warmed: list[Warmed], ttl: str, *, waited: bool) -> None:
     if not warmed:
         render.say("no request has these labels")
     elif not any(one.answers for one in warmed):
-        render.say(_silence(sum(one.live_engines for one in warmed), waited=waited))
+        if not any(one.live_engines for one in warmed):
+            render.say(
+                "nothing was promoted: no engine of this model shows itself on the store (on S3 only with ?status=10s)"
+            )
+        elif waited:
+            told = f"engines prewarm only if told so ({_PREWARMING})"
+            render.say(f"no engine answered: {told}, and look while they serve requests")
+        else:
+            render.say(
+                "engines that run and prewarm look for it every 5 s while they serve requests; --wait 1m shows answers"
+            )
         render.say(f"engines that start within {ttl} and prewarm ({_PREWARMING}) read it first")
-
-
-def _silence(live_engines: int, *, waited: bool) -> str:
-    """Return an explanation why no engine has answered."""
-    if not live_engines:
-        return "nothing was promoted: no engine of this model shows itself on the store (on S3 only with ?status=10s)"
-    if not waited:
-        return "engines that run and prewarm look for it every 5 s while they serve requests; --wait 1m shows answers"
-    return f"no engine answered: engines prewarm only if told so ({_PREWARMING}), and look while they serve requests"

@@ -85,14 +85,13 @@ class ArchiveWriter:
 
     The file has mode 0600: contexts are private. Standard output is written directly; if the block raised, what was
     written lacks its end and is refused by ``ArchiveReader``.
+
+    :param path: the target; ``-``: standard output.
+    :raises ConfigurationError: the file cannot be written. All methods and the end of the block raise it, too.
+    :raises SystemExit: standard output is a pipe that its reader closed. Raised where the other error is.
     """
 
     def __init__(self, path: Path) -> None:
-        """Create the temporary file. ``path`` is the target; ``-`` means standard output.
-
-        :raises ConfigurationError: the file cannot be written. All methods and the end of the block raise it, too.
-        :raises SystemExit: standard output is a pipe that its reader closed. Raised where the other error is.
-        """
         self._path = path
         self._part = None if path == STANDARD_OUTPUT else path.with_name(path.name + ".part")
         self._records = 0
@@ -118,7 +117,12 @@ class ArchiveWriter:
         try:
             if error is None:
                 self._write(_END, msgspec.json.encode(_End(self._records, self._heads.hexdigest())))
-                self._finish()
+                self._file.flush()
+                if self._part is not None:
+                    os.fsync(self._file.fileno())
+                    os.replace(self._part, self._path)
+        except OSError as problem:
+            raise self._failed(problem) from None
         finally:
             with suppress(OSError):  # flush of a file that is abandoned
                 self._file.close()
@@ -151,15 +155,6 @@ class ArchiveWriter:
         except OSError as error:
             raise self._failed(error) from None
 
-    def _finish(self) -> None:
-        try:
-            self._file.flush()
-            if self._part is not None:
-                os.fsync(self._file.fileno())
-                os.replace(self._part, self._path)
-        except OSError as error:
-            raise self._failed(error) from None
-
     def _failed(self, error: OSError) -> BaseException:
         if isinstance(error, BrokenPipeError):
             return SystemExit(PIPE_CLOSED)
@@ -167,13 +162,12 @@ class ArchiveWriter:
 
 
 class ArchiveReader:
-    """Reads an export file: first all records in order, then single records again by position."""
+    """Reads an export file: first all records in order, then single records again by position.
+
+    :raises ConfigurationError: the file cannot be opened, or is a pipe. All methods raise it if a read fails.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Open the file.
-
-        :raises ConfigurationError: the file cannot be opened, or is a pipe. All methods raise it if a read fails.
-        """
         self._path = path
         try:
             self._file = path.open("rb")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -20,17 +19,8 @@ from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.identity import Identity
-from persistkv_tools import render
-from persistkv_tools.options import (
-    FoundRequest,
-    InNamespace,
-    Json,
-    Labels,
-    Rate,
-    RequestIds,
-    Selection,
-    Url,
-)
+from persistkv_tools import options, render
+from persistkv_tools.options import FoundRequest, Selection
 from persistkv_tools.packs import NamespacePacks, OtherReleaseError, Packs, Took, all_keys, check_pack
 from persistkv_tools.progress import byte_progress
 from persistkv_tools.transfer.archive import STANDARD_OUTPUT, ArchiveWriter
@@ -51,15 +41,19 @@ class Source(NamedTuple):
     @classmethod
     def of(cls, backend: InspectableBackend, namespace: Namespace, requests: Iterable[RequestManifest]) -> Source:
         """Return a source for some requests of a namespace in a store."""
-        packs = NamespacePacks(backend, namespace.id)
         found = sorted(requests, key=lambda manifest: (manifest.created, manifest.id))
-        return cls(
-            namespace.identity,
-            packs,
-            found,
-            lambda name: backend.manifest_keys(namespace.id, [name])[0],
-            partial(_read_pack, backend),
-        )
+
+        def read(table: PackTable, took: Took) -> Buffer | None:
+            payload = bytearray()
+            try:
+                return None if check_pack(backend, table, took, payload) else payload
+            except OtherReleaseError:
+                return None
+
+        def keys(name: str) -> ManifestKeys | None:
+            return backend.manifest_keys(namespace.id, [name])[0]
+
+        return cls(namespace.identity, NamespacePacks(backend, namespace.id), found, keys, read)
 
     def stored_bytes(self, backend: InspectableBackend) -> int:
         """Return the payload bytes of the packs that the requests name; each pack counts once."""
@@ -84,17 +78,17 @@ class Sent(msgspec.Struct):
 
 
 def export(
-    url: Url,
+    url: options.Url,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write; -: to standard output.")
     ],
-    requests: RequestIds = None,
+    requests: options.RequestIds = None,
     everything: Annotated[bool, typer.Option("--all", help="All requests.")] = False,
-    label: Labels = None,
-    namespace: InNamespace = None,
+    label: options.Labels = None,
+    namespace: options.InNamespace = None,
     force: Annotated[bool, typer.Option("--force", help="Take the place of a file that is there.")] = False,
-    rate: Rate = None,
-    json: Json = False,
+    rate: options.Rate = None,
+    json: options.Json = False,
 ) -> None:
     """Write contexts to one file that any store can import. Exit code 1: some are damaged and were left out.
 
@@ -164,14 +158,6 @@ def export_requests(
             else:
                 sent.incomplete.append(manifest.id)
     return sent
-
-
-def _read_pack(backend: InspectableBackend, table: PackTable, took: Took) -> Buffer | None:
-    payload = bytearray()
-    try:
-        return None if check_pack(backend, table, took, payload) else payload
-    except OtherReleaseError:
-        return None
 
 
 def print_incomplete(names: list[str], *, stderr: bool = False) -> None:

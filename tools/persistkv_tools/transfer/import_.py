@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated
@@ -11,15 +10,14 @@ from typing import Annotated
 import typer
 
 from persistkv.config import StoreUrl
-from persistkv.errors import FieldDifference, IdentityMismatchError
+from persistkv.errors import IdentityMismatchError
 from persistkv.storage import open_inspectable
-from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.manifest import ManifestKeys
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.identity import Identity
-from persistkv_tools import render
-from persistkv_tools.options import Json, Url, opened_if_there
+from persistkv_tools import options, render
+from persistkv_tools.options import opened_if_there
 from persistkv_tools.packs import OtherReleaseError, Packs, Took, all_keys, check_payload
 from persistkv_tools.progress import byte_progress, counted
 from persistkv_tools.transfer.archive import ArchiveReader, PackRecord, RequestRecord
@@ -29,10 +27,10 @@ from persistkv_tools.transfer.push import Newest, Transfer, print_received
 
 def import_(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A file from persistkv export.")],
-    url: Url,
+    url: options.Url,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse a store that holds only other identities.")] = False,
     newest: Newest = False,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Verify an export file completely, then write its content to a store, which is created if absent.
 
@@ -48,15 +46,17 @@ def import_(
             transfer = Transfer(sources, there, url)
             place, _, _ = transfer.place(there, None, newest=newest)
         with closing(open_inspectable(place)) as backend:
-            differences = new_identities(backend, url, sources, strict=strict)
+            held = [namespace.identity for namespace in backend.namespaces()]
+            differences = [one.identity.nearest(held) for one in sources if held and one.identity not in held]
+            if differences and strict:
+                raise IdentityMismatchError(url, differences[0])
             took = counted(progress, "import", transfer.content.payload_bytes)
             received = transfer.run(backend, took, newest=newest)
             capacity = backend.stats().capacity
     if json:
         notices = [[str(difference) for difference in found] for found in differences]
-        render.print_json(
-            {"url": url, "file": str(file), "received": received, "capacity": capacity, "new_identities": notices}
-        )
+        outcome = {"received": received, "capacity": capacity, "new_identities": notices}
+        render.print_json({"url": url, "file": str(file), **outcome})
     else:
         for found in differences:
             fields = "; ".join(map(str, found))
@@ -133,18 +133,3 @@ class _Contents:
         record = self._archive.again(self._positions[table.pack_id])
         took(table.payload_length)
         return record.payload if isinstance(record, PackRecord) else None
-
-
-def new_identities(
-    backend: InspectableBackend, url: str, sources: Sequence[Source], *, strict: bool
-) -> list[list[FieldDifference]]:
-    """Return, for each namespace of a file that the store lacks, its differences from the store's most similar one.
-
-    :returns: empty if the store has no namespaces at all.
-    :raises IdentityMismatchError: the result is not empty, and ``strict`` is true.
-    """
-    held = [namespace.identity for namespace in backend.namespaces()]
-    found = [source.identity.nearest(held) for source in sources if held and source.identity not in held]
-    if found and strict:
-        raise IdentityMismatchError(url, found[0])
-    return found

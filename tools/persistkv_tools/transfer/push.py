@@ -13,37 +13,25 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
 import typer
-from rich.progress import Progress
 
 from persistkv import open_store
 from persistkv.config import MAX_PACK_BYTES, StoreUrl
-from persistkv.errors import ConfigurationError, PersistKVError
-from persistkv.storage import BACKENDS, open_inspectable
-from persistkv.storage.backend import CommitBatch, ManifestWrite, Namespace
+from persistkv.errors import PersistKVError
+from persistkv.storage import BACKENDS
+from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.extensions import InspectableBackend, SupportsCompaction, SupportsPolicy
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.format.pack_writer import PackCopy
-from persistkv_tools import render
-from persistkv_tools.options import (
-    STORE_VARIABLE,
-    InNamespace,
-    Json,
-    Labels,
-    NewerThan,
-    OlderThan,
-    Rate,
-    Selection,
-    opened_if_there,
-)
+from persistkv_tools import options, render
+from persistkv_tools.options import STORE_VARIABLE, Selection
 from persistkv_tools.packs import NamespacePacks, Packs, Took, all_keys
-from persistkv_tools.progress import Throttle, byte_progress, counted
+from persistkv_tools.progress import byte_progress
 from persistkv_tools.transfer.export import Source, print_incomplete
 
 _SHOWN = 20
@@ -71,14 +59,14 @@ def push(
         str, typer.Argument(metavar="SRC", help="The store to copy from.", envvar=STORE_VARIABLE, show_default=False)
     ],
     target: Annotated[str, typer.Argument(metavar="DST", help=_TARGET_HELP)],
-    namespace: InNamespace = None,
-    label: Labels = None,
-    older_than: OlderThan = None,
-    newer_than: NewerThan = None,
+    namespace: options.InNamespace = None,
+    label: options.Labels = None,
+    older_than: options.OlderThan = None,
+    newer_than: options.NewerThan = None,
     newest: Newest = False,
-    rate: Rate = None,
+    rate: options.Rate = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be copied.")] = False,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Copy what another store lacks; run it again where it was cut off. Exit code 1: some requests did not get there.
 
@@ -95,9 +83,8 @@ def push(
         totals = {"dry_run": dry_run, "received": pushed.received, "capacity": pushed.capacity}
         render.print_json({"source": source, "target": target, **totals})
     else:
-        print_received(
-            pushed.received, target, pushed.url, pushed.capacity, None if dry_run else time.monotonic() - begin
-        )
+        seconds = None if dry_run else time.monotonic() - begin
+        print_received(pushed.received, target, pushed.url, pushed.capacity, seconds)
     if not pushed.received.complete:
         raise typer.Exit(1)
 
@@ -105,13 +92,13 @@ def push(
 def pull(
     target: Annotated[str, typer.Argument(metavar="DST", help=_TARGET_HELP, envvar=STORE_VARIABLE, show_default=False)],
     source: Annotated[str, typer.Argument(metavar="SRC", help="The store to copy from.")],
-    **options: object,
+    **chosen: object,
 ) -> None:
     """Copy what this store lacks and another one has: push, seen from the other end.
 
     Example: persistkv pull lmdb:///var/cache/kv s3://my-bucket/kv --label user=anna --rate 100MiB
     """
-    push(source, target, **options)  # type: ignore[arg-type]
+    push(source, target, **chosen)  # type: ignore[arg-type]
 
 
 _push, _pull = (inspect.signature(function, eval_str=True) for function in (push, pull))
@@ -120,66 +107,13 @@ pull.__signature__ = _pull.replace(  # type: ignore[attr-defined]
 )
 
 
-def copy_requests(
-    url: str,
-    backend: InspectableBackend,
-    namespaces: Iterable[Namespace],
-    target: str,
-    selection: Selection,
-    throttle: Throttle,
-    progress: Progress | None,
-    *,
-    newest: bool,
-    dry_run: bool,
-) -> Pushed:
-    """Copy requests that another store lacks; see ``StoreHandle.push``.
+def _store_bytes(payload_bytes: int, packs: int, requests: int, keys: int) -> int:
+    """Return an upper bound of the bytes that content takes in a store.
 
-    :param url: URL of the store to copy from, which is open as ``backend``.
+    :param keys: of the packs, and of the requests; a block counts once for each request that names it.
     """
-    ends = [StoreUrl.parse(end) for end in (url, target)]
-    if (ends[0].scheme, ends[0].location) == (ends[1].scheme, ends[1].location):
-        raise ConfigurationError("target", target, "another store than the source")
-    sources = sources_of(backend, namespaces, selection)
-    with opened_if_there(target) as there:
-        transfer = Transfer(sources, there, target, everything=selection == Selection())
-        place, capacity, choice = transfer.place(there, backend.stats().capacity, newest=newest)
-    if dry_run:
-        return Pushed(transfer.planned(choice), place, capacity)
-    with closing(open_inspectable(place)) as writing:
-        took = counted(progress, "copy", transfer.content.payload_bytes, throttle)
-        return Pushed(transfer.run(writing, took, newest=newest), place, writing.stats().capacity)
-
-
-def sources_of(backend: InspectableBackend, namespaces: Iterable[Namespace], selection: Selection) -> list[Source]:
-    """Return, for each of these namespaces of a store, its packs and selected requests."""
-    return [Source.of(backend, space, filter(selection.takes, backend.manifests(space.id))) for space in namespaces]
-
-
-class Content(msgspec.Struct):
-    """Totals of a set of packs and requests."""
-
-    payload_bytes: int = 0
-    packs: int = 0
-    blocks: int = 0
-    requests: int = 0
-    named_blocks: int = 0
-    """Blocks that the requests name; a block counts once for each request."""
-
-    def add_pack(self, table: PackTable) -> None:
-        self.payload_bytes += table.payload_length
-        self.packs += 1
-        self.blocks += len(table.keys)
-
-    def add_request(self, manifest: RequestManifest) -> None:
-        self.requests += 1
-        self.named_blocks += manifest.blocks
-
-    @property
-    def store_bytes(self) -> int:
-        """Upper bound of the bytes that this content takes in a store."""
-        rows = self.packs * _PACK_BYTES + self.requests * _REQUEST_BYTES
-        keys = (self.blocks + self.named_blocks) * _KEY_BYTES
-        return self.payload_bytes + self.payload_bytes // _PAGE_HEADERS + rows + keys
+    rows = packs * _PACK_BYTES + requests * _REQUEST_BYTES + keys * _KEY_BYTES
+    return payload_bytes + -(-payload_bytes // _PAGE_HEADERS) + rows
 
 
 class Room(NamedTuple):
@@ -198,16 +132,14 @@ class Room(NamedTuple):
         stats = backend.stats()
         if stats.capacity is None:
             return None
-        content = Content(stats.stored_bytes, stats.packs, stats.blocks)
-        for namespace in backend.namespaces():
-            for manifest in backend.manifests(namespace.id):
-                content.add_request(manifest)
+        named = sum(manifest.blocks for space in backend.namespaces() for manifest in backend.manifests(space.id))
+        content_bytes = _store_bytes(stats.stored_bytes, stats.packs, stats.requests, stats.blocks + named)
         on_disk = stats.disk_bytes
         if isinstance(backend, SupportsCompaction):
             free = backend.free_space()
             on_disk -= free.catalogue_bytes + free.payload_bytes
         # A killed writer leaves files longer than their content, until the next commit.
-        return cls(stats.capacity, min(on_disk, content.store_bytes + _EMPTY_BYTES))
+        return cls(stats.capacity, min(on_disk, content_bytes + _EMPTY_BYTES))
 
     @property
     def free_bytes(self) -> int:
@@ -278,9 +210,21 @@ class Choice(NamedTuple):
     candidates: list[Candidate]
     orphans: list[tuple[Source, bytes]]
     """(source, pack id) of packs that no request names."""
-    content: Content
+    tables: dict[tuple[bytes, bytes], PackTable]
+    """All packs, by namespace and pack id."""
     missing: Sequence[str] = ()
     """Ids of the requests that do not fit, newest first."""
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(table.payload_length for table in self.tables.values())
+
+    @property
+    def store_bytes(self) -> int:
+        """Upper bound of the bytes that this content takes in a store."""
+        keys = sum(len(table.keys) for table in self.tables.values())
+        keys += sum(candidate.manifest.blocks for candidate in self.candidates)
+        return _store_bytes(self.payload_bytes, len(self.tables), len(self.candidates), keys)
 
 
 class Transfer:
@@ -297,22 +241,11 @@ class Transfer:
     ) -> None:
         self._url = url
         self._sources = sources
-        self._everything = Choice([], [], Content())
         self._received = Received()
-        packs: dict[tuple[bytes, bytes], PackTable] = {}
+        self.content = Choice([], [], {})
+        """All content that the target lacks."""
         for source in sources:
             self._compare(source, target, everything=everything)
-        for source, pack in self._everything.orphans:
-            packs[source.identity.digest, pack] = source.packs.tables[pack]
-        for source, manifest, lacking in self._everything.candidates:
-            self.content.add_request(manifest)
-            packs.update(((source.identity.digest, pack), source.packs.tables[pack]) for pack in lacking)
-        for table in packs.values():
-            self.content.add_pack(table)
-
-    @property
-    def content(self) -> Content:
-        return self._everything.content
 
     def _compare(self, source: Source, target: InspectableBackend | None, *, everything: bool) -> None:
         namespace, held, names = source.identity.digest, Packs(), set[str]()
@@ -321,8 +254,7 @@ class Transfer:
             names = {manifest.id for manifest in target.manifests(namespace)}
         tables = source.packs.tables
         lacking = {pack for pack, table in tables.items() if not held.hold(table.keys.unpack())}
-        orphans = set(lacking) if everything else set()
-        needed = set(tables) if everything else set()
+        orphans, needed = (set(lacking), set(tables)) if everything else (set(), set())
         for manifest in source.requests:
             is_held = manifest.id in names
             self._received.requests_held += is_held
@@ -339,9 +271,11 @@ class Transfer:
                 packs = source.packs.in_order(keys)
                 needed.update(packs)
                 lacks = [pack for pack in packs if pack in lacking]
-                self._everything.candidates.append(Candidate(source, manifest, lacks))
+                self.content.candidates.append(Candidate(source, manifest, lacks))
+                self.content.tables.update({(namespace, pack): tables[pack] for pack in lacks})
         self._received.packs_held += len(needed - lacking)
-        self._everything.orphans.extend((source, pack) for pack in sorted(orphans))
+        self.content.orphans.extend((source, pack) for pack in sorted(orphans))
+        self.content.tables.update({(namespace, pack): tables[pack] for pack in orphans})
 
     def choose(self, room: Room | None, *, newest: bool) -> Choice:
         """Return the content to copy: all of it if it fits; otherwise, with ``newest``, the newest requests that fit.
@@ -354,34 +288,29 @@ class Transfer:
         """
         content = self.content
         if room is None or content.store_bytes <= room.free_bytes:
-            return self._everything
+            return content
         if not newest:
             raise StoreTooSmallError(
-                f"{self._url} is too small: {render.count(content.requests, 'request')} and"
-                f" {render.count(content.packs, 'pack')} that it lacks take {render.format_size(content.store_bytes)};"
+                f"{self._url} is too small: {_counts(len(content.candidates), len(content.tables))} that it lacks take"
+                f" {render.format_size(content.store_bytes)};"
                 f" of its capacity of {render.format_size(room.capacity)}, {render.format_size(room.free_bytes)} are"
                 " free for them."
                 " Prune it, give it a larger capacity, or copy the newest requests that fit with --newest"
             )
-        return self._newest(lambda content: content.store_bytes <= room.free_bytes)
-
-    def _newest(self, fits: Callable[[Content], bool]) -> Choice:
-        content, missing, chosen = Content(), list[str](), list[Candidate]()
-        packs: set[tuple[bytes, bytes]] = set()
-        for candidate in sorted(self._everything.candidates, key=_age, reverse=True):
-            namespace, tables = candidate.source.identity.digest, candidate.source.packs.tables
-            fresh = [(namespace, pack) for pack in candidate.packs if (namespace, pack) not in packs]
-            wider = msgspec.structs.replace(content)
-            wider.add_request(candidate.manifest)
-            for _, pack in fresh:
-                wider.add_pack(tables[pack])
-            if fits(wider):
-                content = wider
-                packs.update(fresh)
-                chosen.append(candidate)
+        chosen, free_bytes, missing = Choice([], [], {}), room.free_bytes, list[str]()
+        for candidate in sorted(
+            content.candidates, key=lambda one: (one.manifest.created, one.manifest.id), reverse=True
+        ):
+            names = {(candidate.source.identity.digest, pack) for pack in candidate.packs} - chosen.tables.keys()
+            wanted = Choice([candidate], [], {name: content.tables[name] for name in names})
+            if wanted.store_bytes <= free_bytes:
+                free_bytes -= wanted.store_bytes
+                chosen.candidates.append(candidate)
+                chosen.tables.update(wanted.tables)
             else:
                 missing.append(candidate.manifest.id)
-        return Choice(sorted(chosen, key=_age), [], content, missing)
+        chosen.candidates.reverse()
+        return chosen._replace(missing=missing)
 
     def place(
         self, there: InspectableBackend | None, least: int | None, *, newest: bool
@@ -409,15 +338,14 @@ class Transfer:
 
     def planned(self, choice: Choice) -> Received:
         """Return the outcome that ``run`` will have if no store changes meanwhile and no pack is damaged."""
-        content = choice.content
-        return msgspec.structs.replace(
-            self._received,
-            packs=content.packs,
-            stored_bytes=content.payload_bytes,
-            requests=content.requests,
-            missing=list(choice.missing),
-            missing_packs=len(self._everything.orphans) - len(choice.orphans),
-        )
+        received = self._begun(choice)
+        received.packs, received.requests = len(choice.tables), len(choice.candidates)
+        received.stored_bytes = choice.payload_bytes
+        return received
+
+    def _begun(self, choice: Choice) -> Received:
+        missing_packs = len(self.content.orphans) - len(choice.orphans)
+        return msgspec.structs.replace(self._received, missing=list(choice.missing), missing_packs=missing_packs)
 
     def run(self, target: InspectableBackend, took: Took, *, newest: bool = False) -> Received:
         """Copy all content or, with ``newest``, the newest requests that fit. Requests are copied oldest first.
@@ -427,10 +355,8 @@ class Transfer:
         :raises StoreError: a store failed; earlier commits stay in effect, and the next transfer
             does not copy their content again.
         """
-        choice, received = self.choose(Room.of(target), newest=newest), self._received
-        received.missing = list(choice.missing)
-        received.missing_packs = len(self._everything.orphans) - len(choice.orphans)
-        receivers = []
+        choice = self.choose(Room.of(target), newest=newest)
+        received, receivers = self._begun(choice), []
         for source in self._sources:
             receivers.append(receiver := _Receiver(target, source, received, took))
             for place, pack in choice.orphans:
@@ -443,10 +369,6 @@ class Transfer:
         for receiver in receivers:
             receiver.check()
         return received
-
-
-def _age(candidate: Candidate) -> tuple[float, str]:
-    return candidate.manifest.created, candidate.manifest.id
 
 
 class _Receiver:
@@ -550,31 +472,28 @@ def print_received(
     :param capacity: capacity of the target in bytes; None: unlimited.
     :param seconds: duration of the transfer; None: ``received`` is a plan.
     """
-    requests, packs = _counts(received.requests, received.packs)
-    what, size = f"{requests} and {packs}", render.format_size(received.stored_bytes)
-    if seconds is None:
-        render.say(f"to copy to {url}: {what}, {size}")
-    else:
-        render.say(f"copied to {url}: {what}, {size} {render.format_pace(received.stored_bytes, seconds)}")
+    size = render.format_size(received.stored_bytes)
+    pace = "" if seconds is None else f" {render.format_pace(received.stored_bytes, seconds)}"
+    what = f"{_counts(received.requests, received.packs)}, {size}{pace}"
+    render.say(f"{'to copy' if seconds is None else 'copied'} to {url}: {what}")
     if received.requests_held or received.packs_held:
-        render.say(f"{' and '.join(_counts(received.requests_held, received.packs_held))} were there already")
+        render.say(f"{_counts(received.requests_held, received.packs_held)} were there already")
     if received.evicted_packs:
         render.say(f"{render.count(received.evicted_packs, 'pack')} of the store were evicted meanwhile")
     print_incomplete(received.incomplete)
-    requests, packs = _counts(len(received.missing), received.missing_packs)
     if received.missing or received.missing_packs:
-        orphans = f" and {packs} of no request" * bool(received.missing_packs)
-        _print_names(f"no room for {requests}{orphans}:", received.missing)
+        orphans = f" and {render.count(received.missing_packs, 'pack')} of no request" * bool(received.missing_packs)
+        _print_names(f"no room for {render.count(len(received.missing), 'request')}{orphans}:", received.missing)
     if received.lost or received.lost_packs:
-        lost = " and ".join(_counts(len(received.lost), received.lost_packs))
+        lost = _counts(len(received.lost), received.lost_packs)
         _print_names(f"{lost} that came were evicted again:", received.lost)
     if place != url and capacity is not None:
         created = "would be" if seconds is None else "was"
         render.say(f"{url} {created} created with a capacity of {render.format_size(capacity)}")
 
 
-def _counts(requests: int, packs: int) -> tuple[str, str]:
-    return render.count(requests, "request"), render.count(packs, "pack")
+def _counts(requests: int, packs: int) -> str:
+    return f"{render.count(requests, 'request')} and {render.count(packs, 'pack')}"
 
 
 def _print_names(title: str, names: list[str]) -> None:

@@ -1,0 +1,55 @@
+"""Consistency of a store's catalogue and segment files, as the tests check it after each disturbance."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from persistkv.config import PAGE_BYTES
+from persistkv.errors import CorruptStoreError
+from persistkv.storage.catalog.rows import PACKS, PIECES, STATES, NamespaceState, pack_table
+from persistkv_lmdb import LmdbBackend
+from persistkv_lmdb.allocator import Allocator, decode_extents
+from persistkv_lmdb.fsck import pages_of, recount, space_faults
+from persistkv_lmdb.layout import EXTENTS, Transaction
+
+
+def find_faults(backend: LmdbBackend) -> list[str]:
+    """Compare extents with files, rows with each other and totals with a recount of the whole catalogue.
+
+    :returns: one line per fault, caused by damage or by a defect of the driver.
+    """
+    lengths = backend.environment.files.lengths()
+    with backend.environment.transaction() as transaction:
+        try:
+            segments = Allocator(transaction).segments()
+            found = [*space_faults(transaction), *_pack_faults(transaction), *_total_faults(transaction)]
+        except CorruptStoreError as error:
+            return [str(error)]
+    for segment, pages in segments.items():
+        if lengths.get(segment, 0) < pages * PAGE_BYTES:
+            found.append(f"segment {segment} has {pages} pages, its file {lengths.get(segment, 0)} bytes")
+    return found
+
+
+def _pack_faults(transaction: Transaction) -> Iterator[str]:
+    """Yield a line per pack without exactly one payload of its length, and per payload without a pack."""
+    extents = {bytes(key): pages_of(decode_extents(row)) for key, row in transaction.starting_with(EXTENTS, b"")}
+    pieces: Counter[bytes] = Counter()
+    for key, row in transaction.starting_with(PIECES, b""):
+        pieces[bytes(key[:-4])] += len(row)
+    for key, row in transaction.starting_with(PACKS, b""):
+        name, table = bytes(key), pack_table(key, row)
+        lengths = [length for length in (PAGE_BYTES * extents.pop(name, 0), pieces.pop(name, 0)) if length]
+        if table is not None and lengths != ([table.payload_length] if table.payload_length else []):
+            yield f"pack {name.hex()} of {table.payload_length} bytes has payloads of {lengths}"
+    for name in {*extents, *pieces}:
+        yield f"a payload belongs to {name.hex()}, which is no pack"
+
+
+def _total_faults(transaction: Transaction) -> Iterator[str]:
+    """Yield a line per namespace whose recorded totals differ from a recount of its rows."""
+    states = {bytes(key): NamespaceState.decode(row) for key, row in transaction.starting_with(STATES, b"")}
+    for name, counted in recount(transaction, states, Counter()).items():
+        if counted != states[name]:
+            yield f"namespace {name.hex()}: {states[name]}; counted: {counted}"

@@ -39,7 +39,8 @@ help:
 	@echo "                   ARGS='--into docs/reliability.md' writes the table to that page"
 	@echo "make test-histories  simulate HISTORIES=10000 random histories of engines on one bucket (30 minutes)"
 	@echo "make test-vllm     test the plugin in real vLLM engines (installs vLLM for CPUs, 2 GB; VLLM=0.32.0)"
-	@echo "make test-vllm-full  also the long tests: servers, full disks, an S3 server that dies, a sliding window"
+	@echo "make test-vllm-full  also the long tests: servers, exits and kills, two workers, full disks, an S3 server that"
+	@echo "                   dies, a sliding window; PERSISTKV_KILL_SECONDS=90 is the time of kills at random"
 	@echo "make fuzz        decode 100,000 broken packs, manifests and codec frames (5 minutes at most; CASES=...)"
 	@echo "make crash       kill a writer N times (N=200) and check the store that it left"
 	@echo "make damage      use 460 stores that are truncated or have a flipped bit, as a host would"
@@ -144,6 +145,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.churn
 	$(BIN)/python -m benchmarks.replay
 	$(BIN)/python -m benchmarks.busy_scheduler
+	$(BIN)/python -m benchmarks.commit_delay
 	$(BIN)/python -m benchmarks.scheduler_cost
 	$(BIN)/python -m benchmarks.worker_copy
 	$(BIN)/python -m benchmarks.persistence_overhead

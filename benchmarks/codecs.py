@@ -128,7 +128,7 @@ def main() -> None:
     arguments = parser.parse_args()
     size = arguments.mib << 20
     if arguments.kv is None and (missing := missing_packages()):
-        sys.exit(f"no --kv FILE, and not installed here to make it: {', '.join(missing)}")
+        sys.exit(f"there is no KV to compress: name a file with --kv, or pip install {' '.join(missing)}")
     raw = (make_kv(size) if arguments.kv is None else arguments.kv.read_bytes())[:size]
     if arguments.write is not None:
         arguments.write.write_bytes(raw)

@@ -198,13 +198,24 @@ class Field:
             switched.turn(prompts_of(-1 - tiered, 1, 100), 4)  # warms up kernels and allocators
         return switched
 
+    def start_engine(
+        self, name: str, tiers: list[dict[str, Any]], *, cpu_bytes: int, program: str, **options: Any
+    ) -> Engine:
+        """Start an engine with other secondary tiers than those of the contestants.
+
+        :param name: of its log.
+        :param cpu_bytes: size of the CPU tier.
+        :param program: module that the engine's process runs, similar to ``engine_process``.
+        :param options: of the engine.
+        """
+        return self._engine(name, self._settings_of(tiers, cpu_bytes, options), program)
+
     def _settings(self, name: str) -> dict[str, Any]:
-        connector = {
-            "spec_name": "PersistKVSpec",
-            "cpu_bytes_to_use": CPU_TIER_BYTES,
-            "secondary_tiers": self._tiers[name],
-        }
-        engine = {"dtype": "bfloat16", "max_model_len": 4096, "block_size": 32}
+        return self._settings_of(self._tiers[name], CPU_TIER_BYTES, {})
+
+    def _settings_of(self, tiers: list[dict[str, Any]], cpu_bytes: int, options: dict[str, Any]) -> dict[str, Any]:
+        connector = {"spec_name": "PersistKVSpec", "cpu_bytes_to_use": cpu_bytes, "secondary_tiers": tiers}
+        engine = {"dtype": "bfloat16", "max_model_len": 4096, "block_size": 32, **options}
         return {"model": str(self._model), "connector": connector, "engine": engine}
 
     def _engine(self, name: str, settings: dict[str, Any], program: str) -> Engine:

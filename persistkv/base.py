@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import repeat, takewhile
-from typing import TYPE_CHECKING, Any, NewType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NewType
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -50,6 +51,23 @@ def get_offload_group_indices(keys: Sequence[bytes]) -> list[int]:
     return [group_of[end] for end in ends]
 
 
+Priority = Literal["low", "normal"]
+"""Priority of stored content: ``low`` is evicted before ``normal``."""
+
+TtlSeconds = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Retention(msgspec.Struct, frozen=True, array_like=True):
+    """How long a store keeps the context of a request; the default is to keep it as long as there is room."""
+
+    pin: bool = False
+    """Never evict the context, and let it expire only by ``ttl_s``, until it is unpinned."""
+    ttl_s: TtlSeconds | None = None
+    """Seconds from the last use of the whole context to its expiry, in addition to the store's ttl; None: no limit."""
+    priority: Priority = "normal"
+    """Priority of those of its blocks that no request of a higher priority uses."""
+
+
 class RequestDescription:
     """The whole token sequence of a request: the block keys of each group in order, number of tokens, labels.
 
@@ -67,8 +85,8 @@ class RequestDescription:
         """Number of tokens of the request, including those of an unfinished block; set by the engine."""
         self.labels: dict[str, str] = dict(labels or {})
         """Name-value pairs that are stored with the request's manifest and shown by tools."""
-        self.pinned = False
-        """True: the stored blocks of the request are neither evicted nor expire, until they are unpinned."""
+        self.retention = Retention()
+        """How long the stored context is kept; set by the engine."""
         for part in (*self.labels, *self.labels.values()):
             try:
                 part.encode()

@@ -104,8 +104,7 @@ class BatchCommit:
             room.check()
             commit.remove(batch)
             commit.add(batch)
-            if (ttl_s := read_ttl(transaction)) is not None:
-                commit.expire(ttl_s)
+            commit.expire(read_ttl(transaction))
             if commit.grew:
                 environment.taken.append(room.need.payload)
                 room.widen(Amount(0, 0))

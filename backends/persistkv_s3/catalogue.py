@@ -26,7 +26,7 @@ from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptPackError, StoreBusyError, StoreError, StoreFullError
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.catalog import LOG_ENTRIES, TABLES, Catalog, CatalogTransaction, Rows
-from persistkv.storage.catalog.order import Reading, StoreClock, read_clock, write_clock
+from persistkv.storage.catalog.order import Reading, StoreClock, next_expiry, read_clock, write_clock
 from persistkv.storage.catalog.rows import (
     ADDED,
     CHAINS,
@@ -441,6 +441,12 @@ class Catalogue(Catalog):
         with self.rows() as rows:
             return _oldest(rows)
 
+    @property
+    def expires(self) -> float:
+        """Time, by the server's clock, at which a manifest expires first by its own ttl; infinite if none does."""
+        with self.rows() as rows:
+            return next_expiry(rows)
+
     def garbage(self, until: float, at_most: int) -> list[tuple[float, str]]:
         """Return (removal time, name) of objects removed at ``until`` or earlier, oldest first.
 
@@ -496,7 +502,7 @@ class Catalogue(Catalog):
         """Return packs and manifests that have expired, and those to evict to free ``excess`` bytes; change nothing.
 
         :param at: present time by the server's clock.
-        :param ttl_s: content expires this many seconds after its last use; None: never.
+        :param ttl_s: content expires this many seconds after its last use; None: manifests by their own ttl only.
         :param until: evict nothing that was used later than this.
         :param at_most: maximum number of expired packs and manifests; also the maximum number of evicted ones.
         """
@@ -504,8 +510,7 @@ class Catalogue(Catalog):
             rows.undo()
             objects = _Objects(rows)
             transaction = CatalogTransaction(rows, objects, self._namespace, at=at)
-            if ttl_s is not None:
-                transaction.expire(ttl_s, at_most)
+            transaction.expire(ttl_s, at_most)
             target = rows.num_bytes - excess
 
             def is_enough() -> bool:
@@ -736,8 +741,12 @@ def _nonce(rows: Rows, name: bytes) -> bytes:
 
 
 def _oldest(rows: Rows) -> float:
-    for key, _ in rows.range(ORDER, b""):
-        _, _, kind, name = ORDER_KEY.unpack(key)
+    return min((time for low in (True, False) if (time := _oldest_of(rows, low=low))), default=0.0)
+
+
+def _oldest_of(rows: Rows, *, low: bool) -> float:
+    for key, _ in rows.starting_with(ORDER, bytes([not low])):
+        _, _, _, kind, name = ORDER_KEY.unpack(key)
         row = Chain.decode(rows.get(CHAINS, name)) if kind == MANIFEST else Use.decode(rows.get(USES, name))
         if row is not None:
             return float(row.time)

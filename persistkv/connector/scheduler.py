@@ -25,6 +25,7 @@ from persistkv.base import (
     OffloadPolicy,
     ReqContext,
     RequestDescription,
+    Retention,
     TransferResult,
     TransferSpec,
 )
@@ -262,20 +263,20 @@ class OffloadingConnectorScheduler:
         labels: Mapping[str, str] | None = None,
         *,
         store: bool = True,
-        pin: bool = False,
+        retention: Retention | None = None,
     ) -> ReqContext:
         """Announce a request, and return the context for calls of the manager. Must be the first call for each request.
 
         :param kv_transfer_params: parameters that the caller of the engine attached to the request.
         :param labels: name-value pairs that are stored with the request's manifest.
         :param store: False: the request's blocks are looked up and loaded, but not stored.
-        :param pin: True: the stored blocks of the request are neither evicted nor expire, until they are unpinned.
+        :param retention: how long the stored context is kept; None: as long as there is room.
         :raises ValueError: a request of this id exists. A finished request exists until its transfers have ended.
         """
         if req_id in self._requests:
             raise ValueError(f"request {req_id!r} already exists")
         description = RequestDescription(len(self._geometries), labels)
-        description.pinned = pin
+        description.retention = retention or description.retention
         context = ReqContext(req_id, kv_transfer_params, description if store else None, store)
         policy = self.manager.on_new_request(context).policy
         self._requests[req_id] = _Request(self._geometries, context, description, policy, store)

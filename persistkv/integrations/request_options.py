@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from persistkv.base import Priority, Retention
+from persistkv.config import parse_duration
 from persistkv.errors import ConfigurationError
 
 REQUEST_PARAMETER = "persistkv"
@@ -26,7 +28,25 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     labels: dict[str, str] = {}
     """Names and values that are stored with the request's context and shown by ``persistkv ls``."""
     pin: bool = False
-    """Whether the stored context is kept until ``persistkv unpin``: it is neither evicted nor does it expire."""
+    """Whether the stored context is kept until ``persistkv unpin`` or its ``ttl``: it is not evicted, and the store's
+    ttl does not apply."""
+    ttl: str | None = None
+    """Duration such as ``30s`` or ``12h`` from the last use of the whole context to its expiry. A shorter ttl of the
+    store still applies, unless ``pin`` is set. None: the store's ttl only."""
+    priority: Priority = "normal"
+    """``low``: the context is evicted before contexts of normal priority. Blocks that it shares with one of these are
+    not affected."""
+
+    @property
+    def retention(self) -> Retention:
+        """How long the stored context is kept.
+
+        :raises ConfigurationError: ``ttl`` is not a duration.
+        """
+        ttl_s = (
+            None if self.ttl is None else parse_duration(self.ttl, name=f"kv_transfer_params.{REQUEST_PARAMETER}.ttl")
+        )
+        return Retention(self.pin, ttl_s, self.priority)
 
     @classmethod
     def parse(cls, parameters: Mapping[str, Any] | None) -> RequestOptions:
@@ -38,7 +58,9 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if isinstance(given, bool):
             return cls(given, given)
         try:
-            return msgspec.convert(given, cls)
-        except msgspec.ValidationError:
-            expected = 'true, false, or {"store": true, "load": true, "labels": {"name": "value"}, "pin": false}'
+            options = msgspec.convert(given, cls)
+        except msgspec.ValidationError as error:
+            expected = f"true, false, or an object with the options {', '.join(cls.__struct_fields__)}: {error}"
             raise ConfigurationError(f"kv_transfer_params.{REQUEST_PARAMETER}", given, expected) from None
+        _ = options.retention
+        return options

@@ -6,15 +6,19 @@ time may call the other methods. A pack's payload is its frames as stored. *Held
 
 **Eviction.** A store with a capacity evicts packs and manifests in ``commit``, across all its namespaces:
 
-1. The least recently used are evicted first. Each commit that uses something (writes it, or names it in ``touches``) is
-   one moment. At the same moment, the order is: packs of unknown depth (``Frame.depth``), deeper packs, shallower ones,
-   manifests. If all handles see the same order, moments are numbers of a counter, not times.
+1. Low priority is evicted first, then the least recently used. Each commit that uses something (writes it, or names it
+   in ``touches``) is one moment. At the same moment, the order is: packs of unknown depth (``Frame.depth``), deeper
+   packs, shallower ones, manifests. If all handles see the same order, moments are numbers of a counter, not times.
 2. Writing a manifest uses all packs that it names: a prefix is never evicted before the packs that depend on it.
 3. Deleting or evicting a pack deletes the manifests that name it, and the packs after it in these manifests unless
    other manifests name them. Packs before it are kept and found by key, but no manifest lists the whole context.
 4. A manifest is used only when it is written: later use of its packs does not delay its eviction or expiry.
-5. Pinned manifests and their packs are never evicted and never expire. ``deletions`` and ``bad`` still delete them.
+5. Pinned manifests and their packs are never evicted, and rule 6 does not apply to them. ``deletions`` and ``bad``
+   still delete them.
 6. With a ttl, later commits delete packs and manifests that were unused for that long, even if there is enough room.
+7. With a ttl of its own (``RequestManifest.ttl_s``), a manifest, pinned or not, is deleted by a later commit if its
+   last pack was unused for that long, with its packs that no other manifest names and that were unused for that long.
+8. A pack has low priority if only manifests of low priority have named it since it was written.
 """
 
 from __future__ import annotations

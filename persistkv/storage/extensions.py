@@ -31,7 +31,7 @@ class RequestUse:
     shared_by: int
     """Number of other requests whose manifests name its last pack. They probably contain its whole context."""
     pinned: bool
-    """Whether the manifest is pinned: its packs are then never evicted and never expire."""
+    """Whether the manifest is pinned: its packs are not evicted then, and expire only by its own ttl."""
     hits: int = 0
     """Number of requests in ``shared_by`` that were written later. Requests that are no longer held do not count."""
     packs_raw_bytes: int = 0

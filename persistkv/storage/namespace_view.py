@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from persistkv.base import Retention
 from persistkv.config import RowLayout
 from persistkv.errors import StoreError, StoreFullError
 from persistkv.memory.budget import give_back, no_collections
@@ -458,6 +459,8 @@ class ManifestMaker:
             ordered=end.ordered,
             labels=end.labels,
             context=context_digest(keys),
+            ttl_s=end.retention.ttl_s,
+            priority=end.retention.priority,
         )
         return ManifestWrite(manifest, keys, self._packs_of(kept)), whole
 
@@ -468,9 +471,8 @@ class ManifestMaker:
         """
         block_size = manifest.tokens // max([1, *manifest.group_blocks])
         chains = tuple(chain.unpack() for chain in keys)
-        end = RequestEnd(
-            manifest.id, manifest.id, chains, manifest.tokens, block_size, manifest.ordered, manifest.labels
-        )
+        name, retention = manifest.id, Retention(ttl_s=manifest.ttl_s, priority=manifest.priority)
+        end = RequestEnd(name, name, chains, manifest.tokens, block_size, manifest.ordered, manifest.labels, retention)
         write, _ = self.make(end)
         if write is None:
             return None

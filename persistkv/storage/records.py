@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from persistkv.base import Retention
 from persistkv.storage.format.manifest import RequestManifest
 
 _MOST_EVENTS = 65_536  # stored and removed keys that wait for the engine
@@ -127,8 +128,8 @@ class RequestEnd(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Whether the keys are in the order of the context; False: in order of arrival."""
     labels: dict[str, str] = {}
     """Name-value pairs to store in the manifest; ``Choice`` selects by them."""
-    pin: bool = False
-    """Whether the manifest is pinned with the commit that writes it."""
+    retention: Retention = Retention()
+    """How long the context is kept, from the commit that writes the manifest on."""
 
     @property
     def num_bytes(self) -> int:

@@ -339,7 +339,7 @@ class Store:
                 manifests = [maker.make(end) for end in ends]
                 seen = catalogue.cursor if retries_left else None
                 written = [manifest for manifest, _ in manifests if manifest is not None]
-                pinned = {end.manifest_id for end in ends if end.pin}
+                pinned = {end.manifest_id for end in ends if end.retention.pin}
                 pins = [(write.manifest.id, True) for write in written if write.manifest.id in pinned]
                 memory = self._shares.transaction
                 batch = CommitBatch(writers, written, touches=uses, pins=pins, seen=seen, memory=memory)

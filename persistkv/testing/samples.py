@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from persistkv.base import make_offload_key
+from persistkv.base import Priority, make_offload_key
 from persistkv.memory.rows import ByteArray, StagedBlocks
 from persistkv.storage.backend import ManifestWrite
 from persistkv.storage.format.codec import Codec, RawCodec
@@ -107,10 +107,13 @@ def sample_manifest(
     labels: dict[str, str] | None = None,
     packs: Sequence[bytes] = (),
     ordered: bool = True,
+    ttl_s: float | None = None,
+    priority: Priority = "normal",
 ) -> ManifestWrite:
     """Return a manifest of one group.
 
     :param packs: ids of the packs that the manifest names.
+    :param ttl_s: see ``RequestManifest``, as for ``priority``.
     """
     keys = PackedKeys.of(sample_keys(seed, blocks))
     manifest = RequestManifest(
@@ -121,5 +124,7 @@ def sample_manifest(
         raw_bytes=4096 * blocks,
         ordered=ordered,
         labels=labels or {},
+        ttl_s=ttl_s,
+        priority=priority,
     )
     return ManifestWrite(manifest, (keys,), packs)

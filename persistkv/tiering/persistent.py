@@ -22,6 +22,7 @@ from persistkv.base import (
     OffloadPolicy,
     ReqContext,
     RequestOffloadingContext,
+    Retention,
     get_offload_group_idx,
 )
 from persistkv.config import OffloadingConfig, convert_options, parse_durability, parse_size
@@ -126,7 +127,8 @@ class PersistentTier(SecondaryTierManager):
         self._undescribed: dict[str, list[OffloadKey]] = {}
         self._ended: dict[str, bool] = {}
         self._detached = False
-        self._prefetches: deque[Choice] = deque(maxlen=_MOST_PREFETCHES)
+        self._prefetches: deque[Choice | list[OffloadKey]] = deque(maxlen=_MOST_PREFETCHES)
+        self._known: list[list[OffloadKey]] | None = None
         self._contains: Callable[[bytes], bool] = self._client.contains
 
     def _choose_host(self) -> Host:
@@ -248,7 +250,7 @@ class PersistentTier(SecondaryTierManager):
                 self.config.block_size,
                 description is not None,
                 {} if description is None else description.labels,
-                description is not None and description.pinned,
+                Retention() if description is None else description.retention,
             )
         )
 
@@ -276,13 +278,18 @@ class PersistentTier(SecondaryTierManager):
         :returns: False if the store is not open yet: retry later.
         """
         choice = self._prefetches[0] if only_asked and self._prefetches else None
+        if isinstance(choice, list):  # the keys are known: there is nothing to ask
+            self._known = [choice[:max_blocks]]
+            self._prefetches.popleft()
+            return True
         asked = not self._detached and self._client.ask_recent(max_blocks, only_asked=only_asked, choice=choice)
         if asked and choice is not None:
             self._prefetches.popleft()
         return asked
 
-    def prefetch(self, choice: Choice) -> None:
-        """Queue a choice of stored requests: a later ``ask_recent`` with ``only_asked`` asks for these only.
+    def prefetch(self, choice: Choice | list[OffloadKey]) -> None:
+        """Queue a choice of stored requests, or the keys of a context: a later ``ask_recent`` with ``only_asked`` asks
+        for these only.
 
         At most 64 choices are queued; a further one replaces the oldest.
         """
@@ -295,6 +302,9 @@ class PersistentTier(SecondaryTierManager):
 
     def take_recent(self) -> list[list[OffloadKey]] | None:
         """Return the answer to ``ask_recent``: a list of keys per stored request. None: it has not arrived yet."""
+        if self._known is not None:
+            known, self._known = self._known, None
+            return known
         recent = self._client.take_recent()
         return None if recent is None else [[OffloadKey(key) for key in keys] for keys in recent]
 

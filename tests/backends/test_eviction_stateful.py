@@ -34,6 +34,8 @@ class Held:
     depth: int
     packs: list[int] = field(default_factory=list)
     pinned: bool = False
+    named: int = 0
+    """1: only requests of low priority have named the pack, or the manifest has low priority; 2: others."""
 
 
 class EvictionMachine(RuleBasedStateMachine):
@@ -79,22 +81,22 @@ class EvictionMachine(RuleBasedStateMachine):
         missing = set(expected)
         while missing:
             pinned = {number for held in self.manifests.values() if held.pinned for number in held.packs}
-            order: list[tuple[int, int, int, int | str]] = [
-                (held.used, UNKNOWN_DEPTH - held.depth, 0, number)
+            order: list[tuple[bool, int, int, int, int | str]] = [
+                (held.named != 1, held.used, UNKNOWN_DEPTH - held.depth, 0, number)
                 for number, held in self.packs.items()
                 if number not in pinned | self.kept
             ]
             order += [
-                (held.used, UNKNOWN_DEPTH, 1, name)
+                (held.named != 1, held.used, UNKNOWN_DEPTH, 1, name)
                 for name, held in self.manifests.items()
                 if not held.pinned and held.used < self.moment
             ]
-            first = min(order)  # numbers are never compared with names: the third item differs
-            if isinstance(first[3], str):
-                assert first[3] not in self.present(), "a manifest was passed over"
-                del self.manifests[first[3]]
+            first = min(order)  # numbers are never compared with names: the fourth item differs
+            if isinstance(first[4], str):
+                assert first[4] not in self.present(), "a manifest was passed over"
+                del self.manifests[first[4]]
                 continue
-            peers = [candidate[3] for candidate in order if candidate[:3] == first[:3]]
+            peers = [candidate[4] for candidate in order if candidate[:4] == first[:4]]
             went = [number for number in peers if isinstance(number, int) and number in missing]
             assert went, "a younger pack went before an older one"
             for number in went:
@@ -109,6 +111,13 @@ class EvictionMachine(RuleBasedStateMachine):
     def commit(self, batch: CommitBatch) -> list[int]:
         by_id = {pack_id: number for number, pack_id in self.ids.items()}
         return [by_id[table.pack_id] for table in self.backend.commit(self.namespace, batch).evicted]
+
+    def may_pin(self, name: str, numbers: list[int]) -> bool:
+        """Return whether enough space for the next packs remains if the manifest ``name`` pins these packs."""
+        pinned = {
+            number for other, held in self.manifests.items() if held.pinned and other != name for number in held.packs
+        }
+        return sum(1 + number % 5 for number in pinned.union(numbers)) <= 4
 
     # Rules
 
@@ -125,25 +134,28 @@ class EvictionMachine(RuleBasedStateMachine):
         self.evict(evicted)
         self.drop_aged_manifests()
 
-    @rule(name=st.sampled_from("abc"), numbers=st.lists(NUMBERS, max_size=4, unique=True))
-    def end(self, name: str, numbers: list[int]) -> None:
-        self.moment += 1
+    @rule(name=st.sampled_from("abc"), numbers=st.lists(NUMBERS, max_size=4, unique=True), low=st.booleans())
+    def end(self, name: str, numbers: list[int], low: bool) -> None:
         numbers = [number for number in numbers if number in self.packs]
-        self.kept = set(numbers)
         pinned = name in self.manifests and self.manifests[name].pinned
+        if pinned and not self.may_pin(name, numbers):
+            return
+        self.moment += 1
+        self.kept = set(numbers)
+        ids = [self.ids[number] for number in numbers]
         evicted = self.commit(
-            CommitBatch(manifests=[sample_manifest(name, packs=[self.ids[number] for number in numbers])])
+            CommitBatch(manifests=[sample_manifest(name, packs=ids, priority="low" if low else "normal")])
         )
-        self.manifests[name] = Held(self.moment, 0, numbers, pinned)
+        self.manifests[name] = Held(self.moment, 0, numbers, pinned, 1 if low else 2)
         for number in numbers:
             self.use(number)
+            self.packs[number].named = max(self.packs[number].named, 1 if low else 2)
         self.evict(evicted)
         self.drop_aged_manifests()
 
     @rule(name=st.sampled_from("ab"), pinned=st.booleans())
     def pin(self, name: str, pinned: bool) -> None:
-        held_by_pins = sum(1 + number % 5 for held in self.manifests.values() if held.pinned for number in held.packs)
-        if pinned and held_by_pins > 5:  # leave enough space for the next packs
+        if pinned and not self.may_pin(name, self.manifests[name].packs if name in self.manifests else []):
             return
         assert not self.commit(CommitBatch(pins=[(name, pinned)]))
         if name in self.manifests:
@@ -168,8 +180,12 @@ class EvictionMachine(RuleBasedStateMachine):
             held = self.manifests.pop(name)
             assert not held.pinned
             pinned = {number for other in self.manifests.values() if other.pinned for number in other.packs}
-            free = [other.used for number, other in self.packs.items() if number not in pinned | self.kept]
-            assert all(held.used < used for used in free), "a younger manifest went before an older pack"
+            free = [
+                (other.named != 1, other.used)
+                for number, other in self.packs.items()
+                if number not in pinned | self.kept
+            ]
+            assert all((held.named != 1, held.used) < used for used in free), "it went before a pack that precedes it"
 
     @invariant()
     def agree(self) -> None:
@@ -198,7 +214,7 @@ def test_eviction_follows_the_model(open_store: Callable[[str], InspectableBacke
     machine = type("Machine", (EvictionMachine,), {"open_store": staticmethod(open_store)})
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
     limits = settings(
-        max_examples=30, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=checks
+        max_examples=100, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=checks
     )
     run_state_machine_as_test(machine, settings=limits)
     assert machine.evictions > 100  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from persistkv.base import GPULoadStoreSpec, OffloadKey, OffloadPolicy, ReqContext, TransferResult
+from persistkv.base import GPULoadStoreSpec, OffloadKey, OffloadPolicy, ReqContext, Retention, TransferResult
 from persistkv.connector.common import KVCacheGroupSpec
 from persistkv.cpu.manager import CPUOffloadingManager
 from persistkv.cpu.reuse_manager import FilterReusedOffloadingManager
@@ -405,6 +405,10 @@ def test_a_request_that_is_not_stored_still_loads(
     assert scheduler.manager.offered == []
 
 
-def test_request_with_a_pin_describes_it(scheduler: WatchedScheduler) -> None:
-    described = [scheduler.on_new_request(name, pin=name == "pinned").description for name in ("pinned", "other")]
-    assert [description is not None and description.pinned for description in described] == [True, False]
+def test_request_with_a_retention_describes_it(scheduler: WatchedScheduler) -> None:
+    kept = Retention(pin=True, ttl_s=60.0, priority="low")
+    described = [
+        scheduler.on_new_request("kept", retention=kept).description,
+        scheduler.on_new_request("other").description,
+    ]
+    assert [description and description.retention for description in described] == [kept, Retention()]

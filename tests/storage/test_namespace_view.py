@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from persistkv.base import Retention
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.records import RequestEnd
@@ -26,10 +27,10 @@ def test_a_bad_pack_shortens_its_request_and_costs_no_other(
     for part in (slice(0, 4), slice(4, 8), slice(8, 12)):
         store.put("r", names[part], rows[part], rows[part])
         store.flush()
-    store.end_request(RequestEnd("r", "m", (names,), 12 * 16, 16))
+    retention = Retention(pin=True, ttl_s=3600.0, priority="low")
+    store.end_request(RequestEnd("r", "m", (names,), 12 * 16, 16, retention=retention))
     store.flush()
     backend = inject_faults(store)
-    backend.commit(store.namespace, CommitBatch(pins=[("m", True)]))
     (before,) = backend.manifests(store.namespace)
     lost = names[4 * bad : 4 * bad + 4]
     (where,) = store.index.candidates(lost[0])
@@ -41,6 +42,7 @@ def test_a_bad_pack_shortens_its_request_and_costs_no_other(
     found = list(backend.manifests(store.namespace))
     if bad:
         assert [(head.group_blocks, head.tokens, head.created) for head in found] == [((4,), 64, before.created)]
+        assert [(head.ttl_s, head.priority) for head in found] == [(3600.0, "low")]
         assert [use is None or use.pinned for use in backend.uses(store.namespace, ["m"])] == [True]
     else:
         assert found == [], "nothing of its context can be restored"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from persistkv.base import OffloadKey, OffloadPolicy, ReqContext
+from persistkv.base import OffloadKey, OffloadPolicy, ReqContext, Retention
 from persistkv.config import OffloadingConfig
 from persistkv.errors import ConfigurationError, IdentityMismatchError
 from persistkv.storage import open_inspectable
@@ -110,7 +110,7 @@ def test_request_with_a_pin_is_pinned_and_others_are_not(
         names = keys(4)
         req = described(name, names)
         assert req.description is not None
-        req.description.pinned = name == "a"
+        req.description.retention = Retention(pin=name == "a", ttl_s=3600.0 if name == "a" else None)
         stack.manager.on_new_request(req)
         stack.store(names, req)
         stack.manager.on_request_finished(req)
@@ -120,6 +120,7 @@ def test_request_with_a_pin_is_pinned_and_others_are_not(
     manifests = sorted(backend.manifests(namespace.id), key=lambda manifest: manifest.created)
     uses = backend.uses(namespace.id, [manifest.id for manifest in manifests])
     assert [use is not None and use.pinned for use in uses] == [True, False]
+    assert [manifest.ttl_s for manifest in manifests] == [3600.0, None]
     backend.close()
 
 

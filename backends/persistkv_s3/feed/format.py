@@ -7,6 +7,7 @@ the object's name. Nothing is trusted: sizes are checked against a limit before 
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Iterator, Sequence
@@ -240,6 +241,8 @@ class NamespaceHead(msgspec.Struct, array_like=True, kw_only=True):
     """Time of the least recent use of a pack or manifest that may be evicted; 0: none may."""
     swept: float = 0.0
     """Start of the last complete sweep (deletion of objects that nothing refers to); before it, time of a merge."""
+    expires: float = math.inf
+    """Time at which a manifest expires first by its own ttl, unless it is used again; infinite: none has one."""
 
     def term_of(self, position: int) -> bytes | None:
         """Return the term of the feed object at a position; None if ``spans`` does not contain the position."""

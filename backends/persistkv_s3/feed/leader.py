@@ -315,7 +315,8 @@ class Leader:
         head = NamespaceHead(generation=feed.generation) if before is None else msgspec.structs.replace(before)
         head.position = feed.position
         head.spans = extended(head.spans, feed.position, feed.term)
-        head.num_bytes, head.oldest = session.catalogue.disk_bytes(), session.catalogue.oldest
+        catalogue = session.catalogue
+        head.num_bytes, head.oldest, head.expires = catalogue.disk_bytes(), catalogue.oldest, catalogue.expires
         head.swept = max(head.swept, held.swept) or self._bucket.now()
         if held.snapshot:
             head.snapshot, head.snapshot_position = held.snapshot, held.snapshot_position
@@ -356,21 +357,27 @@ class Leader:
         return self._unpublished[namespace]
 
     def _evict(self, head: Head) -> None:
-        """Add evictions of expired and excess content to the next feed object of the namespace with the oldest use."""
+        """Add evictions of expired and excess content to the next feed object of the namespace with the oldest use, or
+        with manifests whose own ttl has passed.
+        """
         fresh = {name: self._fresh(name, held) for name, held in head.namespaces.items()}
-        oldest = sorted((old, name) for name, (_, old) in fresh.items() if old)
-        if not oldest:
-            return
-        time, namespace = oldest[0]
+        oldest = sorted((old, name) for name, (_, old, _) in fresh.items() if old)
         now, capacity, ttl_s = self._bucket.now(), head.capacity, head.ttl_s
-        excess = 0 if capacity is None else sum(size for size, _ in fresh.values()) - capacity
-        if excess <= 0 and (ttl_s is None or time >= now - ttl_s):
-            return
+        excess = 0 if capacity is None else sum(size for size, _, _ in fresh.values()) - capacity
+        if oldest and (excess > 0 or (ttl_s is not None and oldest[0][0] < now - ttl_s)):
+            until = oldest[1][0] if len(oldest) > 1 else now
+            self._evict_from(oldest[0][1], now, ttl_s, excess, until)
+        else:
+            expires, namespace = min(((expires, name) for name, (_, _, expires) in fresh.items()), default=(now, b""))
+            if expires < now:
+                self._evict_from(namespace, now, None, 0, now)
+
+    def _evict_from(self, namespace: bytes, now: float, ttl_s: float | None, excess: int, until: float) -> None:
+        """Add evictions to the next feed object of a namespace; parameters as for ``Catalogue.plan_eviction``."""
         session = self._session(namespace)
         if session is None:
             return
         session.sync()
-        until = oldest[1][0] if len(oldest) > 1 else now
         found = session.catalogue.plan_eviction(now, ttl_s, excess, until, _EVICTED_AT_ONCE)
         held = self._unpublished.get(namespace)
         used = set() if held is None else _used(held.feed.entries)
@@ -381,15 +388,15 @@ class Leader:
             self._addition(namespace, session).feed.entries.insert(0, entry)
             logger.info("evicting %d packs", len(gone))
 
-    def _fresh(self, namespace: bytes, held: NamespaceHead) -> tuple[int, float]:
-        """Return bytes and time of the oldest use of a namespace.
+    def _fresh(self, namespace: bytes, held: NamespaceHead) -> tuple[int, float, float]:
+        """Return bytes, time of the oldest use and earliest expiry by a manifest's own ttl of a namespace.
 
         They are from the local catalogue if it has the position of the head, else from the head.
         """
         session = self._opened.get(namespace)
         if session is None or session.catalogue.position.position != held.position:
-            return held.num_bytes, held.oldest
-        return session.catalogue.disk_bytes(), session.catalogue.oldest
+            return held.num_bytes, held.oldest, held.expires
+        return session.catalogue.disk_bytes(), session.catalogue.oldest, session.catalogue.expires
 
     def _take_snapshot(self, namespace: bytes, session: NamespaceSession, target: NamespaceHead) -> None:
         """Continue a snapshot of all rows if one is in progress; else write one if due.

@@ -144,9 +144,9 @@ class Engine:
         :param labels: stored with the context and shown by tools.
         :param load: False computes the whole prompt and restores no KV.
         :param store: False stores no block of this request in the tiers.
-        :param kv_transfer_params: ``labels``, ``load``, ``store`` and ``pin`` in the form of vLLM's requests, for an
-            engine behind a server: ``{"persistkv": {"load": False}}``. ``pin`` protects the stored context from
-            eviction and expiry. ``load`` or ``store`` is off if either form sets it to False.
+        :param kv_transfer_params: ``RequestOptions`` in the form of vLLM's requests, for an engine behind a server:
+            ``{"persistkv": {"load": False, "ttl": "1h"}}``. ``load`` or ``store`` is off if either form sets it to
+            False.
         :raises ConfigurationError: an option is invalid. Nothing was run.
         :raises PromptTooLongError: prompt and answer do not fit the device cache. Nothing was run.
         :raises EngineClosedError: the engine is closed; other methods raise it, too.
@@ -160,7 +160,9 @@ class Engine:
         req_id = uuid.uuid4().hex
         self._num_requests += 1
         self._tiers.step()  # rows of stores that ended since the last step are free for this request
-        self._tiers.scheduler.on_new_request(req_id, kv_transfer_params, labels, store=store, pin=options.pin)
+        self._tiers.scheduler.on_new_request(
+            req_id, kv_transfer_params, labels, store=store, retention=options.retention
+        )
         request = Request(self._model, self._forward_options, self._device, self._tiers, req_id, salt)
         self._tiers.begin(req_id, request.release)
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -20,26 +20,64 @@ logger = logging.getLogger(__name__)
 RETAIN = "persistkv.retain"
 PREFETCH = "persistkv.prefetch"
 HINT_VERSION = "1"
+_PREFETCH_OPTION = "prefetch"
+
+
+class Prefetch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Contexts to promote for later requests, chosen by exactly one of ``request``, ``labels`` and ``token_ids``."""
+
+    request: str | None = None
+    """See ``Choice``."""
+    labels: dict[str, str] = {}
+    """See ``Choice``."""
+    token_ids: list[Annotated[int, msgspec.Meta(ge=0)]] = []
+    """Tokens of the context from its beginning on."""
+    cache_salt: str | None = None
+    """The ``cache_salt`` of the context's requests; only with ``token_ids``."""
+
+    @classmethod
+    def parse(cls, payload: object) -> Prefetch:
+        """Return the contexts that a hint or an option describes.
+
+        :raises ValueError: it is invalid.
+        """
+        prefetch = msgspec.convert(payload, cls)
+        ways = (bool(prefetch.request), bool(prefetch.labels), bool(prefetch.token_ids))
+        if sum(ways) != 1 or (prefetch.cache_salt is not None and not prefetch.token_ids):
+            raise ValueError('expected "request", "labels" or "token_ids" (with or without "cache_salt")')
+        return prefetch
+
+    @property
+    def choice(self) -> Choice:
+        """The choice of stored contexts, without ``token_ids``."""
+        return Choice(self.request, self.labels)
 
 
 def request_options(
     req_id: str, parameters: Mapping[str, Any] | None, actions: Sequence[Any] = ()
-) -> tuple[RequestOptions, list[Choice]]:
-    """Return a request's options, and its choices of stored contexts to promote for later requests.
+) -> tuple[RequestOptions, list[Prefetch]]:
+    """Return a request's options, and the contexts to promote for later requests.
 
-    Hints take precedence over ``kv_transfer_params``. An invalid hint is ignored with a warning. If the parameters are
-    invalid, log a warning and disable stores and loads for the request: it asked for something other than the default,
-    and must not fail because of its options.
+    Hints take precedence over ``kv_transfer_params``. An invalid hint, or an invalid option ``prefetch`` of the
+    parameters, is ignored with a warning. If another parameter is invalid, log a warning and disable stores and loads
+    for the request: it asked for something other than the default, and must not fail because of its options.
 
     :param parameters: the request's ``kv_transfer_params``, or None.
     :param actions: the ``KvHintAction`` objects of the request; those for other components are skipped.
     """
+    prefetches = []
+    given = parameters.get(REQUEST_PARAMETER) if parameters else None
+    if isinstance(given, Mapping) and _PREFETCH_OPTION in given:
+        parameters = {REQUEST_PARAMETER: {name: given[name] for name in given if name != _PREFETCH_OPTION}}
+        try:
+            prefetches.append(Prefetch.parse(given[_PREFETCH_OPTION]))
+        except ValueError as error:
+            logger.warning("request %s: ignored %s in its kv_transfer_params: %s", req_id, _PREFETCH_OPTION, error)
     try:
         options = RequestOptions.parse(parameters)
     except ConfigurationError as error:
         logger.warning("request %s neither uses nor fills the store: %s", req_id, error)
         options = RequestOptions(False, False)
-    choices = []
     for action in actions:
         if not action.action_type.startswith("persistkv."):
             continue
@@ -51,13 +89,10 @@ def request_options(
                 given["labels"] = {**options.labels, **given["labels"]}
                 options = RequestOptions.parse({REQUEST_PARAMETER: given})
             else:
-                choice = msgspec.convert(action.payload, Choice)
-                if not (choice.request or choice.labels):
-                    raise ValueError('expected {"request": "id"} or {"labels": {"name": "value"}}')
-                choices.append(choice)
+                prefetches.append(Prefetch.parse(action.payload))
         except (ConfigurationError, ValueError, TypeError) as error:
             logger.warning("request %s: ignored its hint %s: %s", req_id, action.action_type, error)
-    return options, choices
+    return options, prefetches
 
 
 class LiveRequest:
@@ -80,7 +115,7 @@ class LiveRequest:
         labels = {**labels, **options.labels}
         self._description = None if position is None else _Description(position, group_tokens, labels)
         if self._description is not None:
-            self._description.pinned = options.pin
+            self._description.retention = options.retention
         self.context = ReqContext(req_id, description=self._description)
         self._is_long: bool | None = None
         self.has_stored = False

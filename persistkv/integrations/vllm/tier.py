@@ -41,11 +41,12 @@ from persistkv.integrations.vllm.identity import (
     has_random_hashes,
     shared_layout,
 )
+from persistkv.integrations.vllm.keys import context_keys
 from persistkv.integrations.vllm.metrics import MetricsReader, Observed, metric_definitions
 from persistkv.integrations.vllm.options import vllm_options
 from persistkv.integrations.vllm.regions import close_region, open_region
 from persistkv.integrations.vllm.releases import fixes_hash_seed, hint_actions, key_position
-from persistkv.integrations.vllm.requests import LiveRequest, request_options
+from persistkv.integrations.vllm.requests import LiveRequest, Prefetch, request_options
 from persistkv.isolation import Isolation
 from persistkv.storage import BACKENDS
 from persistkv.storage.identity import Identity
@@ -56,6 +57,7 @@ from persistkv.tiering.persistent import PersistentTier
 logger = logging.getLogger(__name__)
 
 _DRAIN_S = 60.0
+_NO_REQUEST = ours.ReqContext("prefetch")
 
 CONFIG_INFO = ("store", "namespace", "codec", "durability", "policy", "host")
 """Names of the labels that ``config_info`` returns."""
@@ -85,6 +87,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         scheme = self.options.scheme
         is_remote = BACKENDS.get(scheme).capabilities.remote
         self.locality = Locality(self.options.locality or ("REMOTE" if is_remote else "LOCAL"))
+        self._offloading = offloading_spec.config
         self._group_tokens = _chunk_tokens(offloading_spec.config)
         self._region_fds = open_region(primary_kv_view) if self.options.host == "process" else ()
         try:
@@ -107,7 +110,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
 
     def _tier_config(self, spec: Any, rows: memoryview) -> OffloadingConfig:
         engine, offloading = find_vllm_config(), spec.config
-        algorithm = engine.cache_config.prefix_caching_hash_algo
+        algorithm = self._hash_algorithm = engine.cache_config.prefix_caching_hash_algo
         if has_random_hashes(algorithm, fixes_seed=fixes_hash_seed()):
             logger.warning(
                 "block hashes are random (prefix_caching_hash_algo=%s, no PYTHONHASHSEED): no stored block will be "
@@ -205,12 +208,22 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
     def _request(self, context: ReqContext) -> LiveRequest:
         request = self._requests.get(context.req_id)
         if request is None:
-            options, choices = request_options(context.req_id, context.kv_transfer_params, hint_actions(context))
-            for choice in choices:
-                self._tiers[0].prefetch(choice)
+            options, prefetches = request_options(context.req_id, context.kv_transfer_params, hint_actions(context))
+            for prefetch in prefetches if self._tier is self._tiers[0] else ():
+                self._prefetch(prefetch)
             request = LiveRequest(context.req_id, options, key_position(context), self._group_tokens, self._labels)
             self._requests[context.req_id] = request
         return request
+
+    def _prefetch(self, prefetch: Prefetch) -> None:
+        """Queue contexts for promotion: those that the first store lists, or the known keys that any store holds."""
+        if not prefetch.token_ids:
+            self._tier.prefetch(prefetch.choice)
+            return
+        keys = context_keys(self._offloading, self._hash_algorithm, prefetch.token_ids, prefetch.cache_salt)
+        held = [key for key in keys if any(tier.lookup(key, _NO_REQUEST) for tier in self._tiers)]
+        if held:
+            self._tier.prefetch(held)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._not_loading.discard(req_context.req_id)

@@ -204,8 +204,7 @@ class RowBackend(CatalogBackend):
             if batch.seen is not None and batch.seen != transaction.cursor:
                 return CommitResult(batch.seen, stale=True)
             transaction.remove(batch)
-            if self.ttl_s is not None:
-                transaction.expire(self.ttl_s)
+            transaction.expire(self.ttl_s)
             self._make_room(rows, transaction, batch)
             transaction.add(batch)
             transaction.finish()

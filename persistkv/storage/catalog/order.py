@@ -2,11 +2,14 @@
 
 1. A batch that uses anything is one moment, even if it takes several transactions. A pack is listed at the moment of
    its last use, a manifest at the moment at which it was written. At the same moment, packs of unknown depth precede
-   all others, deeper packs precede shallower ones, and manifests are last.
+   all others, deeper packs precede shallower ones, and manifests are last. Packs and manifests of low priority precede
+   all others.
 2. Writing a manifest uses its chain (all packs that it names) at one moment, so a pack is never listed before the packs
    that depend on it.
 3. The time of a use, on the store's clock, is greater than that of every use at an earlier moment. Therefore the order
-   by moment is also the order by time.
+   by moment is also the order by time, within each priority.
+
+Manifests with a ttl of their own are also listed in the table ``EXPIRIES``.
 
 Readers of the table ``ORDER`` skip entries that are duplicate or wrong because of damage.
 
@@ -32,7 +35,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 from persistkv.errors import CorruptStoreError
-from persistkv.storage.catalog.rows import CHAINS, MANIFEST, MAX_COUNT, META, ORDER, ORDER_KEY, USES, Chain, Rows, Use
+from persistkv.storage.catalog.rows import (
+    CHAINS,
+    EXPIRIES,
+    EXPIRY_KEY,
+    MANIFEST,
+    MAX_COUNT,
+    META,
+    NAME_BYTES,
+    ORDER,
+    ORDER_KEY,
+    USES,
+    Chain,
+    Rows,
+    Use,
+)
+from persistkv.storage.format.pack import ID_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +151,34 @@ def write_clock(rows: Rows, moment: int, clock: StoreClock) -> None:
     rows.put(META, _CLOCK_ROW, row)
 
 
+def next_expiry(rows: Rows) -> float:
+    """Return the time, on the store's clock, at which a manifest expires first by its own ttl; infinite: none does."""
+    first = math.inf
+    for found, _ in rows.range(EXPIRIES, b""):
+        if (chain := _listed(rows, bytes(found))) is not None:
+            if chain.expires >= first:
+                break
+            first = min(first, _expiry(rows, bytes(found), chain))
+    return first
+
+
+def _listed(rows: Rows, found: bytes) -> Chain | None:
+    """Return the chain of the manifest that a key of ``EXPIRIES`` lists; None if the key is damaged or out of date."""
+    chain = Chain.decode(rows.get(CHAINS, found[-NAME_BYTES:]))
+    valid = chain is not None and chain.ttl_s > 0 and found == EXPIRY_KEY.pack(chain.expires, found[-NAME_BYTES:])
+    return chain if valid else None
+
+
+def _expiry(rows: Rows, found: bytes, chain: Chain) -> float:
+    """Return the time at which a manifest expires, unless it is used again.
+
+    :param found: its key in ``EXPIRIES``.
+    """
+    namespace = found[-NAME_BYTES:-ID_BYTES]
+    use = Use.decode(rows.get(USES, namespace + chain.packs[-1])) if chain.packs else None
+    return chain.expires if use is None else max(chain.expires, use.time + chain.ttl_s)
+
+
 class Candidate(NamedTuple):
     """A pack or manifest that may be evicted."""
 
@@ -169,35 +215,46 @@ class EvictionOrder:
 
     def add_pack(self, name: bytes, depth: int, pins: int) -> None:
         """List a new pack as used now. ``depth`` and ``pins`` are as in ``Use``."""
-        self._put(name, Use(self.moment, self.time, depth, pins))
+        self._put(name, Use(self.moment, self.time, depth, pins, named=0))
 
-    def touch(self, name: bytes) -> bool:
-        """Record that a pack was used now; return False if it is not listed."""
-        use = self._use(name)
+    def touch(self, name: bytes, named: int = 0) -> bool:
+        """Record that a pack was used now; return False if it is not listed.
+
+        :param named: lower bound of ``Use.named`` from now on.
+        """
+        use = self.use(name)
         if use is None:
             return False
-        if (use.moment, use.time) != (self.moment, self.time):
+        used = use._replace(moment=self.moment, time=self.time, named=max(use.named, named))
+        if used != use:
             self._rows.delete(ORDER, use.order_key(name))
-            self._put(name, use._replace(moment=self.moment, time=self.time))
+            self._put(name, used)
         return True
+
+    def use(self, name: bytes) -> Use | None:
+        """Return a pack's last use; None if it is not held or its row is damaged."""
+        return Use.decode(self._rows.get(USES, name))
 
     def pin(self, name: bytes, count: int) -> None:
         """Add ``count``, which may be negative, to a pack's ``Use.pins``; do nothing if the pack is not listed."""
-        use = self._use(name)
+        use = self.use(name)
         if use is not None:
             self._rows.delete(ORDER, use.order_key(name))
             self._put(name, use._replace(pins=min(max(0, use.pins + count), _MAX_PINS)))
 
     def remove_pack(self, name: bytes) -> None:
         """Remove a pack from the eviction order; do nothing if it is not listed."""
-        use = self._use(name)
+        use = self.use(name)
         if use is not None:
             self._rows.delete(ORDER, use.order_key(name))
             self._rows.delete(USES, name)
 
-    def add_manifest(self, name: bytes, flags: int, packs: tuple[bytes, ...]) -> None:
-        """List a new manifest as written now. ``flags`` and ``packs`` are as in ``Chain``."""
-        self._put(name, Chain(self.moment, self.time, flags, packs))
+    def add_manifest(self, name: bytes, flags: int, ttl_s: float, packs: tuple[bytes, ...]) -> None:
+        """List a new manifest as written now. ``flags``, ``ttl_s`` and ``packs`` are as in ``Chain``."""
+        chain = Chain(self.moment, self.time, flags, ttl_s, self.time + ttl_s if ttl_s else 0.0, packs)
+        self._put(name, chain)
+        if ttl_s:
+            self._rows.put(EXPIRIES, EXPIRY_KEY.pack(chain.expires, name), b"")
 
     def chain(self, name: bytes) -> Chain | None:
         """Return a manifest's packs, flags and time of writing; None if it is not held or its row is damaged."""
@@ -212,13 +269,38 @@ class EvictionOrder:
         """Remove a manifest from the eviction order. ``chain`` is its present chain."""
         self._rows.delete(ORDER, chain.order_key(name))
         self._rows.delete(CHAINS, name)
+        if chain.ttl_s:
+            self._rows.delete(EXPIRIES, EXPIRY_KEY.pack(chain.expires, name))
 
-    def oldest(self) -> Iterator[Candidate]:
-        """Iterate over the candidates in eviction order, and delete damaged entries. The caller may change the order
-        during the iteration.
+    def expired(self) -> Iterator[bytes]:
+        """Iterate over the names of manifests whose own ttl has passed; list those used since at a later time, and
+        delete damaged entries. The caller may remove the manifests during the iteration.
         """
         key = b""
-        while (found := self._rows.first(ORDER, key)) is not None:
+        while (found := self._rows.first(EXPIRIES, key)) is not None:
+            key = found + b"\0"
+            chain = _listed(self._rows, found)
+            if chain is None:
+                self._rows.delete(EXPIRIES, found)
+                continue
+            if chain.expires > self.time:
+                return
+            name, expires = found[-NAME_BYTES:], _expiry(self._rows, found, chain)
+            if expires <= self.time:
+                yield name
+            else:
+                self._rows.delete(EXPIRIES, found)
+                self._rows.put(EXPIRIES, EXPIRY_KEY.pack(expires, name), b"")
+                self._rows.put(CHAINS, name, chain._replace(expires=expires).encode())
+
+    def oldest(self, low: bool | None = None) -> Iterator[Candidate]:
+        """Iterate over the candidates in eviction order, and delete damaged entries. The caller may change the order
+        during the iteration.
+
+        :param low: only candidates of low priority, or only the others; None: all.
+        """
+        key = b"\1" if low is False else b""
+        while (found := self._rows.first(ORDER, key)) is not None and not (low and found[:1] != b"\0"):
             if (candidate := self._candidate(found)) is None:
                 self._rows.delete(ORDER, found)
             else:
@@ -234,13 +316,10 @@ class EvictionOrder:
         """Return the candidate that a key of the table ``ORDER`` lists; None if the key is damaged or out of date."""
         if len(found) != ORDER_KEY.size:
             return None
-        _, _, kind, name = ORDER_KEY.unpack(found)
-        row = self.chain(name) if kind == MANIFEST else self._use(name)
+        _, _, _, kind, name = ORDER_KEY.unpack(found)
+        row = self.chain(name) if kind == MANIFEST else self.use(name)
         listed = row is not None and row.order_key(name) == found
         return Candidate(name, kind == MANIFEST, row.time) if row is not None and listed else None
-
-    def _use(self, name: bytes) -> Use | None:
-        return Use.decode(self._rows.get(USES, name))
 
     def _put(self, name: bytes, row: Use | Chain) -> None:
         self._rows.put(USES if isinstance(row, Use) else CHAINS, name, row.encode())

@@ -20,8 +20,8 @@ from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
 from persistkv.storage.identity import Identity
 
-# Names of the tables, with the content of their rows as key → value. Except in META and ORDER, keys begin with the
-# namespace's id (16 bytes), so a namespace is one range of each table.
+# Names of the tables, with the content of their rows as key → value. Except in META, ORDER and EXPIRIES, keys
+# begin with the namespace's id (16 bytes), so a namespace is one range of each table.
 META = "meta"
 """``clock`` → the last moment, then ``StoreClock``. Drivers also store their own rows here."""
 NAMESPACES = "namespaces"
@@ -46,8 +46,10 @@ CHAINS = "chains"
 """namespace, digest of the manifest's id → ``Chain``."""
 LINKS = "links"
 """namespace, pack id, digest of the id of a manifest that names the pack → empty."""
+EXPIRIES = "expiries"
+"""``EXPIRY_KEY`` → empty: manifests with a ttl of their own, by the earliest time of expiry."""
 
-TABLES = (META, NAMESPACES, STATES, PACKS, PIECES, LOG, MANIFESTS, MANIFEST_KEYS, USES, ORDER, CHAINS, LINKS)
+TABLES = (META, NAMESPACES, STATES, PACKS, PIECES, LOG, MANIFESTS, MANIFEST_KEYS, USES, ORDER, CHAINS, LINKS, EXPIRIES)
 
 
 class Rows(ABC):
@@ -97,14 +99,20 @@ LOG_KEY = struct.Struct(">16sQ")
 ADDED, REMOVED = b"+", b"-"
 _CREATED = struct.Struct("<d")
 _STATE = struct.Struct("<8s6Q")
-_USE = struct.Struct("<QdII")
-_CHAIN = struct.Struct("<QdB")
+_USE = struct.Struct("<QdIIB")
+_CHAIN = struct.Struct("<QdBdd")
 MAX_COUNT = 1 << 62  # limit of valid counters; adding to them cannot overflow 64 bits
 
-PINNED, ORDERED = 1, 2
+PINNED, ORDERED, LOW = 1, 2, 4
+NAMED_LOW, NAMED = 1, 2
 PACK, MANIFEST = 0, 1
-ORDER_KEY = struct.Struct(">QIB32s")
-"""Moment, UNKNOWN_DEPTH minus the depth, ``PACK`` or ``MANIFEST``, and the key of the row in ``USES`` or ``CHAINS``."""
+NAME_BYTES = 2 * ID_BYTES  # namespace, and pack id or digest of a manifest's id
+ORDER_KEY = struct.Struct(">?QIB32s")
+"""False for low priority, moment, UNKNOWN_DEPTH minus the depth, ``PACK`` or ``MANIFEST``, and the key of the row in
+``USES`` or ``CHAINS``.
+"""
+EXPIRY_KEY = struct.Struct(">d32s")
+"""``Chain.expires`` and the key of the row in ``CHAINS``."""
 
 
 class Use(NamedTuple):
@@ -118,18 +126,26 @@ class Use(NamedTuple):
     """Smallest ``Frame.depth`` of its frames, in blocks; UNKNOWN_DEPTH if it is not known."""
     pins: int
     """Number of pinned manifests that name the pack."""
+    named: int
+    """Which manifests have named the pack since it was written: 0: none, ``NAMED_LOW``: of low priority, ``NAMED``:
+    others, too."""
 
     @property
     def pinned(self) -> bool:
         """Whether a pinned manifest names the pack. The eviction order (``ORDER``) does not list it then."""
         return self.pins > 0
 
+    @property
+    def low(self) -> bool:
+        """Whether the pack has low priority: it is evicted before all others."""
+        return self.named == NAMED_LOW
+
     def order_key(self, name: bytes) -> bytes:
         """Return the pack's key in ``ORDER``.
 
         :param name: namespace and pack id.
         """
-        return ORDER_KEY.pack(self.moment, UNKNOWN_DEPTH - self.depth, PACK, name)
+        return ORDER_KEY.pack(not self.low, self.moment, UNKNOWN_DEPTH - self.depth, PACK, name)
 
     def encode(self) -> bytes:
         """Return the value of the row in ``USES``."""
@@ -149,7 +165,12 @@ class Chain(NamedTuple):
     time: float
     """Time of that commit: seconds since the epoch, on the store's clock."""
     flags: int
-    """``PINNED`` and ``ORDERED``, or 0."""
+    """``PINNED``, ``ORDERED`` and ``LOW`` (priority), or 0."""
+    ttl_s: float
+    """Seconds from the last use of the last pack to the expiry of the manifest; 0: no ttl of its own."""
+    expires: float
+    """Earliest time of expiry, on the store's clock, by which ``EXPIRIES`` lists the manifest; 0 without ``ttl_s``.
+    Later uses do not change it: they are looked up at that time."""
     packs: tuple[bytes, ...]
     """Ids of the packs, from the beginning of the context on."""
 
@@ -163,26 +184,31 @@ class Chain(NamedTuple):
         """Whether ``packs`` are in the order of the request's tokens. If not, the order has no meaning."""
         return bool(self.flags & ORDERED)
 
+    @property
+    def low(self) -> bool:
+        """Whether the manifest has low priority: it is evicted before all others."""
+        return bool(self.flags & LOW)
+
     def order_key(self, name: bytes) -> bytes:
         """Return the manifest's key in ``ORDER``.
 
         :param name: namespace and digest of the manifest's id.
         """
-        return ORDER_KEY.pack(self.moment, UNKNOWN_DEPTH, MANIFEST, name)
+        return ORDER_KEY.pack(not self.low, self.moment, UNKNOWN_DEPTH, MANIFEST, name)
 
     def encode(self) -> bytes:
         """Return the value of the row in ``CHAINS``."""
-        return _CHAIN.pack(self.moment, self.time, self.flags) + b"".join(self.packs)
+        return _CHAIN.pack(*self[:-1]) + b"".join(self.packs)
 
     @classmethod
     def decode(cls, row: Buffer | None) -> Chain | None:
         """Decode the value of a row in ``CHAINS``; return None if the row is missing or damaged."""
         if row is None or len(row) < _CHAIN.size or (len(row) - _CHAIN.size) % ID_BYTES:
             return None
-        moment, seconds, flags = _CHAIN.unpack_from(row)
+        moment, seconds, flags, ttl_s, expires = _CHAIN.unpack_from(row)
         ids = bytes(row[_CHAIN.size :])
         packs = tuple(ids[start : start + ID_BYTES] for start in range(0, len(ids), ID_BYTES))
-        return cls(moment, seconds, flags, packs)
+        return cls(moment, seconds, flags, ttl_s, expires, packs)
 
 
 @dataclass

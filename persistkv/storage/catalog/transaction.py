@@ -15,8 +15,11 @@ from persistkv.storage.catalog.rows import (
     LINKS,
     LOG,
     LOG_KEY,
+    LOW,
     MANIFEST_KEYS,
     MANIFESTS,
+    NAMED,
+    NAMED_LOW,
     ORDERED,
     PACKS,
     PINNED,
@@ -159,19 +162,41 @@ class CatalogTransaction:
                 return Evicted.ENOUGH
         return Evicted.ALL
 
-    def expire(self, ttl_s: float, at_most: int = _EXPIRED_AT_ONCE) -> None:
-        """Remove packs and manifests that were unused for ``ttl_s`` seconds.
+    def expire(self, ttl_s: float | None, at_most: int = _EXPIRED_AT_ONCE) -> None:
+        """Remove packs and manifests that were unused for ``ttl_s`` seconds (None: for ever), and manifests whose own
+        ttl has passed, with those of their packs that no other manifest names and that were unused for as long.
 
         :param at_most: maximum number of packs and manifests to remove; later calls remove the rest.
         """
-        for candidate in self._order.oldest():
-            if candidate.time > self._order.time:  # damaged: nothing is used later than now
-                continue
-            if not at_most or candidate.time >= self._order.time - ttl_s:
+        for name in self._order.expired():
+            if not at_most:
                 return
-            if candidate.name not in self._keep:
+            if name not in self._keep:
                 at_most -= 1
-                self._remove(candidate)
+                self._expire_manifest(name)
+        if ttl_s is None:
+            return
+        for low in (True, False):
+            for candidate in self._order.oldest(low):
+                if candidate.time > self._order.time:  # damaged: nothing is used later than now
+                    continue
+                if not at_most or candidate.time >= self._order.time - ttl_s:
+                    break
+                if candidate.name not in self._keep:
+                    at_most -= 1
+                    self._remove(candidate)
+
+    def _expire_manifest(self, name: bytes) -> None:
+        chain = self._order.chain(name)
+        self._drop_manifest(name)
+        if chain is None:
+            return
+        for pack_id in chain.packs:
+            pack = name[:ID_BYTES] + pack_id
+            use = self._order.use(pack)
+            unused = use is not None and use.time + chain.ttl_s <= self._order.time
+            if unused and pack not in self._keep and not self._is_named(pack):
+                self._delete_pack(pack)
 
     def drop_manifests(self, names: Iterable[bytes]) -> None:
         """Delete manifests, and keep their packs."""
@@ -274,16 +299,17 @@ class CatalogTransaction:
         before = self._order.chain(name)
         self._drop_manifest(name)
         pinned = before is not None and before.pinned
-        flags = (ORDERED if write.manifest.ordered else 0) | (PINNED if pinned else 0)
+        low = write.manifest.priority == "low"
+        flags = (ORDERED if write.manifest.ordered else 0) | (PINNED if pinned else 0) | (LOW if low else 0)
         self._rows.put(MANIFESTS, name, encode_manifest(write.manifest))
         self._rows.put(MANIFEST_KEYS, name, encode_manifest_keys(write.keys))
         packs = tuple(dict.fromkeys(write.packs))
-        self._order.add_manifest(name, flags, packs)
+        self._order.add_manifest(name, flags, write.manifest.ttl_s or 0.0, packs)
         self._state.requests += 1
         for pack_id in packs:
             pack = self._namespace + pack_id
             self._rows.put(LINKS, pack + name[ID_BYTES:], b"")
-            self._order.touch(pack)
+            self._order.touch(pack, NAMED_LOW if low else NAMED)
             if pinned:
                 self._order.pin(pack, 1)
 

@@ -12,6 +12,7 @@ from typing import TypeVar
 import msgspec
 import xxhash
 
+from persistkv.base import Priority, TtlSeconds
 from persistkv.errors import CorruptPackError
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import PackedKeys
@@ -42,6 +43,10 @@ class RequestManifest(msgspec.Struct, frozen=True, kw_only=True, array_like=True
     """Names and values that the request's caller chose."""
     context: bytes = b""
     """Digest of the keys (``context_digest``), equal for requests of the same context; empty: unknown."""
+    ttl_s: TtlSeconds | None = None
+    """Seconds from the last use of the context's last block to the expiry of the context; None: as the store's ttl."""
+    priority: Priority = "normal"
+    """``low``: evicted before contexts of normal priority."""
 
     @property
     def blocks(self) -> int:

@@ -316,6 +316,65 @@ class EvictionTests(BackendSuite):
             aging.commit(name, CommitBatch())
         assert (aging.stats().packs, aging.stats().requests) == (0, 0)
 
+    def test_request_own_ttl_expires_it_alone(
+        self, aging: InspectableBackend, set_clocks: Callable[[float, float], None]
+    ) -> None:
+        name = aging.open_namespace(sample_identity()).id
+        shared, own, kept = (_pack(name, seed, blocks=1, depth=seed) for seed in range(3))
+        manifests = [
+            sample_manifest("short", packs=[shared.pack_id, own.pack_id], ttl_s=0.25 * _HOUR_S),
+            sample_manifest("longer", packs=[shared.pack_id], ttl_s=0.5 * _HOUR_S),
+            sample_manifest("kept", packs=[kept.pack_id]),
+        ]
+        aging.commit(name, CommitBatch([shared, own, kept], manifests, pins=[("short", True)]))
+        set_clocks(0.15 * _HOUR_S, 0.15 * _HOUR_S)
+        assert not aging.commit(name, CommitBatch(touches=[shared.pack_id, own.pack_id])).evicted
+        set_clocks(0.3 * _HOUR_S, 0.3 * _HOUR_S)
+        assert not aging.commit(name, CommitBatch()).evicted, "it was used 0.15 hours ago"
+        set_clocks(0.45 * _HOUR_S, 0.45 * _HOUR_S)
+        assert [table.pack_id for table in aging.commit(name, CommitBatch()).evicted] == [own.pack_id]
+        assert {manifest.id for manifest in aging.manifests(name)} == {"longer", "kept"}
+        set_clocks(0.7 * _HOUR_S, 0.7 * _HOUR_S)
+        assert [table.pack_id for table in aging.commit(name, CommitBatch()).evicted] == [shared.pack_id]
+        assert set(tables(aging, name)) == {kept.pack_id}
+
+    def test_low_priority_is_evicted_first(self, small: InspectableBackend, name: bytes) -> None:
+        shared, normal, low, last = (_pack(name, seed, depth=3 * seed) for seed in range(4))
+        small.commit(
+            name, CommitBatch([shared, normal], [sample_manifest("n", packs=[shared.pack_id, normal.pack_id])])
+        )
+        for number, pack in enumerate((low, last)):
+            batch = sample_manifest(f"batch{number}", packs=[shared.pack_id, pack.pack_id], priority="low")
+            small.commit(name, CommitBatch([pack], [batch]))
+        small.commit(name, CommitBatch(touches=[low.pack_id]))
+        gone = _press(small, name, until=shared.pack_id)
+        ours = [pack_id for pack_id in gone if pack_id in {pack.pack_id for pack in (shared, normal, low, last)}]
+        assert ours == [pack.pack_id for pack in (last, low, normal, shared)]
+
+    def test_low_priority_ends_if_another_request_uses_the_pack(self, small: InspectableBackend, name: bytes) -> None:
+        first, second = (_pack(name, seed) for seed in range(2))
+        for pack in (first, second):
+            manifest = sample_manifest(f"{pack.pack_id.hex()}", packs=[pack.pack_id], priority="low")
+            small.commit(name, CommitBatch([pack], [manifest]))
+        small.commit(name, CommitBatch(manifests=[sample_manifest("normal", packs=[first.pack_id])]))
+        small.commit(name, CommitBatch(manifests=[sample_manifest("low", packs=[first.pack_id], priority="low")]))
+        gone = _press(small, name, until=second.pack_id)
+        assert first.pack_id not in gone
+
+    def test_low_priority_expires_no_later(
+        self, aging: InspectableBackend, set_clocks: Callable[[float, float], None]
+    ) -> None:
+        name = aging.open_namespace(sample_identity()).id
+        normal, low = (_pack(name, seed, blocks=1) for seed in range(2))
+        aging.commit(name, CommitBatch([normal]))
+        set_clocks(0.6 * _HOUR_S, 0.6 * _HOUR_S)
+        aging.commit(name, CommitBatch([low], [sample_manifest("low", packs=[low.pack_id], priority="low")]))
+        set_clocks(1.2 * _HOUR_S, 1.2 * _HOUR_S)
+        assert [table.pack_id for table in aging.commit(name, CommitBatch()).evicted] == [normal.pack_id]
+        set_clocks(1.8 * _HOUR_S, 1.8 * _HOUR_S)
+        assert [table.pack_id for table in aging.commit(name, CommitBatch()).evicted] == [low.pack_id]
+        assert not list(aging.manifests(name))
+
     def test_commit_wall_clock_set_back_expires_nothing(
         self, aging: InspectableBackend, set_clocks: Callable[[float, float], None]
     ) -> None:

@@ -84,7 +84,7 @@ def test_store_as_documented(open_store: Opener, identity: Identity, placement: 
     namespace = backend.open_namespace(identity).id
     gone, kept = sample_pack(namespace, 1), sample_pack(namespace, 2, blocks=30, block_bytes=70_000, depth=7)
     write = sample_manifest("engine/1", 4, labels={"a": "b"})
-    pinned = sample_manifest("engine/2", packs=[kept.pack_id], ordered=False)
+    pinned = sample_manifest("engine/2", packs=[kept.pack_id], ordered=False, ttl_s=60.0, priority="low")
     before = int(time.time())
     backend.commit(namespace, CommitBatch([gone, kept], [write]))
     backend.commit(namespace, CommitBatch(deletions=[gone.pack_id]))
@@ -138,19 +138,22 @@ def test_store_as_documented(open_store: Opener, identity: Identity, placement: 
 
     row = namespace + hashlib.blake2b(b"engine/1", digest_size=16).digest()
     head = unsealed(rows["manifests"][row])
-    assert head == ["engine/1", write.manifest.created, 48, [3], 3 * 4096, True, {"a": "b"}, b""]
+    assert head == ["engine/1", write.manifest.created, 48, [3], 3 * 4096, True, {"a": "b"}, b"", None, "normal"]
     assert unsealed(rows["manifest_keys"][row]) == [[write.keys[0].data, 36, b""]]
 
     other = namespace + hashlib.blake2b(b"engine/2", digest_size=16).digest()
-    uses = {name: struct.unpack("<QdII", use) for name, use in rows["uses"].items()}
-    assert {name: (use[0], use[2], use[3]) for name, use in uses.items()} == {namespace + kept.pack_id: (3, 7, 1)}
-    chains = {name: (*struct.unpack_from("<QdB", chain), chain[17:]) for name, chain in rows["chains"].items()}
+    assert unsealed(rows["manifests"][other])[-2:] == [60.0, "low"]
+    uses = {name: struct.unpack("<QdIIB", use) for name, use in rows["uses"].items()}
+    assert {name: (use[0], *use[2:]) for name, use in uses.items()} == {namespace + kept.pack_id: (3, 7, 1, 1)}
+    chains = {name: (*struct.unpack_from("<QdBdd", chain), chain[33:]) for name, chain in rows["chains"].items()}
+    expires = chains[other][1] + 60.0
     assert {name: (chain[0], *chain[2:]) for name, chain in chains.items()} == {
-        row: (1, 2, b""),
-        other: (2, 1, kept.pack_id),
+        row: (1, 2, 0.0, 0.0, b""),
+        other: (2, 5, 60.0, expires, kept.pack_id),
     }
+    assert rows["expiries"] == {struct.pack(">d", expires) + other: b""}
     assert rows["links"] == {namespace + kept.pack_id + other[16:]: b""}
-    assert rows["order"] == {struct.pack(">QIB", 1, 0xFFFFFFFF, 1) + row: b""}
+    assert rows["order"] == {struct.pack(">BQIB", 1, 1, 0xFFFFFFFF, 1) + row: b""}
 
 
 def test_log_is_bounded(open_store: Opener, identity: Identity, dump: Dump) -> None:
@@ -199,9 +202,9 @@ def test_order_as_documented(open_store: Opener, identity: Identity, dump: Dump)
     backend.commit(namespace, CommitBatch(packs))
     backend.commit(namespace, CommitBatch(touches=[packs[1].pack_id]))
     backend.close()
-    order = [struct.unpack(">QIB32s", key) for key in dump()["order"]]
+    order = [struct.unpack(">BQIB32s", key) for key in dump()["order"]]
     assert order == [
-        (1, 0, 0, namespace + packs[2].pack_id),
-        (1, 0xFFFFFFFF, 0, namespace + packs[0].pack_id),
-        (2, 0xFFFFFFFF - 5, 0, namespace + packs[1].pack_id),
+        (1, 1, 0, 0, namespace + packs[2].pack_id),
+        (1, 1, 0xFFFFFFFF, 0, namespace + packs[0].pack_id),
+        (1, 2, 0xFFFFFFFF - 5, 0, namespace + packs[1].pack_id),
     ]

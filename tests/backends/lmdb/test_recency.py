@@ -44,14 +44,14 @@ def test_moment_in_the_future_is_given_up(
         txn.put(name, struct.pack("<Q", 1 << 63) + row[8:], db=uses)
         ((key, _),) = txn.cursor(db=order)
         txn.delete(key, db=order)
-        txn.put(struct.pack(">Q", 1 << 63) + key[8:], b"", db=order)
+        txn.put(key[:1] + struct.pack(">Q", 1 << 63) + key[9:], b"", db=order)
 
     edit(damage, "uses", "order")
     backend = open_store()
     backend.commit(closed_pack.namespace, CommitBatch(touches=[closed_pack.pack_id]))
     backend.close()
     ((key, _),) = edit(lambda txn, order: list(txn.cursor(db=order)), "order")
-    assert struct.unpack_from(">Q", key) == (2,)
+    assert struct.unpack_from(">BQ", key) == (1, 2)
 
 
 def test_commit_that_makes_room_first_is_one_moment(

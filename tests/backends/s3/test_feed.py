@@ -310,6 +310,41 @@ def test_ttl_counts_from_the_last_use_by_the_clock_of_the_server(engines: Engine
     assert {head.id for head in engine.manifests(NAMESPACE)} == {"r4"}, "that of r1 was not used since it was written"
 
 
+def test_request_own_ttl_expires_it_by_the_clock_of_the_server(engines: Engines) -> None:
+    engine = opened(engines)
+    packs = [sample_pack(NAMESPACE, seed, blocks=1) for seed in range(3)]
+    manifests = [
+        sample_manifest(f"r{number}", packs=[pack.pack_id], ttl_s=ttl_s)
+        for number, (pack, ttl_s) in enumerate(zip(packs, (HOUR_S, HOUR_S, None), strict=True))
+    ]
+    engine.commit(NAMESPACE, CommitBatch(packs, manifests, pins=[("r0", True)]))
+    engines.run(0.6 * HOUR_S)
+    engine.commit(NAMESPACE, CommitBatch(touches=[packs[1].pack_id]))
+    engines.run(0.6 * HOUR_S)
+    store(engine, 4)
+    engines.run(5)
+    assert {head.id for head in engine.manifests(NAMESPACE)} == {"r1", "r2", "r4"}
+    assert set(tables(opened(engines), NAMESPACE)) >= {pack.pack_id for pack in packs[1:]}
+    assert packs[0].pack_id not in tables(engine, NAMESPACE)
+    engines.run(2 * HOUR_S)
+    store(engine, 5)
+    engines.run(5)
+    assert {head.id for head in engine.manifests(NAMESPACE)} == {"r2", "r4", "r5"}
+    check_totals(engine)
+
+
+def test_low_priority_does_not_delay_expiry(engines: Engines) -> None:
+    engine = opened(engines, ttl_s=HOUR_S)
+    store(engine, 1)
+    engines.run(0.6 * HOUR_S)
+    low = sample_pack(NAMESPACE, 2, blocks=1)
+    engine.commit(NAMESPACE, CommitBatch([low], [sample_manifest("low", packs=[low.pack_id], priority="low")]))
+    engines.run(0.6 * HOUR_S)
+    store(engine, 3)
+    engines.run(5)
+    assert {head.id for head in engine.manifests(NAMESPACE)} == {"low", "r3"}
+
+
 def test_policy_in_the_head_is_applied_by_the_next_leader(engines: Engines) -> None:
     one, two = opened(engines), opened(engines)
     store(one, 1)

@@ -149,7 +149,10 @@ class TestReuse:
         assert engine.flush()
         assert engine.stats().connector.stored_blocks == 0
 
-    @pytest.mark.parametrize("given", ["off", {"stores": False}, {"load": "never"}, {"labels": {"user": 1}}])
+    @pytest.mark.parametrize(
+        "given",
+        ["off", {"stores": False}, {"load": "never"}, {"labels": {"user": 1}}, {"ttl": "soon"}, {"priority": "high"}],
+    )
     def test_invalid_request_parameters_run_nothing(
         self, open_engine: OpenEngine, prompt: list[int], given: object
     ) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ import pytest
 from persistkv.errors import StoreError
 from persistkv.storage import open_backend
 from persistkv.storage.host.status import read_statuses
-from tests.integrations.vllm.engines import ENVIRONMENT, Engine, spawn_engine
-from tests.integrations.vllm.programs import Zygote
+from tests.integrations.vllm import server as serving
+from tests.integrations.vllm.engines import AWS_ACCESS, ENVIRONMENT, Engine, spawn_engine
+from tests.integrations.vllm.programs import Program, Zygote, new_process
 from tests.integrations.vllm.tiny_model import VOCABULARY, make_model
 
 
@@ -97,6 +100,71 @@ def start_engine(tmp_path: Path, model: Path, zygote: Zygote) -> Iterator[StartE
         engine.release()
 
 
+StartServer = Callable[..., serving.Server]
+
+
+@pytest.fixture
+def start_server(zygote: Zygote, model: Path, tmp_path: Path) -> Iterator[StartServer]:
+    """Return a function that starts servers; kill the remaining servers after the test."""
+    servers: list[serving.Server] = []
+
+    def start(*tiers: dict[str, Any], new: bool = False, shutdown_timeout: int = 120) -> serving.Server:
+        """Start a server.
+
+        :param tiers: entries of ``secondary_tiers``.
+        :param new: start a new process instead of a fork.
+        :param shutdown_timeout: as for ``server_arguments``.
+        """
+        connector = {"spec_name": "PersistKVSpec", "cpu_bytes_to_use": 64 << 20, "secondary_tiers": list(tiers)}
+        sock = tmp_path / f"{len(servers)}.sock"
+        arguments = serving.server_arguments(model, sock, connector, shutdown_timeout)
+        environment = serving.ENVIRONMENT | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+        if new:
+            spawn = new_process([sys.executable, "-m", serving.PROGRAM, *arguments], ENVIRONMENT | environment)
+        else:
+            spawn = zygote.fork(serving.PROGRAM, arguments, environment)
+        servers.append(serving.Server(spawn, tmp_path / "server.log", sock))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.release()
+
+
+S3_SERVER = """
+import json, logging, sys
+from moto.server import ThreadedMotoServer
+
+logging.getLogger("werkzeug").setLevel(logging.ERROR)
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(json.dumps(server.get_host_and_port()), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def s3_server(tmp_path: Path) -> Iterator[Program]:
+    """Process that runs moto, a simulator of S3."""
+    server = Program(new_process([sys.executable, "-c", S3_SERVER], {}), tmp_path / "moto.log")
+    yield server
+    server.release()
+
+
+@pytest.fixture
+def bucket_url(s3_server: Program, monkeypatch: pytest.MonkeyPatch) -> str:
+    """URL of a store in a bucket for one test."""
+    boto3 = pytest.importorskip("boto3")
+    for name, value in AWS_ACCESS.items():
+        monkeypatch.setenv(name, value)
+    host, port = s3_server.answer()
+    endpoint, bucket = f"http://{host}:{port}", f"test-{uuid.uuid4().hex}"
+    client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
+    client.create_bucket(Bucket=bucket)
+    client.close()
+    return f"s3://{bucket}/kv?endpoint_url={endpoint}"
+
+
 @pytest.fixture
 def url(tmp_path: Path) -> str:
     """URL of a store for one test."""
@@ -133,6 +201,17 @@ def wait_loaded(url: str, count: int, timeout_s: float = 120.0) -> None:
             time.sleep(0.2)
     finally:
         backend.close()
+
+
+def damage_payloads(url: str) -> None:
+    """Overwrite some bytes in each 4 KiB of the payloads of a store on LMDB."""
+    damaged = list(Path(url.partition("?")[0].removeprefix("lmdb://")).glob("segments/*"))
+    assert damaged
+    for file in damaged:
+        with file.open("r+b") as opened:
+            for offset in range(64, file.stat().st_size, 4096):
+                opened.seek(offset)
+                opened.write(b"damage")
 
 
 @pytest.fixture(scope="session")

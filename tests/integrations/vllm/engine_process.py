@@ -5,6 +5,7 @@ Reads one JSON command per line, answers each with one line of JSON, and exits a
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -32,7 +33,7 @@ class Server:
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": connector,
             } | (transfer or {})
-        self._llm = LLM(
+        self._llm: Any = LLM(
             model, skip_tokenizer_init=True, enforce_eager=True, disable_log_stats=False, max_num_seqs=4, **options
         )
 
@@ -46,12 +47,32 @@ class Server:
         latencies = [output.metrics.first_token_latency for output in outputs]
         return _answers(outputs) | {"seconds": seconds, "ttft": latencies}
 
-    def _run(self, prompts: list[list[int]], max_tokens: int, params: Any) -> tuple[list[Any], float]:
+    def margins(self, prompts: list[list[int]], max_tokens: int = 12) -> list[float]:
+        """Return, for each prompt, the smallest difference between the log-probabilities of the answer's tokens and of
+        the tokens that were second.
+        """
+        outputs, _ = self._run(prompts, max_tokens, None, logprobs=2)
+        found = []
+        for output in outputs:
+            ranked = [
+                sorted((some.logprob for some in step.values()), reverse=True) for step in output.outputs[0].logprobs
+            ]
+            found.append(min(first - second for first, second, *_ in ranked))
+        return found
+
+    def _run(
+        self, prompts: list[list[int]], max_tokens: int, params: Any, logprobs: int | None = None
+    ) -> tuple[list[Any], float]:
         from vllm import SamplingParams
 
         extra = None if params is None else {"kv_transfer_params": params}
         sampling = SamplingParams(
-            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=extra
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=logprobs,
+            extra_args=extra,
         )
         begin = time.perf_counter()
         outputs = self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
@@ -65,9 +86,15 @@ class Server:
                 found[metric.name] = found.get(metric.name, 0) + metric.value
         return found
 
+    def delete(self) -> None:
+        """Delete the ``LLM`` object, as a notebook does. No command may follow."""
+        self._llm = None
+        gc.collect()
+
     def close(self) -> None:
         """Shut the engine down as a program does that exits normally."""
-        self._llm.llm_engine.engine_core.shutdown()
+        if self._llm is not None:
+            self._llm.llm_engine.engine_core.shutdown()
 
 
 def _answers(outputs: list[Any]) -> dict[str, Any]:

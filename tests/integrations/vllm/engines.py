@@ -23,6 +23,15 @@ ENVIRONMENT = {
 }
 
 
+TWO_WORKERS: dict[str, Any] = {
+    "tensor_parallel_size": 2,
+    "distributed_executor_backend": "mp",
+    "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    "command": [sys.executable],
+}
+"""Arguments of the fixture ``start_engine`` for an engine with two workers."""
+
+
 class Engine(Program):
     """Engine in a process; see ``engine_process``."""
 

@@ -25,15 +25,21 @@ TIMEOUT_S = 60
 
 
 class Engine:
-    """The scheduler's side of an engine and one worker of it, over one spec."""
+    """The scheduler's side of an engine and one worker of it, over one spec.
 
-    def __init__(self, *tiers):
+    :param used: for each KV cache group, the bytes of a page that its blocks use.
+    """
+
+    def __init__(self, *tiers, used=(CHUNK_BYTES,)):
         from persistkv.integrations.vllm.plugin import register
         from persistkv.integrations.vllm.spec import PersistKVSpec
 
         register()
+        self.used = used
+        config = offloading_config(CHUNK_BYTES, CHUNK_TOKENS)
         config = dataclasses.replace(
-            offloading_config(CHUNK_BYTES, CHUNK_TOKENS),
+            config,
+            groups=tuple(dataclasses.replace(config.groups[0], group_id=index) for index in range(len(used))),
             engine_id=f"test-{os.getpid()}-{time.monotonic_ns()}",
             extra_config={
                 "cpu_bytes_to_use": CHUNKS * CHUNK_BYTES,
@@ -51,7 +57,8 @@ class Engine:
 
         self.pages = pages
         caches = base.CanonicalKVCaches(
-            [base.CanonicalKVCacheTensor(pages, CHUNK_BYTES)], [[base.CanonicalKVCacheRef(0, CHUNK_BYTES)]]
+            [base.CanonicalKVCacheTensor(pages, CHUNK_BYTES)],
+            [[base.CanonicalKVCacheRef(0, num_bytes)] for num_bytes in self.used],
         )
         self.worker = self.spec.get_worker(caches)
 
@@ -79,7 +86,7 @@ class Engine:
             output = self.manager.prepare_store(keys, context)
         if absent := output.keys_to_store:  # those that the primary tier does not hold
             pages = [keys.index(key) for key in absent]
-            assert self.worker.submit_store(self._job(), self._blocks(pages), output.store_spec)
+            assert self.worker.submit_store(self._job(), self._blocks(pages, absent), output.store_spec)
         with self.lock:
             if absent:
                 self.manager.complete_store(absent, context, True)
@@ -111,7 +118,7 @@ class Engine:
             self.step()
             time.sleep(0.001)
         assert self.worker.submit_load(
-            self._job(), source, self._blocks(range(first_page, first_page + len(keys))), **arguments
+            self._job(), source, self._blocks(range(first_page, first_page + len(keys)), keys), **arguments
         )
         with self.lock:
             self.manager.complete_load(keys, context)
@@ -126,11 +133,13 @@ class Engine:
         self.jobs += 1
         return self.jobs
 
-    @staticmethod
-    def _blocks(pages):
-        from vllm.v1.kv_offload.base import GPULoadStoreSpec
+    def _blocks(self, pages, keys):
+        from vllm.v1.kv_offload.base import GPULoadStoreSpec, get_offload_group_idx
 
-        return GPULoadStoreSpec(list(pages), [len(pages)], [0])
+        groups = [get_offload_group_idx(key) for key in keys]
+        return GPULoadStoreSpec(
+            list(pages), [groups.count(group) for group in range(len(self.used))], [0] * len(self.used)
+        )
 
     def close(self):
         self.manager.shutdown()
@@ -146,8 +155,8 @@ def start(url, monkeypatch):
     monkeypatch.setattr(tier, "engine_identity", lambda *_, **__: {"test": 1})
     running = []
 
-    def start(*more):
-        running.append(Engine(tier_entry(url), *more))
+    def start(*more, **arguments):
+        running.append(Engine(tier_entry(url), *more, **arguments))
         return running[-1]
 
     yield start
@@ -155,8 +164,21 @@ def start(url, monkeypatch):
         engine.close()
 
 
-def keys_of(count, first=0):
-    return [bytes([first + index]) * 32 + bytes(4) for index in range(count)]
+def keys_of(count, first=0, group=0):
+    return [bytes([first + index]) * 32 + group.to_bytes(4, "big") for index in range(count)]
+
+
+def prompt_keys(token_ids, cache_salt):
+    """Return the keys of a prompt's full chunks, from one hash after the other, as vLLM documents them."""
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash
+
+    init_none_hash(sha256)
+    hashes = [None]
+    for start in range(0, len(token_ids) // CHUNK_TOKENS * CHUNK_TOKENS, CHUNK_TOKENS):
+        extra = (("cache_salt", cache_salt),) if cache_salt and not start else None
+        hashes.append(hash_block_tokens(sha256, hashes[-1], token_ids[start : start + CHUNK_TOKENS], extra))
+    return [bytes(block_hash) + bytes(4) for block_hash in hashes[1:]]
 
 
 def same(engine, count, first_page):
@@ -171,6 +193,21 @@ def test_restart_loads_what_the_last_engine_stored(start):
     engine = start()
     assert engine.load(keys, 8)
     assert bool((engine.pages[8:12] == before).all())
+
+
+def test_restart_loads_groups_that_use_different_parts_of_a_page(start):
+    state_bytes = 3000  # of a Mamba layer, whose pages vLLM pads to the size of attention's
+    keys = keys_of(3) + keys_of(2, group=1)
+    engine = start(used=(CHUNK_BYTES, state_bytes))
+    engine.store(keys)
+    before = engine.pages[:5].clone()
+    engine.close()
+    engine = start(used=(CHUNK_BYTES, state_bytes))
+    padding = engine.pages[11:13, state_bytes:].clone()
+    assert engine.load(keys, 8)
+    assert bool((engine.pages[8:11] == before[:3]).all())
+    assert bool((engine.pages[11:13, :state_bytes] == before[3:, :state_bytes]).all())
+    assert bool((engine.pages[11:13, state_bytes:] == padding).all())
 
 
 def test_expedited_load_is_finished_when_it_was_submitted(start):
@@ -286,12 +323,23 @@ def test_config_info_names_the_store(start):
     assert set(labels) <= set(type(engine.spec).config_info_keys(engine.spec.extra_config))
 
 
-@pytest.mark.parametrize("payload", [{"labels": {"session": "7"}}, {"labels": {"session": "7", "model": "tiny"}}])
+@pytest.mark.parametrize(
+    "payload",
+    [
+        {"labels": {"session": "7"}},
+        {"labels": {"session": "7", "model": "tiny"}},
+        {"token_ids": list(range(5 * CHUNK_TOKENS - 1))},
+        {"token_ids": list(range(4 * CHUNK_TOKENS)), "cache_salt": "tenant"},
+    ],
+)
 def test_prefetch_hint_promotes_a_context_before_its_request(start, url, payload):
     from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
     from vllm.v1.kv_offload.base import LookupResult
 
     engine, chosen, other = start(PREWARM), keys_of(4), keys_of(4, 4)
+    if "token_ids" in payload:
+        chosen = prompt_keys(payload["token_ids"], payload.get("cache_salt"))
+        assert len(chosen) == 4
     engine.store(chosen, kv_transfer_params={"persistkv": {"labels": {"session": "7"}}})
     engine.store(other)
     wait_stored(url, 2)

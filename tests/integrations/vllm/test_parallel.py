@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from tests.integrations.vllm.conftest import SHORT, prompt, tier, wait_stored
+from tests.integrations.vllm.engines import TWO_WORKERS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 PROMPTS = [prompt(1), prompt(2)]
-TWO_WORKERS = {
-    "tensor_parallel_size": 2,
-    "distributed_executor_backend": "mp",
-    "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-    "command": [sys.executable],
-}
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from persistkv.base import make_offload_key
+from persistkv.base import Retention, make_offload_key
 from persistkv.integrations.request_options import RequestOptions
-from persistkv.integrations.vllm.requests import LiveRequest, request_options
+from persistkv.integrations.vllm.requests import LiveRequest, Prefetch, request_options
 from persistkv.storage.records import Choice
 
 CHUNK = 16
@@ -94,25 +94,45 @@ def action(kind, payload, version="1"):
 def test_hints_take_precedence_over_parameters():
     parameters = {"persistkv": {"store": False, "load": False, "labels": {"user": "anna", "turn": "1"}}}
     hints = [
-        action("persistkv.retain", {"pin": True, "store": True}),
+        action("persistkv.retain", {"pin": True, "ttl": "1h", "store": True}),
         action("other.component", {"pin": False}),
-        action("persistkv.retain", {"labels": {"turn": "2"}}),
+        action("persistkv.retain", {"labels": {"turn": "2"}, "priority": "low"}),
     ]
-    options, choices = request_options("a", parameters, hints)
-    assert options == RequestOptions(store=True, load=False, labels={"user": "anna", "turn": "2"}, pin=True)
-    assert choices == []
-    assert LiveRequest("a", options, {}.get, (CHUNK,), {}).context.description.pinned
+    options, prefetches = request_options("a", parameters, hints)
+    assert options == RequestOptions(
+        store=True, load=False, labels={"user": "anna", "turn": "2"}, pin=True, ttl="1h", priority="low"
+    )
+    assert prefetches == []
+    description = LiveRequest("a", options, {}.get, (CHUNK,), {}).context.description
+    assert description.retention == Retention(pin=True, ttl_s=3600.0, priority="low")
+
+
+def test_request_options_without_retention_keep_the_context_as_long_as_there_is_room():
+    options, _ = request_options("a", {"persistkv": {"labels": {"user": "anna"}}})
+    assert options.retention == Retention()
 
 
 def test_prefetch_hints_choose_contexts():
     hints = [
         action("persistkv.prefetch", {"request": "abc"}),
         action("persistkv.prefetch", {"labels": {"session": "7"}}),
+        action("persistkv.prefetch", {"token_ids": [3, 1], "cache_salt": "tenant"}),
     ]
-    assert request_options("a", None, hints) == (
-        RequestOptions(),
-        [Choice(request="abc"), Choice(labels={"session": "7"})],
-    )
+    options, prefetches = request_options("a", None, hints)
+    assert options == RequestOptions()
+    assert [prefetch.choice for prefetch in prefetches[:2]] == [Choice("abc"), Choice(labels={"session": "7"})]
+    assert prefetches[2] == Prefetch(token_ids=[3, 1], cache_salt="tenant")
+
+
+def test_prefetch_parameter_of_a_request_chooses_a_context():
+    parameters = {"persistkv": {"store": False, "prefetch": {"token_ids": [3, 1]}}}
+    assert request_options("a", parameters) == (RequestOptions(store=False), [Prefetch(token_ids=[3, 1])])
+
+
+def test_malformed_prefetch_parameter_is_ignored_with_one_line(caplog):
+    assert request_options("a", {"persistkv": {"pin": True, "prefetch": [3]}}) == (RequestOptions(pin=True), [])
+    (record,) = caplog.records
+    assert "prefetch" in record.getMessage()
 
 
 @pytest.mark.parametrize(
@@ -120,6 +140,12 @@ def test_prefetch_hints_choose_contexts():
     [
         ("persistkv.retain", {"pins": True}, "1"),
         ("persistkv.retain", {"pin": "yes"}, "1"),
+        ("persistkv.retain", {"ttl": 60}, "1"),
+        ("persistkv.retain", {"ttl": "soon"}, "1"),
+        ("persistkv.retain", {"ttl": "0s"}, "1"),
+        ("persistkv.retain", {"ttl": "-1h"}, "1"),
+        ("persistkv.retain", {"priority": "lowest"}, "1"),
+        ("persistkv.retain", {"priority": 0}, "1"),
         ("persistkv.retain", {"labels": ["a"]}, "1"),
         ("persistkv.retain", {"labels": {"a": 1}}, "1"),
         ("persistkv.retain", [], "1"),
@@ -129,6 +155,13 @@ def test_prefetch_hints_choose_contexts():
         ("persistkv.prefetch", {"labels": {}}, "1"),
         ("persistkv.prefetch", {"label": {"a": "b"}}, "1"),
         ("persistkv.prefetch", None, "1"),
+        ("persistkv.prefetch", {"token_ids": []}, "1"),
+        ("persistkv.prefetch", {"token_ids": "abc"}, "1"),
+        ("persistkv.prefetch", {"token_ids": [1, "2"]}, "1"),
+        ("persistkv.prefetch", {"token_ids": [-1]}, "1"),
+        ("persistkv.prefetch", {"token_ids": [1], "cache_salt": 3}, "1"),
+        ("persistkv.prefetch", {"token_ids": [1], "request": "abc"}, "1"),
+        ("persistkv.prefetch", {"labels": {"a": "b"}, "cache_salt": "tenant"}, "1"),
     ],
 )
 def test_malformed_hint_is_ignored_with_one_line(caplog, kind, payload, version):

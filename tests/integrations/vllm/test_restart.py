@@ -79,3 +79,22 @@ def test_what_was_used_last_is_promoted_before_it_is_asked_for(start_engine, url
     before = warm.metrics()[loaded]
     assert warm.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 384, 224]}
     assert warm.metrics()[loaded] == before
+
+
+def test_prefetch_by_token_ids_promotes_a_context_that_left_the_cpu_tier(start_engine, url):
+    first, *others = (prompt(seed) for seed in range(4))
+    extra = {"block_size": 64, "cpu_bytes_to_use": 1000 * TOKEN_BYTES}
+    engine = start_engine(tier(url), PREWARM, extra=extra)
+    for number, tokens in enumerate([first, *others]):
+        engine.generate(tokens)
+        engine.generate(SHORT)
+        wait_stored(url, number + 1)
+    loaded = "vllm:kv_offload_persistkv_load_bytes"
+    before = engine.metrics().get(loaded, 0.0)
+    engine.generate(SHORT, params={"persistkv": {"store": False, "prefetch": {"token_ids": first}}})
+    deadline = time.monotonic() + 60
+    while (after := engine.metrics().get(loaded, 0.0)) == before:
+        assert time.monotonic() < deadline, "nothing was promoted"
+        engine.generate(SHORT)
+        time.sleep(0.2)
+    assert after - before >= 64 * TOKEN_BYTES

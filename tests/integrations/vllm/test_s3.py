@@ -2,50 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-import uuid
-
 import pytest
 
 from tests.integrations.vllm.conftest import SHORT, prompt, tier, wait_stored
-from tests.integrations.vllm.engines import AWS_ACCESS
-from tests.integrations.vllm.programs import Program, new_process
 
 pytestmark = pytest.mark.vllm
 
 PROMPTS = [prompt(1), prompt(2)]
-SERVER = """
-import json, logging, sys
-from moto.server import ThreadedMotoServer
-
-logging.getLogger("werkzeug").setLevel(logging.ERROR)
-server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-server.start()
-print(json.dumps(server.get_host_and_port()), flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.fixture
-def s3_server(tmp_path):
-    """Process that runs moto, a simulator of S3."""
-    server = Program(new_process([sys.executable, "-c", SERVER], {}), tmp_path / "moto.log")
-    yield server
-    server.release()
-
-
-@pytest.fixture
-def bucket_url(s3_server, monkeypatch):
-    """URL of a store in a bucket for one test."""
-    boto3 = pytest.importorskip("boto3")
-    for name, value in AWS_ACCESS.items():
-        monkeypatch.setenv(name, value)
-    host, port = s3_server.answer()
-    endpoint, bucket = f"http://{host}:{port}", f"test-{uuid.uuid4().hex}"
-    client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
-    client.create_bucket(Bucket=bucket)
-    client.close()
-    return f"s3://{bucket}/kv?endpoint_url={endpoint}"
 
 
 @pytest.fixture(scope="module")

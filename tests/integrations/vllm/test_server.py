@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
-from tests.integrations.vllm import server as serving
 from tests.integrations.vllm.conftest import PREWARM, prompt, stored_contexts, tier, wait_stored
-from tests.integrations.vllm.engines import ENVIRONMENT
-from tests.integrations.vllm.programs import new_process
 
 pytestmark = pytest.mark.vllm
 
@@ -20,28 +15,6 @@ PROMPTS = [prompt(1), prompt(2)]
 def expected(plain_engine):
     """Answers of an engine without a connector."""
     return plain_engine.generate(*PROMPTS)["tokens"]
-
-
-@pytest.fixture
-def start_server(zygote, model, tmp_path):
-    """Return a function that starts servers; kill the remaining servers after the test."""
-    servers = []
-
-    def start(*tiers, new=False):
-        connector = {"spec_name": "PersistKVSpec", "cpu_bytes_to_use": 64 << 20, "secondary_tiers": list(tiers)}
-        sock = tmp_path / f"{len(servers)}.sock"
-        arguments = serving.server_arguments(model, sock, connector)
-        environment = serving.ENVIRONMENT | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-        if new:
-            spawn = new_process([sys.executable, "-m", serving.PROGRAM, *arguments], ENVIRONMENT | environment)
-        else:
-            spawn = zygote.fork(serving.PROGRAM, arguments, environment)
-        servers.append(serving.Server(spawn, tmp_path / "server.log", sock))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.release()
 
 
 def test_a_server_that_is_terminated_leaves_its_contexts_to_the_next_engine(start_server, start_engine, url, expected):

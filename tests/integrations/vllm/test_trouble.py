@@ -6,11 +6,19 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.integrations.vllm.conftest import PREWARM, SHORT, prompt, stored_contexts, tier, wait_loaded, wait_stored
+from tests.integrations.vllm.conftest import (
+    PREWARM,
+    SHORT,
+    damage_payloads,
+    prompt,
+    stored_contexts,
+    tier,
+    wait_loaded,
+    wait_stored,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -29,13 +37,7 @@ def test_damaged_payloads_are_misses(start_engine, url, expected):
     filling.generate(*PROMPTS)
     filling.close()
     wait_stored(url, 2)
-    damaged = list(Path(url.partition("?")[0].removeprefix("lmdb://")).glob("segments/*"))
-    assert damaged
-    for file in damaged:
-        with file.open("r+b") as opened:
-            for offset in range(64, file.stat().st_size, 4096):
-                opened.seek(offset)
-                opened.write(b"damage")
+    damage_payloads(url)
     engine = start_engine(tier(url))
     assert engine.generate(*PROMPTS) == {"tokens": expected, "cached": [0, 0]}
     assert engine.metrics()[f"{PREFIX}load_failed_chunks"] > 0

@@ -1,4 +1,4 @@
-"""Real vLLM engines with two tensor-parallel workers, killed with their whole process tree on a loaded machine."""
+"""Real vLLM engines with two tensor-parallel workers: restarts, kills on a loaded machine, damage, a bucket."""
 
 from __future__ import annotations
 
@@ -6,19 +6,34 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from tests.host_processes import kill_tree
-from tests.integrations.vllm.conftest import prompt, tier
+from tests.integrations.vllm.conftest import StartEngine, damage_payloads, prompt, tier, wait_stored
+from tests.integrations.vllm.engines import TWO_WORKERS, Engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(7200)]
 
 REPEATS = int(os.environ.get("PERSISTKV_REPEATS", "2"))
-PROMPTS = 3
-TWO_WORKERS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+PROMPTS = [prompt(1), prompt(2)]
+PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+"""The scheduler runs in a process of its own, as by default."""
+
+
+@pytest.fixture
+def start_two(start_engine: StartEngine) -> Callable[[str], Engine]:
+    """Return a function that starts an engine with two workers on a store."""
+    environment = TWO_WORKERS["environment"] | PROCESSES
+    return lambda url: start_engine(tier(url), **TWO_WORKERS | {"environment": environment})
+
+
+@pytest.fixture(scope="module")
+def expected(plain_engine: Engine) -> Any:
+    """Answers of an engine with one worker and without a connector."""
+    return plain_engine.generate(*PROMPTS)["tokens"]
 
 
 @pytest.fixture
@@ -31,17 +46,45 @@ def busy() -> Iterator[None]:
         process.wait()
 
 
-def test_accepted_contexts_survive_the_death_of_the_process_tree(start_engine, url, busy):
+@pytest.mark.usefixtures("busy")
+def test_accepted_contexts_survive_the_death_of_the_process_tree(start_two, url):
     expected: list[list[int]] = []
     previous: list[list[int]] = []
     for number in range(REPEATS + 1):
-        engine = start_engine(tier(url), command=[sys.executable], environment=ENVIRONMENT, **TWO_WORKERS)
+        engine = start_two(url)
         if previous:
-            assert engine.generate(*previous) == {"tokens": expected, "cached": [384] * PROMPTS}, f"kill {number}"
-        previous = [prompt(PROMPTS * number + some) for some in range(PROMPTS)]
+            assert engine.generate(*previous) == {"tokens": expected, "cached": [384] * 3}, f"kill {number}"
+        previous = [prompt(3 * number + some) for some in range(3)]
         found = engine.generate(*previous)
-        assert found["cached"] == [0] * PROMPTS
+        assert found["cached"] == [0] * 3
         expected = found["tokens"]
         time.sleep(0.2)
         kill_tree(engine.pid)
         assert engine.wait(60)
+
+
+def test_engines_with_two_workers_start_warm_and_miss_damaged_payloads(start_two, url, expected):
+    ended = start_two(url)
+    assert ended.generate(PROMPTS[0]) == {"tokens": expected[:1], "cached": [0]}
+    ended.close()
+    killed = start_two(url)
+    assert killed.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 0]}
+    time.sleep(0.2)
+    killed.kill()
+    warm = start_two(url)
+    assert warm.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 384]}
+    warm.close()
+    damage_payloads(url)
+    missing = start_two(url)
+    assert missing.generate(*PROMPTS) == {"tokens": expected, "cached": [0, 0]}
+    assert missing.metrics()["vllm:kv_offload_persistkv_load_failed_chunks"] > 0
+
+
+def test_engines_with_two_workers_share_a_bucket(start_two, bucket_url, expected):
+    killed = start_two(bucket_url)
+    assert killed.generate(*PROMPTS) == {"tokens": expected, "cached": [0, 0]}
+    time.sleep(0.2)
+    killed.kill()
+    wait_stored(bucket_url, 2)
+    warm = start_two(bucket_url)
+    assert warm.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 384]}

@@ -88,6 +88,24 @@ def test_lists_of_what_is_not_held_do_not_keep_others_from_expiring(
         assert not list(rows.range("order", b""))
 
 
+@pytest.mark.parametrize("table", ["chains", "expiries"])
+def test_expiry_damaged_row_does_not_keep_other_requests_from_expiring(
+    backend: MemoryBackend, namespace: bytes, later: Later, table: str
+) -> None:
+    packs = small_packs(namespace, range(3))
+    manifests = [sample_manifest(f"r{seed}", packs=[pack.pack_id], ttl_s=60.0) for seed, pack in enumerate(packs)]
+    backend.commit(namespace, CommitBatch(packs, manifests))
+    with backend.rows(write=True) as rows:
+        ((key, row), *_) = rows.range(table, b"")
+        rows.delete(table, key)
+        rows.put(table, key if table == "chains" else key[:-5], bytes(row)[:7])
+    later(120.0)
+    expire(backend, namespace)
+    assert len(tables(backend, namespace)) == 1
+    with backend.rows() as rows:
+        assert not list(rows.range("expiries", b""))
+
+
 def test_pack_without_its_use_is_listed_once_it_is_stored_again(
     backend: MemoryBackend, namespace: bytes, later: Later
 ) -> None:

@@ -42,10 +42,19 @@ def test_round_trip() -> None:
         ordered=st.booleans(),
         labels=st.dictionaries(st.text(), st.text()),
         context=st.binary(max_size=8),
+        ttl_s=st.none() | st.floats(min_value=0, exclude_min=True),
+        priority=st.sampled_from(["low", "normal"]),
     )
 )
 def test_any_manifest(manifest: RequestManifest) -> None:
     assert decode_manifest(encode_manifest(manifest)) == manifest
+
+
+@pytest.mark.parametrize(("ttl_s", "priority"), [(0.0, "low"), (-1.0, "low"), ("1h", "low"), (1.0, "high"), (1.0, 1)])
+def test_head_invalid_retention_is_refused(ttl_s: object, priority: object) -> None:
+    body = msgspec.msgpack.encode(("engine/7", 1.5, 40, (2, 1), 99, True, {}, b"", ttl_s, priority))
+    with pytest.raises(CorruptPackError, match="manifest"):
+        decode_manifest(b"\1" + xxhash.xxh3_64_digest(body) + body)
 
 
 def test_head_without_context_reads() -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -74,25 +74,46 @@ def test_the_dashboard_asks_for_what_there_is(run, shown):
     assert used <= names
 
 
-@pytest.mark.slow
-def test_a_server_until_ctrl_c(shown, tmp_path):
-    command = [sys.executable, "-m", "persistkv_tools", "serve-metrics", shown, "--listen", "127.0.0.1:0", "--json"]
+@contextmanager
+def serving(url, cwd):
+    """Yield the address of an exporter of the store, and end it by Ctrl-C."""
+    command = [sys.executable, "-m", "persistkv_tools", "serve-metrics", url, "--listen", "127.0.0.1:0", "--json"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, preexec_fn=obey_ctrl_c
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, preexec_fn=obey_ctrl_c
     )
     try:
         assert process.stdout is not None
         lines = ""
         while "}" not in lines:
-            lines += process.stdout.readline()
-        with urllib.request.urlopen(json.loads(lines)["address"], timeout=60) as answer:
-            found = parsed(answer.read().decode())
-        assert found["persistkv_up", None] == 1
+            line = process.stdout.readline()
+            assert line, process.communicate(timeout=60)
+            lines += line
+        yield json.loads(lines)["address"]
     finally:
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert "Traceback" not in errors
+
+
+def scrape(address):
+    with urllib.request.urlopen(address, timeout=60) as answer:
+        return parsed(answer.read().decode())
+
+
+@pytest.mark.slow
+def test_a_server_until_ctrl_c(shown, tmp_path):
+    with serving(shown, tmp_path) as address:
+        assert scrape(address)["persistkv_up", None] == 1
+
+
+@pytest.mark.slow
+def test_server_absent_store_is_down_until_an_engine_creates_it(tmp_path):
+    url = f"lmdb://{tmp_path}/store?capacity=1GiB"
+    with serving(url, tmp_path) as address:
+        assert scrape(address) == {("persistkv_up", None): 0}
+        open_backend(url).close()
+        assert scrape(address)["persistkv_up", None] == 1
 
 
 def test_a_store_that_goes_away_is_down_and_comes_back(shown):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from persistkv.errors import ConfigurationError, MissingExtraError, StoreError
+from persistkv.errors import ConfigurationError, MissingExtraError, StoreError, StoreUnavailableError
 from persistkv.storage import open_inspectable
 from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.host.status import EngineStatus, read_statuses
@@ -74,6 +74,8 @@ def serve_metrics(
 ) -> None:
     """Export a store's totals, and what its engines say of themselves, to Prometheus. Ctrl-C ends it.
 
+    It may start before the engine that creates the store: persistkv_up is 0 until then.
+
     Example: persistkv serve-metrics lmdb:///var/cache/kv --listen 0.0.0.0:9464
     """
     host, _, port = listen.rpartition(":")
@@ -84,7 +86,12 @@ def serve_metrics(
         from prometheus_client import CollectorRegistry, generate_latest, start_http_server
     except ImportError:
         raise MissingExtraError("prometheus-client", "metrics") from None
-    open_inspectable(url, read_only=True).close()  # a store that cannot be opened ends the command now
+    try:
+        open_inspectable(url, read_only=True).close()  # a store of another format, or a wrong URL, ends the command now
+    except StoreUnavailableError as error:
+        if once:
+            raise
+        logger.warning("%s; persistkv_up is 0 until the store can be read", error)
     registry = CollectorRegistry()
     with closing(StoreCollector(url)) as collector:
         registry.register(cast("Collector", collector))

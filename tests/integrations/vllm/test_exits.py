@@ -1,0 +1,80 @@
+"""Every way in which a vLLM process ends; the next engine finds all blocks that the store had accepted.
+
+The servers are ended in the middle of an answer: their blocks are staged and not yet committed.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tests.integrations.vllm.conftest import StartEngine, StartServer, prompt, tier, wait_stored
+from tests.integrations.vllm.engines import Engine
+from tests.integrations.vllm.server import Server
+from tests.integrations.vllm.tiny_model import TOKEN_BYTES
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+EXITS: list[tuple[Callable[[Server], None], int]] = [
+    (Server.kill_core, 0),
+    (Server.kill_front_end, 0),
+    (Server.kill_tree, 0),
+    (Server.terminate, 0),
+    (Server.terminate, 120),
+]
+"""Each way to end a server, and its ``--shutdown-timeout``."""
+PROMPTS = [prompt(number) for number in range(len(EXITS))]
+CACHED = 384  # tokens in whole blocks
+ACCEPTED = "vllm:kv_offload_persistkv_store_bytes_total"
+
+
+@pytest.fixture(scope="module")
+def expected(plain_engine: Engine) -> Any:
+    """Answers of an engine without a connector."""
+    return plain_engine.generate(*PROMPTS)["tokens"]
+
+
+@contextmanager
+def accepted_request(server: Server, tokens: list[int]) -> Iterator[None]:
+    """Running request whose prompt the store has accepted."""
+    with server.running_request(tokens, 1600):
+        deadline = time.monotonic() + 120
+        while server.metric(ACCEPTED) < CACHED * TOKEN_BYTES:
+            assert time.monotonic() < deadline, server.metrics()
+        yield
+
+
+def test_server_ended_during_an_answer_leaves_accepted_blocks(
+    start_server: StartServer, start_engine: StartEngine, url: str, expected: Any
+) -> None:
+    for number, (end, timeout_s) in enumerate(EXITS):
+        server = start_server(tier(url), shutdown_timeout=timeout_s)
+        core = os.pidfd_open(server.engine_core())
+        with accepted_request(server, PROMPTS[number]):
+            if number:
+                found = server.generate(PROMPTS[number - 1])
+                assert found == {"tokens": [expected[number - 1]], "cached": [CACHED]}, EXITS[number - 1]
+            assert server.metric("vllm:num_requests_running") == 1
+            end(server)
+            assert server.wait(180), server.log[-6000:]
+        assert select.select([core], [], [], 60)[0], f"the engine core still runs after {end}"
+        os.close(core)
+    engine = start_engine(tier(url))
+    assert engine.generate(*PROMPTS) == {"tokens": expected, "cached": [CACHED] * len(PROMPTS)}
+
+
+def test_deleted_llm_leaves_its_contexts(start_engine: StartEngine, url: str, expected: Any) -> None:
+    for number in (0, 1):  # without and with a process for the engine core
+        engine = start_engine(tier(url), environment={"VLLM_ENABLE_V1_MULTIPROCESSING": str(number)})
+        cached = [CACHED] * number + [0]
+        assert engine.generate(*PROMPTS[: number + 1]) == {"tokens": expected[: number + 1], "cached": cached}
+        engine.ask(do="delete")  # its process lives until the end of the test
+    engine = start_engine(tier(url))
+    assert engine.generate(*PROMPTS[:2]) == {"tokens": expected[:2], "cached": [CACHED] * 2}
+    wait_stored(url, 2)

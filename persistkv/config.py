@@ -185,8 +185,10 @@ def _expected(message: str, kind: Any) -> str:
     choices = [choice for part in (kind, *get_args(kind)) if get_origin(part) is Literal for choice in get_args(part)]
     if choices:
         return f"one of {', '.join(map(str, choices))}"
-    names = message.removeprefix("Expected ").partition(", got ")[0]
-    return " or ".join(_TYPE_NAMES.get(name, name) for name in names.replace("`", "").split(" | "))
+    names = message.removeprefix("Expected ").partition(", got ")[0].replace("`", "")
+    return " or ".join(
+        re.sub(r"^\w+", lambda name: _TYPE_NAMES.get(name[0], name[0]), part) for part in names.split(" | ")
+    )
 
 
 def _plain_boolean(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
 
@@ -38,9 +38,9 @@ class CPUOffloadingOptions(msgspec.Struct, frozen=True, kw_only=True):
     """``lru``, ``arc``, or the name of an installed policy."""
     enable_events: bool = False
     """Whether to report stored and evicted blocks."""
-    store_threshold: int = 0
+    store_threshold: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Lookups before a block is stored; 0 stores every block. See ``FilterReusedOffloadingManager``."""
-    max_tracker_size: int = MAX_TRACKER_SIZE
+    max_tracker_size: Annotated[int, msgspec.Meta(ge=1)] = MAX_TRACKER_SIZE
     """Blocks whose lookups are counted for ``store_threshold``."""
 
 
@@ -90,11 +90,6 @@ class CPUOffloadingSpec(OffloadingSpec):
                 "block_size", block_size, f"a positive multiple of {gpu_size}, the GPU's block size"
             )
         self.block_size_factor = block_size // gpu_size
-        if options.store_threshold < 0:
-            expected = "0 lookups, which stores every block, or more"
-            raise ConfigurationError("store_threshold", options.store_threshold, expected)
-        if options.max_tracker_size < 1:
-            raise ConfigurationError("max_tracker_size", options.max_tracker_size, "1 block or more")
         CACHE_POLICIES.get(options.eviction_policy)
         size = parse_size(options.cpu_bytes_to_use, name="cpu_bytes_to_use")
         self.num_blocks = size // self.row_stride

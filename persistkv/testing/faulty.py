@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from copy import copy
 from itertools import repeat
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
@@ -76,7 +77,7 @@ class FaultyBackend(InspectableBackend, Generic[B]):
 
         def raise_next(*_: object, **__: object) -> None:
             for left in errors:
-                raise _copied(left)
+                raise copy(left)
 
         self.before(method, raise_next)
 
@@ -91,13 +92,6 @@ class FaultyBackend(InspectableBackend, Generic[B]):
     def _check(self, method: str) -> None:
         if not callable(getattr(type(self.inner), method, None)):
             raise ValueError(f"{type(self.inner).__name__} has no method {method!r}")
-
-
-def _copied(error: BaseException) -> BaseException:
-    """Copy an error without its traceback, even if its class has a constructor that does not accept ``args``."""
-    copy = type(error).__new__(type(error), *error.args)
-    copy.__dict__.update(error.__dict__)
-    return copy
 
 
 def _member(kind: type[InspectableBackend], name: str) -> Callable[..., Any] | property:

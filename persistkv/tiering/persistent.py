@@ -10,9 +10,9 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -59,19 +59,19 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Bound on the raw bytes of stores in flight; further stores are dropped."""
     staging_bytes: int | str = "256MiB"
     """Bound on all memory of the store's host beyond its index: 64MiB or more, and 32 of the largest blocks."""
-    max_age_s: float = 2.0
+    max_age_s: Annotated[float, msgspec.Meta(ge=0)] = 2.0
     """Maximum seconds that a small job waits to be written together with others."""
     durability: str = "commit"
     """``commit``, or ``interval:5s``: a crash of the host loses at most that interval. See
     ``persistkv.config.parse_durability``."""
-    io_threads: int = 2
+    io_threads: Annotated[int, msgspec.Meta(ge=1, le=MAX_IO_THREADS)] = 2
     """Threads of the store's host that read, verify, encode and decode, in addition to the one that writes."""
-    open_timeout_s: float = 60.0
+    open_timeout_s: Annotated[float, msgspec.Meta(ge=1)] = 60.0
     """Seconds to wait at construction for the store to open. After that, a host process continues to open it, and
     lookups miss until it is open."""
     unique_request_ids: bool = False
     """The engine's request ids are unique across restarts: requests are listed under them."""
-    watchdog_s: float = 60.0
+    watchdog_s: Annotated[float, msgspec.Meta(ge=1)] = 60.0
     """Seconds without an answer after which the host process is killed and restarted; at least 60 while it starts.
     Ten times as long if a call to the medium hangs, or the store does not open."""
 
@@ -92,7 +92,9 @@ class PersistentTier(SecondaryTierManager):
         super().__init__(config, primary_kv_view)
         if not config.identity:
             raise MissingOptionError("the persistent tier", "an identity: all that tells this engine's KV from others")
-        self.options = _checked(options)
+        self.options = convert_options(PersistentTierOptions, options, where="tier persistent")
+        parse_codec(self.options.codec)
+        parse_durability(self.options.durability)
         staging_bytes = parse_size(self.options.staging_bytes, name="staging_bytes")
         largest = max(group.block_bytes for group in config.layout.groups)
         least = max(MIN_STAGING_BYTES, BLOCKS_STAGED * largest)
@@ -357,19 +359,6 @@ class PersistentTier(SecondaryTierManager):
 
     def shutdown(self) -> None:
         self._client.close()
-
-
-def _checked(options: Mapping[str, Any]) -> PersistentTierOptions:
-    where = "tier persistent"
-    checked = convert_options(PersistentTierOptions, options, where=where)
-    for name, least in (("max_age_s", 0.0), ("open_timeout_s", 1.0), ("watchdog_s", 1.0)):
-        if not getattr(checked, name) >= least:
-            raise ConfigurationError(f"{where} option {name}", getattr(checked, name), f"{least:g} seconds or more")
-    if not 1 <= checked.io_threads <= MAX_IO_THREADS:
-        raise ConfigurationError(f"{where} option io_threads", checked.io_threads, f"1 to {MAX_IO_THREADS}")
-    parse_codec(checked.codec)
-    parse_durability(checked.durability)
-    return checked
 
 
 def _depths(depth: Any, keys: Sequence[OffloadKey]) -> list[int] | None:

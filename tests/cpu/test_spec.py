@@ -113,12 +113,9 @@ def test_spec_without_store_threshold_stores_every_block(options: dict[str, Any]
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"store_threshold": -1},
-            "store_threshold: -1 is not valid; expected 0 lookups, which stores every block, or more",
-        ),
+        ({"store_threshold": -1}, "offloading option store_threshold: -1 is not valid; expected an integer >= 0"),
         ({"store_threshold": 1.5}, "offloading option store_threshold: 1.5 is not valid; expected an integer"),
-        ({"max_tracker_size": 0}, "max_tracker_size: 0 is not valid; expected 1 block or more"),
+        ({"max_tracker_size": 0}, "offloading option max_tracker_size: 0 is not valid; expected an integer >= 1"),
         ({"max_tracker_size": "all"}, "offloading option max_tracker_size: 'all' is not valid; expected an integer"),
     ],
 )

@@ -195,7 +195,7 @@ def test_the_host_killed_in_a_cascade_and_in_a_promotion(
         ({"url": "lmdb:///tmp/x", "durability": "5s"}, "durability: '5s' .* commit, or interval:5s"),
         ({"url": "lmdb:///tmp/x", "durability": "interval:0s"}, "durability: 'interval:0s' .* positive duration"),
         ({"url": "lmdb:///tmp/x", "durability": "commit:1s"}, "durability: 'commit:1s'"),
-        ({"url": "lmdb:///tmp/x", "io_threads": 0}, "option io_threads: 0 .* 1 to 8"),
+        ({"url": "lmdb:///tmp/x", "io_threads": 0}, "option io_threads: 0 .* an integer >= 1"),
         ({"url": "lmdb:///tmp/x", "staging_bytes": "8MiB"}, "staging_bytes: '8MiB' .* 67108864 bytes or more"),
         ({"url": "nope://x"}, "url scheme: 'nope' .* one of lmdb, s3"),
         ({"url": "just a path"}, "url: 'just a path'"),

@@ -173,6 +173,7 @@ bench-vllm: setup setup-vllm
 bench-vllm-engine: setup setup-vllm
 	$(BIN)/python -m benchmarks.vllm_beside_fs --vllm-python $(VLLM_VENV)/bin/python
 	$(BIN)/python -m benchmarks.vllm_overhead --vllm-python $(VLLM_VENV)/bin/python
+	$(BIN)/python -m benchmarks.vllm_agents --vllm-python $(VLLM_VENV)/bin/python
 
 # The kit is copied to that machine together with the source tree: 60 MiB at most.
 gpu-kit: setup

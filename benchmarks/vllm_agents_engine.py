@@ -11,6 +11,7 @@ from tests.integrations.vllm.engine_process import Server, main
 from tests.integrations.vllm.tiny_model import VOCABULARY
 
 _ANSWER_TOKENS = 8
+_HINT_TOKENS = 4  # an engine in this process takes steps, in which promotions advance, only while it has requests
 _IDLE_S = 0.001
 _NO_STORE: dict[str, Any] = {"store": False, "load": False}
 
@@ -108,7 +109,7 @@ class _Run:
         if event.kind == "turn":
             self._send(self._contexts[event.session], _ANSWER_TOKENS, loop.retention, event.session)
         elif event.kind == "prefetch":  # a request that carries a hint: a gateway knows when a tool call ends
-            self._send(self._tokens(4), 1, _NO_STORE, prefetch=self._contexts[event.session])
+            self._send(self._tokens(4), _HINT_TOKENS, _NO_STORE, prefetch=self._contexts[event.session])
         elif min(self._turns) < loop.turns:
             self._send(self._tokens(loop.batch_tokens), 1, loop.batch_retention)
             self._events.append(event._replace(at=event.at + loop.pause_s / loop.batch))
@@ -136,11 +137,9 @@ class _Run:
             extra_args={"kv_transfer_params": {"persistkv": options}},
         )
         self._sent += 1
-        name = self._engine.add_request(f"r{self._sent}", {"prompt_token_ids": list(prompt)}, sampling, kv_hints=hints)
-        turn = self._turns[session] if session >= 0 else 0
-        self._pending[f"r{self._sent}"] = self._pending[name] = Pending(session, time.perf_counter(), turn)
-        if name != f"r{self._sent}":
-            del self._pending[name]
+        name, turn = f"r{self._sent}", self._turns[session] if session >= 0 else 0
+        self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling, kv_hints=hints)
+        self._pending[name] = Pending(session, time.perf_counter(), turn)
 
     def _learn(self, output: Any) -> None:
         pending = self._pending[output.request_id]

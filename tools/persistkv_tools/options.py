@@ -186,6 +186,10 @@ class RequestView(msgspec.Struct, frozen=True):
     """Digest of its keys, hexadecimal: equal for requests of the same context; empty: unknown."""
     copies: int = 1
     """Number of requests of the same context and labels that a list shows as this one, itself included."""
+    ttl_s: float | None = None
+    """Its own ttl, in seconds from its last use; None: the store's only."""
+    priority: str = "normal"
+    """``low`` or ``normal``."""
 
     @classmethod
     def of(cls, namespace: bytes, manifest: RequestManifest, use: RequestUse | None) -> RequestView:

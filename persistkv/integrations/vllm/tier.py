@@ -88,6 +88,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         is_remote = BACKENDS.get(scheme).capabilities.remote
         self.locality = Locality(self.options.locality or ("REMOTE" if is_remote else "LOCAL"))
         self._offloading = offloading_spec.config
+        self._isolation = Isolation("tier persistkv")
         self._group_tokens = _chunk_tokens(offloading_spec.config)
         self._region_fds = open_region(primary_kv_view) if self.options.host == "process" else ()
         try:
@@ -220,10 +221,11 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         if not prefetch.token_ids:
             self._tier.prefetch(prefetch.choice)
             return
-        keys = context_keys(self._offloading, self._hash_algorithm, prefetch.token_ids, prefetch.cache_salt)
-        held = [key for key in keys if any(tier.lookup(key, _NO_REQUEST) for tier in self._tiers)]
-        if held:
-            self._tier.prefetch(held)
+        with self._isolation.guard("prefetch", "the context is not promoted"):
+            keys = context_keys(self._offloading, self._hash_algorithm, prefetch.token_ids, prefetch.cache_salt)
+            held = [key for key in keys if any(tier.lookup(key, _NO_REQUEST) for tier in self._tiers)]
+            if held:
+                self._tier.prefetch(held)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._not_loading.discard(req_context.req_id)
@@ -266,15 +268,14 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
 
         After a minute the process is killed. Unfinished requests are ended: the store lists their contexts so far.
         """
-        isolation = Isolation("tier persistkv")
         for request in self._requests.values():
-            with isolation.guard("on_request_finished", "the context of a request is not listed"):
+            with self._isolation.guard("on_request_finished", "the context of a request is not listed"):
                 if request.has_stored:
                     self._tier.on_request_finished(request.end())
         self._requests.clear()
         if self._tier in self._tiers:  # an engine may build its tiers again, over the same spec
             self._tiers.remove(self._tier)
-        with isolation.guard("shutdown", "its resources may not be released"):
+        with self._isolation.guard("shutdown", "its resources may not be released"):
             self._tier.shutdown()
         self._close_region()
 

@@ -52,6 +52,8 @@ def test_json_is_exact(run, filled):
         "short_id": short_id("engine-0-0"),
         "context": "",
         "copies": 1,
+        "ttl_s": None,
+        "priority": "normal",
     }
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 
 import pytest
 
@@ -117,3 +118,17 @@ def test_the_begin_of_an_id_is_enough_where_it_is_one_request(run, shared):
     done = run("show", url, "nobody")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "nobody" in done.stderr
+
+
+def test_show_request_with_ttl_and_priority_prints_both(run, url):
+    with closing(open_backend(url)) as backend:
+        writer = Contexts(backend)
+        writer.add("kept", "s1 s2")
+        writer.add("batch", "t1")
+        packs = [writer.packs["batch"]]
+        batch = sample_manifest("batch", packs=packs, ttl_s=90.0, priority="low")
+        backend.commit(writer.namespace, CommitBatch(manifests=[batch]))
+    request = json.loads(run("show", url, "batch", "--json").stdout)["context"]["request"]
+    assert (request["ttl_s"], request["priority"]) == (90.0, "low")
+    assert "90 s from its last use" in run("show", url, "batch").stdout
+    assert "priority" not in run("show", url, "kept").stdout

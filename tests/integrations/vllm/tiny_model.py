@@ -1,4 +1,4 @@
-"""Llama of two layers, deterministic. Its weights are large, so that greedy choices are never close."""
+"""Tiny models, deterministic. Their weights are large, so that greedy choices are never close."""
 
 from __future__ import annotations
 
@@ -47,6 +47,45 @@ HYBRID: dict[str, Any] = {
 """Fields that a Gemma 3 adds to those of a Llama."""
 
 
+STATES: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "num_hidden_layers": 4,
+        "shared_intermediate_size": 256,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 32,
+        "mamba_d_state": 16,
+        "mamba_n_groups": 1,
+    },
+    "lfm2": {
+        "layer_types": ["conv", "full_attention"] * 2,
+        "num_hidden_layers": 4,
+        "block_auto_adjust_ff_dim": False,
+        "block_dim": 128,
+        "conv_dim": 128,
+    },
+}
+"""Hybrid models, whose other layers keep a state instead of keys and values: Mamba 2 in one, a convolution's inputs in
+the other. Fields that differ from those of the Llama.
+"""
+MLA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 2,
+    "n_routed_experts": 4,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "head_dim": 64,
+}
+"""Fields of a DeepSeek V2 that differ from those of the Llama. vLLM's CPU kernel needs this latent vector of 576
+numbers.
+"""
+
+
 def make_model(directory: Path, *, seed: int = 0, **changes: Any) -> Path:
     """Write a checkpoint.
 
@@ -70,6 +109,20 @@ def make_hybrid_model(directory: Path) -> Path:
         for norm in ("q_norm", "k_norm"):
             tensors[f"{prefix}self_attn.{norm}.weight"] = torch.ones(config["head_dim"])
     return _write(directory, config, tensors)
+
+
+def make_model_of(directory: Path, model_type: str, fields: dict[str, Any]) -> Path:
+    """Write a checkpoint of a model that ``transformers`` builds.
+
+    :param fields: fields of the configuration that differ from those of the Llama.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    common = {name: value for name, value in CONFIG.items() if name not in ("architectures", "model_type")}
+    config = AutoConfig.for_model(model_type, **(common | {"initializer_range": 0.2, "pad_token_id": 0} | fields))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    return directory
 
 
 def _tensors(config: dict[str, Any], generator: torch.Generator) -> dict[str, torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -63,6 +63,19 @@ def write_verdict(backend: SupportsNotes, ours: bytes, theirs: bytes, verdict: V
     :raises StoreError: the medium failed; the previous verdict is kept.
     """
     backend.put_note(ours, theirs.hex(), msgspec.json.encode(verdict))
+
+
+def verdicts(backend: Backend, namespaces: Sequence[Namespace]) -> dict[tuple[bytes, bytes], Verdict]:
+    """Return all recorded verdicts of namespaces about each other: (ours, theirs) → verdict.
+
+    :raises StoreError: the medium failed.
+    """
+    found = {}
+    for ours in namespaces:
+        for theirs in candidates(backend, ours.identity, namespaces):
+            if (verdict := read_verdict(backend, ours.id, theirs.id)) is not None:
+                found[ours.id, theirs.id] = verdict
+    return found
 
 
 def candidates(backend: Backend, identity: Identity, others: Iterable[Namespace]) -> list[Namespace]:

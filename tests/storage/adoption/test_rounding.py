@@ -52,7 +52,6 @@ def check(runs: int) -> None:
         errors[dtype] = max(errors.get(dtype, 0.0), verdict.error if verdict is not None else np.inf)
         verdicts.append((number, None if verdict is None else verdict.verdict))
         backend.close()
-    print("largest errors:", errors)
     assert verdicts == [(number, "adopted") for number in range(runs)]
 
 

@@ -43,7 +43,7 @@ def row_layout(dtype: str) -> RowLayout:
 
 def prompt(number: int, blocks: int = BLOCKS) -> list[int]:
     """Return the tokens of a context, different for each number."""
-    return np.random.default_rng(number).integers(3, VOCABULARY, blocks * TOKENS).tolist()
+    return list(map(int, np.random.default_rng(number).integers(3, VOCABULARY, blocks * TOKENS)))
 
 
 @cache

@@ -7,23 +7,23 @@ import logging
 import numpy as np
 import pytest
 
-from persistkv.storage.adoption.record import read_verdict
+from persistkv.storage.adoption.record import Verdict, read_verdict
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.memory import MemoryBackend
-from tests.storage.adoption.releases import BLOCKS, Release, compute, identity, keys_of, prompt
+from tests.storage.adoption.releases import BLOCKS, KV, Release, compute, identity, keys_of, prompt
 
 OLD, NEW = "0.31", "0.32"
 PROMPTS = [prompt(number) for number in range(4)]
 
 
 @pytest.fixture(scope="module")
-def contexts():
+def contexts() -> list[KV]:
     """KV of the prompts."""
     return [compute(tokens) for tokens in PROMPTS]
 
 
 @pytest.fixture
-def backend(contexts):
+def backend(contexts: list[KV]) -> MemoryBackend:
     """Store that holds the contexts of the old release."""
     backend = MemoryBackend()
     old = Release(backend, OLD)
@@ -33,11 +33,23 @@ def backend(contexts):
     return backend
 
 
-def verdict_of(backend, release=NEW):
-    return read_verdict(backend, identity(release).digest, identity(OLD).digest)
+def verdict_of(backend: MemoryBackend) -> Verdict | None:
+    return read_verdict(backend, identity(NEW).digest, identity(OLD).digest)
 
 
-def test_canary_equal_blocks_of_two_requests_adopts_the_namespace(backend, contexts, caplog):
+def kind_of(backend: MemoryBackend) -> str | None:
+    verdict = verdict_of(backend)
+    return None if verdict is None else verdict.verdict
+
+
+def depths_of(backend: MemoryBackend) -> tuple[int, ...]:
+    verdict = verdict_of(backend)
+    return () if verdict is None else verdict.depths
+
+
+def test_canary_equal_blocks_of_two_requests_adopts_the_namespace(
+    backend: MemoryBackend, contexts: list[KV], caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "persistkv")
     new = Release(backend, NEW)
     assert new.load(PROMPTS[2]) == [False] * BLOCKS
@@ -46,11 +58,12 @@ def test_canary_equal_blocks_of_two_requests_adopts_the_namespace(backend, conte
     new.run(PROMPTS[1], contexts[1])
     assert new.load(PROMPTS[2]) == [True] * BLOCKS
     verdict = verdict_of(backend)
+    assert verdict is not None
     assert (verdict.verdict, verdict.depths, verdict.error) == ("adopted", (BLOCKS,), 0.0)
     assert any("adopted the blocks of namespace" in record.message for record in caplog.records)
 
 
-def test_canary_recorded_adoption_serves_the_next_start_at_once(backend, contexts):
+def test_canary_recorded_adoption_serves_the_next_start_at_once(backend: MemoryBackend, contexts: list[KV]) -> None:
     first = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
         first.run(tokens, kv)
@@ -60,7 +73,7 @@ def test_canary_recorded_adoption_serves_the_next_start_at_once(backend, context
     assert second.store.canary.active
 
 
-def test_canary_adopted_bytes_are_those_that_the_old_release_stored(backend, contexts):
+def test_canary_adopted_bytes_are_those_that_the_old_release_stored(backend: MemoryBackend, contexts: list[KV]) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
         new.run(tokens, kv)
@@ -71,21 +84,23 @@ def test_canary_adopted_bytes_are_those_that_the_old_release_stored(backend, con
     assert np.array_equal(new.rows.array[:BLOCKS], other.rows.array[:BLOCKS])
 
 
-def test_canary_different_block_refuses_for_all_later_starts(backend, contexts, caplog):
+def test_canary_different_block_refuses_for_all_later_starts(
+    backend: MemoryBackend, contexts: list[KV], caplog: pytest.LogCaptureFixture
+) -> None:
     changed = contexts[0].copy()
     changed[2, 1, 0] *= 1.5
     new = Release(backend, NEW)
     new.run(PROMPTS[0], changed)
-    assert verdict_of(backend).verdict == "refused"
+    assert kind_of(backend) == "refused"
     assert "are not used" in caplog.text
     for tokens, kv in zip(PROMPTS[1:], contexts[1:], strict=True):
         new.run(tokens, kv)
     new.end()
-    assert verdict_of(backend).verdict == "refused"
+    assert kind_of(backend) == "refused"
     assert not Release(backend, NEW).store.canary.active
 
 
-def test_canary_one_request_is_undecided_and_stores_its_blocks(backend, contexts):
+def test_canary_one_request_is_undecided_and_stores_its_blocks(backend: MemoryBackend, contexts: list[KV]) -> None:
     new = Release(backend, NEW)
     new.run(PROMPTS[0], contexts[0])
     assert verdict_of(backend) is None
@@ -93,7 +108,7 @@ def test_canary_one_request_is_undecided_and_stores_its_blocks(backend, contexts
     assert new.store.counters.stored_blocks == BLOCKS
 
 
-def test_canary_never_compares_nothing(backend, contexts):
+def test_canary_never_compares_nothing(backend: MemoryBackend, contexts: list[KV]) -> None:
     new = Release(backend, NEW, adopt="never")
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
         new.run(tokens, kv)
@@ -101,16 +116,16 @@ def test_canary_never_compares_nothing(backend, contexts):
     assert not new.store.canary.active
 
 
-def test_canary_namespace_that_differs_in_more_than_the_release_is_no_candidate(backend):
+def test_canary_namespace_that_differs_in_more_than_the_release_is_no_candidate(backend: MemoryBackend) -> None:
     assert Release(backend, NEW).store.canary.active
     assert not Release(backend, NEW, fields={"weights": "others"}).store.canary.active
 
 
-def test_canary_undescribed_rows_are_never_compared(backend):
+def test_canary_undescribed_rows_are_never_compared(backend: MemoryBackend) -> None:
     assert not Release(backend, NEW, described=False).store.canary.active
 
 
-def test_canary_requests_whose_first_block_was_held_prove_nothing(backend, contexts):
+def test_canary_requests_whose_first_block_was_held_prove_nothing(backend: MemoryBackend, contexts: list[KV]) -> None:
     """They could have loaded it."""
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
@@ -120,14 +135,14 @@ def test_canary_requests_whose_first_block_was_held_prove_nothing(backend, conte
     assert verdict_of(backend) is None
 
 
-def test_canary_requests_without_their_first_blocks_prove_nothing(backend, contexts):
+def test_canary_requests_without_their_first_blocks_prove_nothing(backend: MemoryBackend, contexts: list[KV]) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
         new.run(tokens, kv, first=2)
     assert verdict_of(backend) is None
 
 
-def test_canary_blocks_loaded_by_another_tier_prove_nothing(backend, contexts):
+def test_canary_blocks_loaded_by_another_tier_prove_nothing(backend: MemoryBackend, contexts: list[KV]) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
         new.store.canary.loaded_elsewhere(keys_of(tokens)[:1])
@@ -135,7 +150,7 @@ def test_canary_blocks_loaded_by_another_tier_prove_nothing(backend, contexts):
     assert verdict_of(backend) is None
 
 
-def test_canary_unknown_loads_of_other_tiers_end_the_comparison(backend, contexts):
+def test_canary_unknown_loads_of_other_tiers_end_the_comparison(backend: MemoryBackend, contexts: list[KV]) -> None:
     new = Release(backend, NEW)
     new.store.canary.loaded_elsewhere([])
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
@@ -143,19 +158,21 @@ def test_canary_unknown_loads_of_other_tiers_end_the_comparison(backend, context
     assert verdict_of(backend) is None
 
 
-def test_canary_short_requests_adopt_only_their_depths_until_longer_ones_agree(backend, contexts):
+def test_canary_short_requests_adopt_only_their_depths_until_longer_ones_agree(
+    backend: MemoryBackend, contexts: list[KV]
+) -> None:
     new = Release(backend, NEW)
     short = 64  # tokens: 4 blocks
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
         new.run(tokens[:short], kv[:, :, :, :short])
-    assert verdict_of(backend).depths == (4,)
+    assert depths_of(backend) == (4,)
     assert new.load(PROMPTS[2]) == [True] * 4 + [False] * 4
     new.run(PROMPTS[2], contexts[2])  # computed from the loaded blocks on
-    assert verdict_of(backend).depths == (BLOCKS,)
+    assert depths_of(backend) == (BLOCKS,)
     assert new.load(PROMPTS[3]) == [True] * BLOCKS
 
 
-def test_canary_difference_beyond_the_adopted_depths_keeps_them(backend, contexts):
+def test_canary_difference_beyond_the_adopted_depths_keeps_them(backend: MemoryBackend, contexts: list[KV]) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
         new.run(tokens[:64], kv[:, :, :, :64])
@@ -164,10 +181,11 @@ def test_canary_difference_beyond_the_adopted_depths_keeps_them(backend, context
     new.run(PROMPTS[2], changed)
     new.run(PROMPTS[3], contexts[3])
     verdict = verdict_of(backend)
+    assert verdict is not None
     assert (verdict.verdict, verdict.depths, verdict.final) == ("adopted", (4,), True)
 
 
-def test_canary_used_blocks_are_stored_in_the_own_namespace(backend, contexts):
+def test_canary_used_blocks_are_stored_in_the_own_namespace(backend: MemoryBackend, contexts: list[KV]) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
         new.run(tokens, kv)
@@ -178,7 +196,7 @@ def test_canary_used_blocks_are_stored_in_the_own_namespace(backend, contexts):
     assert len(list(backend.manifests(identity(NEW).digest))) == 3
 
 
-def test_canary_old_content_that_is_deleted_is_no_longer_found(backend, contexts):
+def test_canary_old_content_that_is_deleted_is_no_longer_found(backend: MemoryBackend, contexts: list[KV]) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
         new.run(tokens, kv)

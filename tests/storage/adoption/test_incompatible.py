@@ -78,7 +78,7 @@ def other_scale(kv: KV, random: Random) -> KV:
 
 
 def other_weights(kv: KV, random: Random) -> KV:
-    return random.permutation(OTHERS)[0][: len(kv)]
+    return OTHERS[random.integers(len(OTHERS))]
 
 
 def swapped_layers(kv: KV, random: Random) -> KV:
@@ -122,7 +122,7 @@ OTHERS: list[KV] = []
 
 
 @pytest.fixture(scope="module")
-def contexts():
+def contexts() -> list[list[KV]]:
     """For each model, the KV of the prompts."""
     OTHERS[:] = [compute(PROMPTS[0], seed=seed) for seed in (7, 8, 9)]
     return [[compute(tokens, seed=seed) for tokens in PROMPTS] for seed in MODELS]
@@ -157,15 +157,15 @@ def check(contexts: list[list[KV]], count: int) -> None:
     assert verdicts == ["refused"] * count
 
 
-def test_canary_planted_incompatibilities_are_refused(contexts):
+def test_canary_planted_incompatibilities_are_refused(contexts: list[list[KV]]) -> None:
     check(contexts, 66)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_canary_thousand_planted_incompatibilities_are_refused(contexts):
+def test_canary_thousand_planted_incompatibilities_are_refused(contexts: list[list[KV]]) -> None:
     check(contexts, 1000)
 
 
-def test_canary_equal_numbers_are_adopted_in_each_dtype(contexts):
+def test_canary_equal_numbers_are_adopted_in_each_dtype(contexts: list[list[KV]]) -> None:
     assert [verdict_after(contexts[0], contexts[0], dtype, dtype) for dtype in DTYPES] == ["adopted"] * len(DTYPES)

@@ -289,7 +289,7 @@ def is_only_source(engine: Any) -> bool:
 
     :param engine: vLLM's ``VllmConfig``.
     """
-    transfer = engine.kv_transfer_config
+    transfer = getattr(engine, "kv_transfer_config", None)
     if transfer is None or transfer.kv_connector != "OffloadingConnector":
         return False
     tiers = (transfer.kv_connector_extra_config or {}).get("secondary_tiers") or ()

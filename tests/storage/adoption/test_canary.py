@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from persistkv.storage import open_inspectable
 from persistkv.storage.adoption.record import Verdict, read_verdict
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.testing.memory import MemoryBackend
 from tests.storage.adoption.releases import BLOCKS, KV, Release, compute, identity, keys_of, prompt
 
@@ -22,33 +26,35 @@ def contexts() -> list[KV]:
     return [compute(tokens) for tokens in PROMPTS]
 
 
-@pytest.fixture
-def backend(contexts: list[KV]) -> MemoryBackend:
-    """Store that holds the contexts of the old release."""
-    backend = MemoryBackend()
+@pytest.fixture(params=["memory", "lmdb"])
+def backend(request: pytest.FixtureRequest, tmp_path: Path, contexts: list[KV]) -> Iterator[InspectableBackend]:
+    """Store that holds the contexts of the old release, on each driver."""
+    is_lmdb = request.param == "lmdb"
+    backend = open_inspectable(f"lmdb://{tmp_path}/store?capacity=64MiB") if is_lmdb else MemoryBackend()
     old = Release(backend, OLD)
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
         old.run(tokens, kv)
     old.end()
-    return backend
+    yield backend
+    backend.close()
 
 
-def verdict_of(backend: MemoryBackend) -> Verdict | None:
+def verdict_of(backend: InspectableBackend) -> Verdict | None:
     return read_verdict(backend, identity(NEW).digest, identity(OLD).digest)
 
 
-def kind_of(backend: MemoryBackend) -> str | None:
+def kind_of(backend: InspectableBackend) -> str | None:
     verdict = verdict_of(backend)
     return None if verdict is None else verdict.verdict
 
 
-def depths_of(backend: MemoryBackend) -> tuple[int, ...]:
+def depths_of(backend: InspectableBackend) -> tuple[int, ...]:
     verdict = verdict_of(backend)
     return () if verdict is None else verdict.depths
 
 
 def test_canary_equal_blocks_of_two_requests_adopts_the_namespace(
-    backend: MemoryBackend, contexts: list[KV], caplog: pytest.LogCaptureFixture
+    backend: InspectableBackend, contexts: list[KV], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "persistkv")
     new = Release(backend, NEW)
@@ -63,7 +69,9 @@ def test_canary_equal_blocks_of_two_requests_adopts_the_namespace(
     assert any("adopted the blocks of namespace" in record.message for record in caplog.records)
 
 
-def test_canary_recorded_adoption_serves_the_next_start_at_once(backend: MemoryBackend, contexts: list[KV]) -> None:
+def test_canary_recorded_adoption_serves_the_next_start_at_once(
+    backend: InspectableBackend, contexts: list[KV]
+) -> None:
     first = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
         first.run(tokens, kv)
@@ -73,7 +81,9 @@ def test_canary_recorded_adoption_serves_the_next_start_at_once(backend: MemoryB
     assert second.store.canary.active
 
 
-def test_canary_adopted_bytes_are_those_that_the_old_release_stored(backend: MemoryBackend, contexts: list[KV]) -> None:
+def test_canary_adopted_bytes_are_those_that_the_old_release_stored(
+    backend: InspectableBackend, contexts: list[KV]
+) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
         new.run(tokens, kv)
@@ -85,7 +95,7 @@ def test_canary_adopted_bytes_are_those_that_the_old_release_stored(backend: Mem
 
 
 def test_canary_different_block_refuses_for_all_later_starts(
-    backend: MemoryBackend, contexts: list[KV], caplog: pytest.LogCaptureFixture
+    backend: InspectableBackend, contexts: list[KV], caplog: pytest.LogCaptureFixture
 ) -> None:
     changed = contexts[0].copy()
     changed[2, 1, 0] *= 1.5
@@ -100,7 +110,7 @@ def test_canary_different_block_refuses_for_all_later_starts(
     assert not Release(backend, NEW).store.canary.active
 
 
-def test_canary_one_request_is_undecided_and_stores_its_blocks(backend: MemoryBackend, contexts: list[KV]) -> None:
+def test_canary_one_request_is_undecided_and_stores_its_blocks(backend: InspectableBackend, contexts: list[KV]) -> None:
     new = Release(backend, NEW)
     new.run(PROMPTS[0], contexts[0])
     assert verdict_of(backend) is None
@@ -108,7 +118,7 @@ def test_canary_one_request_is_undecided_and_stores_its_blocks(backend: MemoryBa
     assert new.store.counters.stored_blocks == BLOCKS
 
 
-def test_canary_never_compares_nothing(backend: MemoryBackend, contexts: list[KV]) -> None:
+def test_canary_never_compares_nothing(backend: InspectableBackend, contexts: list[KV]) -> None:
     new = Release(backend, NEW, adopt="never")
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
         new.run(tokens, kv)
@@ -116,16 +126,18 @@ def test_canary_never_compares_nothing(backend: MemoryBackend, contexts: list[KV
     assert not new.store.canary.active
 
 
-def test_canary_namespace_that_differs_in_more_than_the_release_is_no_candidate(backend: MemoryBackend) -> None:
+def test_canary_namespace_that_differs_in_more_than_the_release_is_no_candidate(backend: InspectableBackend) -> None:
     assert Release(backend, NEW).store.canary.active
     assert not Release(backend, NEW, fields={"weights": "others"}).store.canary.active
 
 
-def test_canary_undescribed_rows_are_never_compared(backend: MemoryBackend) -> None:
+def test_canary_undescribed_rows_are_never_compared(backend: InspectableBackend) -> None:
     assert not Release(backend, NEW, described=False).store.canary.active
 
 
-def test_canary_requests_whose_first_block_was_held_prove_nothing(backend: MemoryBackend, contexts: list[KV]) -> None:
+def test_canary_requests_whose_first_block_was_held_prove_nothing(
+    backend: InspectableBackend, contexts: list[KV]
+) -> None:
     """They could have loaded it."""
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
@@ -135,14 +147,16 @@ def test_canary_requests_whose_first_block_was_held_prove_nothing(backend: Memor
     assert verdict_of(backend) is None
 
 
-def test_canary_requests_without_their_first_blocks_prove_nothing(backend: MemoryBackend, contexts: list[KV]) -> None:
+def test_canary_requests_without_their_first_blocks_prove_nothing(
+    backend: InspectableBackend, contexts: list[KV]
+) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
         new.run(tokens, kv, first=2)
     assert verdict_of(backend) is None
 
 
-def test_canary_blocks_loaded_by_another_tier_prove_nothing(backend: MemoryBackend, contexts: list[KV]) -> None:
+def test_canary_blocks_loaded_by_another_tier_prove_nothing(backend: InspectableBackend, contexts: list[KV]) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
         new.store.canary.loaded_elsewhere(keys_of(tokens)[:1])
@@ -150,7 +164,9 @@ def test_canary_blocks_loaded_by_another_tier_prove_nothing(backend: MemoryBacke
     assert verdict_of(backend) is None
 
 
-def test_canary_unknown_loads_of_other_tiers_end_the_comparison(backend: MemoryBackend, contexts: list[KV]) -> None:
+def test_canary_unknown_loads_of_other_tiers_end_the_comparison(
+    backend: InspectableBackend, contexts: list[KV]
+) -> None:
     new = Release(backend, NEW)
     new.store.canary.loaded_elsewhere([])
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
@@ -159,7 +175,7 @@ def test_canary_unknown_loads_of_other_tiers_end_the_comparison(backend: MemoryB
 
 
 def test_canary_short_requests_adopt_only_their_depths_until_longer_ones_agree(
-    backend: MemoryBackend, contexts: list[KV]
+    backend: InspectableBackend, contexts: list[KV]
 ) -> None:
     new = Release(backend, NEW)
     short = 64  # tokens: 4 blocks
@@ -172,7 +188,9 @@ def test_canary_short_requests_adopt_only_their_depths_until_longer_ones_agree(
     assert new.load(PROMPTS[3]) == [True] * BLOCKS
 
 
-def test_canary_difference_beyond_the_adopted_depths_keeps_them(backend: MemoryBackend, contexts: list[KV]) -> None:
+def test_canary_difference_beyond_the_adopted_depths_keeps_them(
+    backend: InspectableBackend, contexts: list[KV]
+) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
         new.run(tokens[:64], kv[:, :, :, :64])
@@ -185,7 +203,7 @@ def test_canary_difference_beyond_the_adopted_depths_keeps_them(backend: MemoryB
     assert (verdict.verdict, verdict.depths, verdict.final) == ("adopted", (4,), True)
 
 
-def test_canary_used_blocks_are_stored_in_the_own_namespace(backend: MemoryBackend, contexts: list[KV]) -> None:
+def test_canary_used_blocks_are_stored_in_the_own_namespace(backend: InspectableBackend, contexts: list[KV]) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
         new.run(tokens, kv)
@@ -196,7 +214,7 @@ def test_canary_used_blocks_are_stored_in_the_own_namespace(backend: MemoryBacke
     assert len(list(backend.manifests(identity(NEW).digest))) == 3
 
 
-def test_canary_old_content_that_is_deleted_is_no_longer_found(backend: MemoryBackend, contexts: list[KV]) -> None:
+def test_canary_old_content_that_is_deleted_is_no_longer_found(backend: InspectableBackend, contexts: list[KV]) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
         new.run(tokens, kv)

@@ -276,7 +276,7 @@ class VectorLayout(msgspec.Struct, frozen=True):
 
 
 class NumberLayout(msgspec.Struct, frozen=True):
-    """What the bytes of a row mean as numbers. Needed to compare the contents of two rows within rounding."""
+    """Positions and dtype of the numbers in a row. Needed to compare two rows within rounding."""
 
     dtype: Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
     groups: tuple[VectorLayout, ...]
@@ -294,7 +294,7 @@ class RowLayout(msgspec.Struct, frozen=True):
     groups: tuple[GroupLayout, ...]
     """One entry per KV cache group."""
     numbers: NumberLayout | None = None
-    """What the bytes mean; None: unknown."""
+    """Positions and dtype of the numbers in a row; None: unknown."""
 
     def __post_init__(self) -> None:
         if self.row_stride <= 0 or self.row_stride % PAGE_BYTES:

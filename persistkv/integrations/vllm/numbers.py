@@ -1,4 +1,4 @@
-"""What the bytes of vLLM's rows mean as numbers, so that the blocks of two releases can be compared."""
+"""Positions and dtype of the numbers in vLLM's rows, needed to compare the blocks of two releases."""
 
 from __future__ import annotations
 

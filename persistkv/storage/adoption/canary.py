@@ -34,7 +34,7 @@ from persistkv.storage.extensions import SupportsNotes
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
 from persistkv.storage.identity import Identity
 from persistkv.storage.index import HeldPack
-from persistkv.storage.load import Scratch, plan_reads, read_part
+from persistkv.storage.load import make_scratch, plan_reads, read_part
 from persistkv.storage.namespace_view import NamespaceView
 from persistkv.storage.records import StoreOptions
 
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 _LEAST_REQUESTS = 2  # requests whose blocks must agree before an adoption
 _LEAST_TOKENS = 128  # tokens that must agree in each KV cache group
 _MOST_BLOCKS = 32  # blocks that are compared per store job, spread over its depths
-_BATCH_BYTES = 8 << 20  # 8 MiB of blocks that are read for comparison at once
+_BATCH_BYTES = 4 << 20  # 4 MiB of blocks that are read for comparison at once
 _MOST_REQUESTS = 4_096  # requests whose offered blocks are tracked
 _MOST_LOADED = 65_536  # keys that other tiers loaded; with more of them, nothing is compared any more
 _COMPARED_REMOTELY = 16  # namespaces of a remote store that are read to find candidates
@@ -159,7 +159,7 @@ class Canary:
         """The adopted namespace; None if there is none."""
         return self.other if self.verdict is not None else None
 
-    # What the engine did
+    # Offered blocks
 
     def loaded_elsewhere(self, keys: Iterable[bytes]) -> None:
         """Record that another tier loaded blocks, which the engine therefore did not compute.
@@ -237,7 +237,7 @@ class Canary:
         parts, missing = plan_reads(
             [pack for _, pack in some], theirs, keys, range(len(some)), _BATCH_BYTES, _BATCH_BYTES, remote=remote
         )
-        scratch = Scratch(3 * _BATCH_BYTES)
+        scratch = make_scratch(_BATCH_BYTES)
         reads = [partial(read_part, backend, other.namespace, theirs, scratch, part) for part in parts]
         failed = {*missing, *(key for outcome in await executor.read(reads) for key in outcome.failed)}
         readable = [(block, number) for number, (block, _) in enumerate(some) if block.key not in failed]

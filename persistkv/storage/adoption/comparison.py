@@ -62,7 +62,7 @@ class Agreement(NamedTuple):
 
 
 def fits(numbers: NumberLayout, group: int, block_bytes: int) -> bool:
-    """Return whether the layout's vectors of a group lie within a row of this many bytes, and do not overlap."""
+    """Return whether the vectors of a group are inside of a row of this many bytes, and do not overlap."""
     layout = numbers.groups[group]
     item = _ITEM_BYTES[numbers.dtype]
     axes = sorted((stride, count) for count, stride in (*layout.cells, *layout.tokens))
@@ -77,26 +77,46 @@ def fits(numbers: NumberLayout, group: int, block_bytes: int) -> bool:
 def compare(numbers: NumberLayout, group: int, ours: ByteArray, theirs: ByteArray) -> Agreement:
     """Compare two blocks of one key, given as whole rows. ``fits`` must be True for the layout."""
     layout, limit = numbers.groups[group], LIMITS[numbers.dtype]
-    items = [_items(row, layout, numbers.dtype) for row in (ours, theirs)]
-    decode = _decoder(numbers.dtype)
+    with np.errstate(all="ignore"):  # numbers that are not finite give infinite errors
+        parts = [_errors(ours, theirs, part, numbers.dtype) for part in _slices(layout)]
+    errors, lengths = (np.concatenate(found) for found in zip(*parts, strict=True))
+    cell = int(np.argmax(errors))
+    is_evidence = np.isfinite(errors[cell]) and np.count_nonzero(lengths) * 2 > len(lengths)
+    tokens = int(np.prod([count for count, _ in layout.tokens], dtype=np.int64))
+    return Agreement(float(errors[cell]), limit, cell, tokens if is_evidence else 0)
+
+
+def _slices(layout: VectorLayout) -> list[VectorLayout]:
+    """Divide a layout by the first dimension of its cells that has several, to bound the memory of a comparison."""
+    axis = next((axis for axis, (count, _) in enumerate(layout.cells) if count > 1), None)
+    if axis is None:
+        return [layout]
+    count, stride = layout.cells[axis]
+    cells = (*layout.cells[:axis], *layout.cells[axis + 1 :])
+    return [
+        VectorLayout(layout.offset + number * stride, cells, layout.tokens, layout.length) for number in range(count)
+    ]
+
+
+def _errors(ours: ByteArray, theirs: ByteArray, layout: VectorLayout, dtype: str) -> tuple[Floats, Floats]:
+    """Return, for each cell, the error that 90 % of the tokens do not exceed, and the median length of the vectors."""
+    items = [_items(row, layout, dtype) for row in (ours, theirs)]
+    decode = _decoder(dtype)
     own = decode(items[0])
     lengths = _lengths(own)
     if np.array_equal(items[0], items[1]):
-        error = np.zeros_like(lengths)
+        errors = np.zeros_like(lengths)
     else:
         other = decode(items[1])
         lengths = np.maximum(lengths, _lengths(other))
-        with np.errstate(all="ignore"):
-            difference = _lengths(own - other)
-            error = difference / np.maximum(lengths, _LEAST_LENGTH * np.median(lengths, axis=1, keepdims=True))
-            error = np.where(difference == 0, 0, error)
-    if not np.isfinite(lengths).all():
-        return Agreement(np.inf, limit, int(np.argmax(~np.isfinite(lengths).all(axis=1))), 0)
-    position = int(np.ceil(_SHARE * error.shape[1])) - 1
-    worst = np.partition(error, position, axis=1)[:, position]
-    cell = int(np.argmax(worst))
-    is_evidence = np.count_nonzero(np.median(lengths, axis=1)) * 2 > len(lengths)
-    return Agreement(float(worst[cell]), limit, cell, error.shape[1] if is_evidence else 0)
+        difference = _lengths(own - other)
+        errors = difference / np.maximum(lengths, _LEAST_LENGTH * np.median(lengths, axis=1, keepdims=True))
+        errors[difference == 0] = 0
+    errors[~np.isfinite(lengths)] = np.inf
+    place = int(np.ceil(_SHARE * errors.shape[1])) - 1
+    worst = np.partition(errors, place, axis=1)[:, place]
+    worst[~np.isfinite(lengths).all(axis=1)] = np.inf
+    return worst, np.median(lengths, axis=1)
 
 
 def _items(row: ByteArray, layout: VectorLayout, dtype: str) -> npt.NDArray[np.generic]:

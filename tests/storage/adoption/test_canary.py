@@ -1,4 +1,4 @@
-"""Adoption of another release's namespace: what is needed for it, and what it serves."""
+"""Adoption of another release's namespace: required evidence, and the blocks that are served afterwards."""
 
 from __future__ import annotations
 

@@ -31,9 +31,9 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def check(runs: int) -> None:
+def check(runs: int, seed: int = 0) -> None:
     """Run a release ``runs`` times in which the newer one computes in another way; all must be adopted."""
-    random = np.random.default_rng(3)
+    random = np.random.default_rng(seed)
     verdicts: list[tuple[int, str | None]] = []
     for number in range(runs):
         computes, dtype = NUMBERS[number % len(NUMBERS)]
@@ -59,7 +59,7 @@ def test_canary_rounding_of_other_batches_and_threads_is_adopted() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.usefixtures("threads")
-def test_canary_hundred_runs_of_other_batches_and_threads_are_adopted() -> None:
-    check(100)
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_canary_hundred_runs_of_other_batches_and_threads_are_adopted(seed: int) -> None:
+    check(20, seed)

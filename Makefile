@@ -19,6 +19,7 @@ READY := $(VENV)/.ready
 WHEEL_VENV := $(VENV)-wheel
 VLLM ?= 0.32.0
 VLLM_VENV := $(VENV)-vllm-$(VLLM)
+VLLM_OLDER ?= 0.31.0
 VLLM_NEXT ?= 0.33.0
 WHEELS ?= $(HOME)/.cache/persistkv-wheels
 VLLM_NEXT_FILES := $(WHEELS)/vllm-$(VLLM_NEXT)
@@ -102,7 +103,8 @@ test-vllm:
 	VLLM_VENV=$(VLLM_VENV) tests/integrations/vllm/test-vllm.sh $(ARGS)
 
 test-vllm-full:
-	VLLM_VENV=$(VLLM_VENV) TESTS="vllm" tests/integrations/vllm/test-vllm.sh $(ARGS)
+	$(MAKE) --no-print-directory setup-vllm VLLM=$(VLLM_OLDER)
+	VLLM_OLDER_PYTHON=$(VENV)-vllm-$(VLLM_OLDER)/bin/python VLLM_VENV=$(VLLM_VENV) TESTS="vllm" tests/integrations/vllm/test-vllm.sh $(ARGS)
 
 test-vllm-next: $(VLLM_NEXT_FILES)
 	VLLM_VENV=$(VLLM_VENV) NEXT=$(VLLM_NEXT_FILES) tests/integrations/vllm/test-vllm.sh $(ARGS)

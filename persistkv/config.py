@@ -262,6 +262,29 @@ class GroupLayout(msgspec.Struct, frozen=True):
         return sum(length for _, length in self.ranges)
 
 
+class VectorLayout(msgspec.Struct, frozen=True):
+    """Positions of the numbers of one KV cache group in a row: a vector of each token in each cell. A cell is one part
+    (keys or values) of one head of one layer in one worker.
+    """
+
+    offset: int
+    """Offset in bytes of the first vector of the first cell."""
+    cells: tuple[tuple[int, int], ...]
+    """(count, stride in bytes) of each dimension that selects a cell."""
+    tokens: tuple[tuple[int, int], ...]
+    """(count, stride in bytes) of each dimension that selects a token of the block."""
+    length: int
+    """Consecutive numbers of a vector."""
+
+
+class NumberLayout(msgspec.Struct, frozen=True):
+    """Positions and dtype of the numbers in a row. Needed to compare two rows within rounding."""
+
+    dtype: Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
+    groups: tuple[VectorLayout, ...]
+    """One entry per KV cache group."""
+
+
 class RowLayout(msgspec.Struct, frozen=True):
     """The geometry of the primary tier's rows.
 
@@ -272,6 +295,8 @@ class RowLayout(msgspec.Struct, frozen=True):
     """Bytes from one row to the next, a multiple of 4 KiB."""
     groups: tuple[GroupLayout, ...]
     """One entry per KV cache group."""
+    numbers: NumberLayout | None = None
+    """Positions and dtype of the numbers in a row; None: unknown."""
 
     def __post_init__(self) -> None:
         if self.row_stride <= 0 or self.row_stride % PAGE_BYTES:

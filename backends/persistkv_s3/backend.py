@@ -330,6 +330,21 @@ class S3Backend(InspectableBackend):
             self._namespaces[name] = found
         return self._namespaces[name]
 
+    def note(self, namespace: bytes, name: str) -> bytes | None:
+        self._check_open()
+        data = None if self._is_dark() else self._small_object(self._names.note(namespace, name))
+        try:
+            return None if data is None else bytes(self._authenticator.opened(namespace, f"note {name}", data))
+        except CorruptPackError:
+            return None
+
+    def put_note(self, namespace: bytes, name: str, content: bytes) -> None:
+        self._check_open(writes=True)
+        if self._is_dark():
+            raise StoreUnavailableError(f"{self._place} has not answered yet ({self._dark})")
+        pieces = self._authenticator.signed(namespace, f"note {name}", [content])
+        self._bucket.put(self._names.note(namespace, name), pieces)
+
     def _small_object(self, key: str) -> bytes | None:
         """Return a whole object; None if it is missing or larger than 1 MiB."""
         try:

@@ -112,6 +112,26 @@ class SupportsNamespaceLookup(Protocol):
 
 
 @runtime_checkable
+class SupportsNotes(Protocol):
+    """A store that keeps small records about a namespace, durably. They are never evicted and are not counted."""
+
+    def note(self, namespace: bytes, name: str) -> bytes | None:
+        """Return the content of a note; None if there is none.
+
+        :raises StoreError: the medium failed.
+        """
+        ...
+
+    def put_note(self, namespace: bytes, name: str, content: bytes) -> None:
+        """Write a note, replacing the one with the same name. It is durable on return.
+
+        :param name: 1 to 32 letters and digits.
+        :param content: at most 64 KiB, which the store does not interpret.
+        :raises StoreError: the store is open read-only, or the medium failed; the previous note is kept.
+        """
+
+
+@runtime_checkable
 class SupportsIndexFile(Protocol):
     """A store with a directory on this machine."""
 

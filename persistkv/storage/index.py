@@ -10,7 +10,9 @@ engine maps read-only (``LookupTable``).
 2. An entry is a pair of fingerprint and pack. A key in several packs has several entries, and so do colliding keys.
 3. A fingerprint only hints: a probe may find a key that is not held. Callers compare full keys before they use a block.
 4. A reader needs no lock: a slot is written with one 8-byte instruction. A probe that races with a write may miss.
-5. A large index is saved when its store closes, because loading the file takes a tenth of the time of reading the whole
+5. Hints are entries without a pack: keys of another namespace, for readers of the table only. They make a key readable
+   (``in``), but the methods that return packs do not find them.
+6. A large index is saved when its store closes, because loading the file takes a tenth of the time of reading the whole
    catalogue. The file is a cache: it names a position in the change log, and is used only if the log still has all
    later changes.
 """
@@ -44,6 +46,7 @@ _LEAST_KEYS = 1 << 15  # keys for which the smallest table has room
 _AT_ONCE = 1 << 17  # keys per step of a bulk insertion: its arrays stay in the cache
 _SLICE_SLOTS = 1 << 15  # slots copied per step of a replacement: about 3 ms
 _SLICE_BYTES = 4 << 20  # 4 MiB: memory released per step, in less than 1 ms
+_HINT = 0xFFFFFFFF  # in the place of a pack number
 _FEW = 12  # keys; for fewer, NumPy is slower
 _PARTS = 256  # dicts over which packs are spread: with a million packs, one grows in 0.1 ms
 _MOST_COLLIDED = 4_096  # bound on remembered collisions
@@ -401,6 +404,9 @@ class Index:
         self._release_at: int | None = None
         self._packs = _Packs()
         self._last = 0
+        self._hints = 0
+        self.reloads = 0
+        """Number of calls of ``reload``, which delete all hints."""
         self.version = 0
         """Increases when the table is replaced: readers must map the new one."""
 
@@ -434,7 +440,11 @@ class Index:
         wanted = _all_of(keys)
         found, place = _matches(table.fingerprints, table.slots, wanted)
         numbers = np.where(found, table.packs[place], 0)
-        return list(map(self._packs.id, numbers.tolist()))
+        first = list(map(self._packs.id, numbers.tolist()))
+        if self._hints:  # an entry with a pack may follow the hint
+            for number in np.flatnonzero(numbers == _HINT).tolist():
+                first[number] = next(iter(self.candidates(keys[number])), None)
+        return first
 
     def absent(self, keys: Iterable[bytes]) -> list[bytes]:
         """Return the keys that are in no pack, in order. Keys with the same fingerprint as a held key are omitted."""
@@ -452,6 +462,8 @@ class Index:
             tables = list(tables)
             blocks = sum(len(table.keys) for table in tables)
         self._packs = _Packs()
+        self._hints = 0
+        self.reloads += 1
         self._new = None
         new = _Table(self._size_for(blocks))
         new.prefault(0, new.slots)
@@ -485,9 +497,9 @@ class Index:
         self._insert(fingerprints, np.repeat(np.array(numbers, np.uint32), counts))
 
     def _number(self, pack_id: bytes) -> int:
-        self._last = self._last % 0xFFFFFFFF + 1
+        self._last = self._last % (_HINT - 1) + 1
         while self._packs.id(self._last) is not None:  # after four billion packs
-            self._last = self._last % 0xFFFFFFFF + 1
+            self._last = self._last % (_HINT - 1) + 1
         self._packs.put(bytes(bytearray(pack_id)), self._last)  # a copy: not among the parser's short-lived objects
         return self._last
 
@@ -526,13 +538,37 @@ class Index:
             for one in (self._table,) if self._new is None else (self._table, self._new):
                 one.remove(np.flatnonzero(np.isin(one.packs, np.array(searched, np.uint32))))
 
+    def add_hints(self, keys: Sequence[bytes]) -> None:
+        """Make keys readable that are in packs of another namespace."""
+        if keys:
+            self._hints += len(keys)
+            self._insert(_all_of(keys), np.full(len(keys), _HINT, np.uint32))
+
+    def remove_hints(self, fingerprints: bytes | None = None) -> None:
+        """Remove the hints of keys.
+
+        :param fingerprints: as from ``PackedKeys.fingerprints``; None: remove all hints, in one pass over all slots.
+        """
+        for table in (self._table,) if self._new is None else (self._table, self._new):
+            if fingerprints is None:
+                at = np.flatnonzero(table.packs == _HINT)
+            else:
+                wanted = _stored(np.frombuffer(fingerprints, "<u8", len(fingerprints) // 8))
+                at = table.find(wanted, _HINT)
+            table.remove(at)
+            if table is self._table:
+                self._hints -= len(at)
+
     # The file
 
     def save(self, path: Path, cursor: bytes) -> None:
-        """Write the index to a file for the next opening; a small one is not written. Failures are only logged.
+        """Write the index to a file for the next opening; a small one is not written. Failures are only logged. Hints
+        are removed.
 
         :param cursor: position in the change log that the index corresponds to.
         """
+        if self._hints:
+            self.remove_hints()
         size = len(self) * _ENTRY.itemsize + len(self._packs) * (ID_BYTES + 4)
         if len(self) < _SAVED_FROM:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -31,6 +32,8 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds between refreshes, which read the changes of other processes."""
     strict_identity: bool = False
     """Refuse to open a store that holds only other identities."""
+    adopt: Literal["canary", "never"] = "canary"
+    """Whether the namespace of another engine release is used after comparisons of its blocks have proven it valid."""
     events: bool = False
     """Report stored and removed keys in ``News``."""
 

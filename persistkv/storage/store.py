@@ -28,6 +28,7 @@ from persistkv.config import parse_durability
 from persistkv.errors import IdentityMismatchError, StoreError
 from persistkv.memory.budget import MemoryShares
 from persistkv.memory.rows import Rows
+from persistkv.storage.adoption.canary import Canary
 from persistkv.storage.backend import Backend, CommitBatch
 from persistkv.storage.commit_pipeline import (
     DIRECT_BYTES,
@@ -44,7 +45,7 @@ from persistkv.storage.format.codec import parse_codec
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.identity import Identity
-from persistkv.storage.index import Index
+from persistkv.storage.index import HeldPack, Index
 from persistkv.storage.load import ReadOutcome, make_scratch, part_bytes, plan_reads, read_part
 from persistkv.storage.namespace_view import NamespaceView
 from persistkv.storage.records import News, RequestEnd, StoreCounters, StoreOptions
@@ -94,6 +95,8 @@ class Store:
         self.namespace = identity.digest
         executor = executor or InPlaceExecutor()
         self.catalogue = NamespaceView(backend, self.namespace, executor, self.counters, rows.layout, options)
+        self.canary = Canary(self.catalogue, identity, rows, options)
+        """Compares and serves the namespace of another engine release."""
         self._writable = backend.capabilities.writable
         self._shares = MemoryShares.of(options.staging_bytes)
         self._remote = backend.capabilities.remote
@@ -122,7 +125,9 @@ class Store:
         return self.catalogue.index
 
     def contains(self, key: bytes) -> bool:
-        """Whether the key, or one with the same fingerprint, is durable in this namespace and can be read."""
+        """Whether the key, or one with the same fingerprint, is durable in this namespace or an adopted one and can be
+        read.
+        """
         return key in self.catalogue.index
 
     def missing(self, keys: Iterable[bytes]) -> list[bytes]:
@@ -171,6 +176,7 @@ class Store:
 
     async def _put(self, request: str, blocks: Blocks, then: Callable[[bool, set[bytes]], None]) -> None:
         keys = blocks.keys
+        await self.canary.examine(request, blocks)
         try:
             holders = await self.catalogue.holders(keys)
             held = {key for key, pack in zip(keys, holders, strict=True) if pack is not None}
@@ -240,6 +246,7 @@ class Store:
         """
         if len(end.group_keys) != len(self.rows.layout.groups):
             raise ValueError(f"keys of {len(end.group_keys)} groups; there are {len(self.rows.layout.groups)}")
+        self.canary.ended(end.request)
         if not self._writable:
             self.catalogue.news.persisted.append((end.request, False))
             return
@@ -403,28 +410,51 @@ class Store:
     async def _read(self, keys: Sequence[bytes], block_ids: Sequence[int], then: Callable[[ReadOutcome], None]) -> None:
         catalogue, count = self.catalogue, len(keys)
         size = part_bytes(count * self.rows.layout.row_stride, catalogue.executor.threads, remote=self._remote)
-        bounds = (size, self._shares.part)
         try:
             holders = await catalogue.holders(keys)
         except StoreError as error:
             catalogue.complain(error)
             holders = [None] * count
-        parts, missing = plan_reads(holders, self.rows, keys, block_ids, *bounds, remote=self._remote)
-        self._touch({read.pack.pack_id: None for part in parts for read in part})
+        reads, missing = self._plan(catalogue, holders, keys, block_ids, size)
+        if missing and (adopted := self.canary.adopted) is not None:
+            absent = set(missing)
+            wanted = [(key, row) for key, row in zip(keys, block_ids, strict=True) if key in absent]
+            some, rows = [key for key, _ in wanted], [row for _, row in wanted]
+            try:
+                more, missing = self._plan(adopted, await adopted.usable_holders(some), some, rows, size)
+                reads += more
+            except StoreError as error:
+                catalogue.complain(error)
         outcome = ReadOutcome(missing)
-        calls = [
-            partial(read_part, catalogue.backend, self.namespace, self.rows, self._scratch, part) for part in parts
-        ]
-        for part in await catalogue.executor.read(calls):
+        for part in await catalogue.executor.read(reads):
             outcome.add(part)
         self.counters.verification_failures += outcome.bad_frames
         self.counters.missed_blocks += len(outcome.failed)
         self.counters.loaded_blocks += count - len(outcome.failed)
         self.counters.loaded_bytes += outcome.raw_bytes
-        if outcome.suspects:  # removed first: when the caller stores a failed block again, it must not count as held
-            catalogue.distrust(outcome.suspects.values())
+        suspects = [pack for pack in outcome.suspects.values() if pack.table.namespace == self.namespace]
+        if suspects:  # removed first: when the caller stores a failed block again, it must not count as held
+            catalogue.distrust(suspects)
             catalogue.executor.begin_write(catalogue.quarantine())
+        if self.canary.adopted is not None and len(suspects) < len(outcome.suspects):
+            self.canary.adopted.distrust(pack for pack in outcome.suspects.values() if pack not in suspects)
         then(outcome)
+
+    def _plan(
+        self,
+        catalogue: NamespaceView,
+        holders: Sequence[HeldPack | None],
+        keys: Sequence[bytes],
+        block_ids: Sequence[int],
+        part_size: int,
+    ) -> tuple[list[Callable[[], ReadOutcome]], list[bytes]]:
+        """Return the calls that read blocks of one namespace into rows, and the missing keys; see ``plan_reads``."""
+        bounds = (part_size, self._shares.part)
+        parts, missing = plan_reads(holders, self.rows, keys, block_ids, *bounds, remote=self._remote)
+        if catalogue is self.catalogue:
+            self._touch({read.pack.pack_id: None for part in parts for read in part})
+        where = catalogue.backend, catalogue.namespace, self.rows, self._scratch
+        return [partial(read_part, *where, part) for part in parts], missing
 
     # Periodic work and totals
 
@@ -440,6 +470,7 @@ class Store:
         if not executor.writing and time.monotonic() - self._refreshed >= self.options.refresh_s:
             self._refreshed = time.monotonic()
             executor.begin_write(self.catalogue.refresh_or_complain())
+            executor.begin_write(self.canary.refresh())
 
     @property
     def staged_bytes(self) -> int:
@@ -478,6 +509,7 @@ class Store:
         """
         executor = self.catalogue.executor
         executor.begin_write(self.catalogue.refresh())
+        executor.begin_write(self.canary.refresh())
         executor.run_until(lambda: not executor.writing)
 
     def read(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> list[bytes]:
@@ -492,6 +524,7 @@ class Store:
         try:
             self.flush()
         finally:
+            self.canary.close()
             self.catalogue.close()
 
 

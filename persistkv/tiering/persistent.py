@@ -55,6 +55,9 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     thread)."""
     strict_identity: bool = False
     """Refuse a store that contains only other identities."""
+    adopt: Literal["canary", "never"] = "canary"
+    """``canary``: the blocks of another engine release are used after they have proven equal to newly computed ones. It
+    needs an engine that describes the numbers in its rows. ``never``: each release computes its own blocks."""
     queue_bytes: int | str = "1GiB"
     """Bound on the raw bytes of stores in flight; further stores are dropped."""
     staging_bytes: int | str = "256MiB"
@@ -114,6 +117,7 @@ class PersistentTier(SecondaryTierManager):
                     durability=self.options.durability,
                     io_threads=self.options.io_threads,
                     strict_identity=self.options.strict_identity,
+                    adopt=self.options.adopt,
                     events=config.enable_events,
                 ),
             ),
@@ -172,7 +176,7 @@ class PersistentTier(SecondaryTierManager):
         description = req_context.description
         if description is None:
             self._undescribed.setdefault(req_context.req_id, []).extend(keys)
-        if self._detached or self._client.table.prefix(keys) == len(keys):
+        if self._detached or (not self._client.wants_all and self._client.table.prefix(keys) == len(keys)):
             self.touch(keys, req_context)
             self._finished.append(JobResult(job_metadata.job_id, not self._detached))
             return
@@ -190,6 +194,11 @@ class PersistentTier(SecondaryTierManager):
             self._finished.append(JobResult(job_metadata.job_id, False))
             return
         self._client.submit_load(job_metadata.job_id, job_metadata.keys, job_metadata.block_ids.tolist())
+
+    def loaded_elsewhere(self, keys: Sequence[OffloadKey]) -> None:
+        """Report that another tier loads these blocks, so that they do not count as computed by this engine."""
+        if not self._detached:
+            self._client.loaded_elsewhere(keys)
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         if not self._detached:

@@ -222,3 +222,38 @@ def test_lookup_table_memory_is_read_only_and_sealed() -> None:
         os.ftruncate(fd, 0)
     os.close(fd)
     index.close()
+
+
+@pytest.mark.parametrize("count", [3, 100])
+def test_index_hints_are_readable_and_name_no_pack(count: int) -> None:
+    index = Index()
+    keys = fresh(count)
+    index.add_hints(keys)
+    reader = reader_of(index)
+    assert reader.prefix(keys) == count
+    assert all(key in index for key in keys)
+    assert index.first_candidates(keys) == [None] * count
+    assert index.absent(keys) == keys
+    index.add([table_of(1, keys[1:])])  # behind the hints
+    packs: list[bytes | None] = [None, *[table_of(1, keys).pack_id] * (count - 1)]
+    assert index.first_candidates(keys) == packs
+    index.remove_hints(PackedKeys.of(keys[:2]).fingerprints)
+    assert reader.held(keys) == [False, *[True] * (count - 1)]
+    index.remove({table_of(1, keys).pack_id: PackedKeys.of(keys[1:]).fingerprints})
+    assert reader.held(keys) == [False, False, *[True] * (count - 2)]
+    index.remove_hints()
+    assert (len(index), reader.prefix(keys)) == (0, 0)
+
+
+def test_index_hints_survive_a_larger_table_and_not_a_reload() -> None:
+    index = Index()
+    hints = fresh(1000)
+    index.add_hints(hints)
+    index.add([table_of(1, fresh(60_000))])
+    while index.replacing:
+        index.replace_some()
+    assert index.version > 0
+    assert reader_of(index).prefix(hints) == 1000
+    index.reload([])
+    assert reader_of(index).held(hints) == [False] * 1000
+    assert index.reloads == 1

@@ -187,7 +187,10 @@ def test_the_host_killed_in_a_cascade_and_in_a_promotion(
     ("options", "message"),
     [
         ({}, "tier persistent option url"),
-        ({"url": "lmdb:///tmp/x", "kodec": "raw"}, "tier persistent option kodec: 'raw' .* one of codec, .*host"),
+        (
+            {"url": "lmdb:///tmp/x", "kodec": "raw"},
+            "tier persistent option kodec: 'raw' .* one of adopt, codec, .*host",
+        ),
         ({"url": "lmdb:///tmp/x", "codec": "lz4"}, "codec: 'lz4' .* one of raw, zstd"),
         ({"url": "lmdb:///tmp/x", "host": "moon"}, "option host: 'moon' .* one of process, thread, inline"),
         ({"url": "lmdb:///tmp/x", "queue_bytes": "-5"}, "queue_bytes"),

@@ -17,6 +17,7 @@ import typer
 from persistkv.config import parse_duration, parse_size
 from persistkv.errors import ConfigurationError, FileError, MissingOptionError, PersistKVError, StoreUnavailableError
 from persistkv.storage import open_inspectable
+from persistkv.storage.adoption.record import verdicts
 from persistkv.storage.backend import Namespace
 from persistkv.storage.extensions import InspectableBackend, RequestUse
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
@@ -94,6 +95,50 @@ Rate = Annotated[
     str | None, typer.Option("--rate", metavar="SIZE", help="Read at most this much per second, e.g. 200MiB.")
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask before anything is deleted.")]
+
+
+class AdoptionView(msgspec.Struct, frozen=True, kw_only=True):
+    """Recorded verdict of a namespace about that of another engine release."""
+
+    ours: str
+    """Id of the namespace that may use the other's blocks."""
+    theirs: str
+    """Id of the other release's namespace."""
+    verdict: str
+    """``adopted`` or ``refused``."""
+    depths: tuple[int, ...]
+    """For each KV cache group, the number of blocks of a context that are used, from its beginning."""
+    final: bool
+    """Whether a deeper block differed, so that ``depths`` do not grow any more."""
+    tokens: int
+    """Compared tokens, over all groups."""
+    error: float
+    """Largest error of a comparison."""
+    limit: float
+    """Error up to which blocks agree."""
+    at: float
+    """Time of the verdict: seconds since the epoch."""
+
+
+def adoptions(backend: InspectableBackend) -> list[AdoptionView]:
+    """Return all recorded verdicts about namespaces of other engine releases."""
+    spaces = chosen_namespaces(backend, None)
+    return [
+        render.view_of(AdoptionView, verdict, ours=ours.hex(), theirs=theirs.hex())
+        for (ours, theirs), verdict in verdicts(backend, spaces).items()
+    ]
+
+
+def show_adoptions(found: Iterable[AdoptionView]) -> None:
+    """Print one line for each verdict."""
+    for one in found:
+        error = f"error {one.error:.2g}, limit {one.limit:.2g}"
+        if one.verdict == "adopted":
+            depths = " and ".join(map(str, one.depths))
+            text = f"uses the first {depths} blocks of contexts of namespace {one.theirs[:8]}, another release"
+        else:
+            text = f"does not use namespace {one.theirs[:8]}, another release: a block differed"
+        render.say(f"namespace {one.ours[:8]} {text} ({error})")
 
 
 class NotFoundError(PersistKVError):

@@ -100,6 +100,7 @@ class StoreNames:
         self.head = f"{prefix}persistkv{suffix}"
         self.inbox_prefix = f"{prefix}inbox{suffix}/"
         self.identities_prefix = f"{prefix}identities{suffix}/"
+        self.notes_prefix = f"{prefix}notes{suffix}/"
         self.statuses_prefix = f"{prefix}status/"
         self.probe = f"{prefix}probe-"
 
@@ -110,6 +111,10 @@ class StoreNames:
     def identity(self, namespace: bytes) -> str:
         """Return the S3 key of a namespace's identity object."""
         return f"{self.identities_prefix}{namespace.hex()}"
+
+    def note(self, namespace: bytes, name: str) -> str:
+        """Return the S3 key of a note about a namespace."""
+        return f"{self.notes_prefix}{namespace.hex()}-{name}"
 
 
 def parse_inbox(key: str) -> InboxName | None:

@@ -12,7 +12,6 @@ import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 from persistkv.errors import ConfigurationError, MissingOptionError
@@ -44,20 +43,30 @@ def find_vllm_config() -> Any:
     """
     from vllm.config import VllmConfig, get_current_vllm_config_or_none
 
-    current = get_current_vllm_config_or_none()
-    frame = inspect.currentframe()
-    while current is None and frame is not None:
-        current = _config_in(frame, VllmConfig)
-        frame = frame.f_back
+    current = get_current_vllm_config_or_none() or _on_stack(VllmConfig, "vllm_config", "_vllm_config")
     if current is None:
         raise MissingOptionError("persistkv in vLLM", "vLLM's configuration, which no caller on the stack has")
     return current
 
 
-def _config_in(frame: FrameType, kind: type) -> Any:
-    values = list(frame.f_locals.values())
-    values += [getattr(frame.f_locals.get("self"), name, None) for name in ("vllm_config", "_vllm_config")]
-    return next((value for value in values if isinstance(value, kind)), None)
+def find_kv_cache_config() -> Any:
+    """Return the ``KVCacheConfig`` of the engine that is being built; None if no caller on the stack has it."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    return _on_stack(KVCacheConfig, "kv_cache_config", "_kv_cache_config")
+
+
+def _on_stack(kind: type, *attributes: str) -> Any:
+    """Return an object of this type that a caller has as a local variable or in one of these attributes; else None."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        values = list(frame.f_locals.values())
+        values += [getattr(frame.f_locals.get("self"), name, None) for name in attributes]
+        found = next((value for value in values if isinstance(value, kind)), None)
+        if found is not None:
+            return found
+        frame = frame.f_back
+    return None
 
 
 def engine_facts() -> dict[str, Any]:

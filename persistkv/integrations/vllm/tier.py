@@ -37,12 +37,14 @@ from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
 from persistkv.integrations.vllm.identity import (
     engine_facts,
     engine_identity,
+    find_kv_cache_config,
     find_vllm_config,
     has_random_hashes,
     shared_layout,
 )
 from persistkv.integrations.vllm.keys import context_keys
 from persistkv.integrations.vllm.metrics import MetricsReader, Observed, metric_definitions
+from persistkv.integrations.vllm.numbers import number_layout
 from persistkv.integrations.vllm.options import vllm_options
 from persistkv.integrations.vllm.regions import close_region, open_region
 from persistkv.integrations.vllm.releases import fixes_hash_seed, hint_actions, key_position
@@ -125,10 +127,11 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
                 'contexts. If the model allows it, "canonical_layout": true in kv_connector_extra_config of all '
                 "of them makes it independent"
             )
+        facts = engine_facts()
         identity = engine_identity(
             engine,
             offloading,
-            engine_facts(),
+            facts,
             shared=shared,
             weights=self.options.weights,
             adapters=self.options.adapters,
@@ -137,7 +140,12 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         # A tier does not know the offsets of workers' cells and groups' tensors, so each group uses the whole row.
         stride = rows.nbytes // len(rows)
         used = stride if shared is None else shared.num_bytes
-        layout = RowLayout(stride, (GroupLayout(((0, used),)),) * len(self._group_tokens))
+        numbers = None
+        if self.options.adopt == "canary" and is_only_source(engine):
+            numbers = number_layout(engine, spec, find_kv_cache_config(), device=str(facts["device"]))
+        if self.options.adopt == "canary" and numbers is None:
+            logger.info("chunks of other vLLM releases are not adopted: this configuration does not allow to compare")
+        layout = RowLayout(stride, (GroupLayout(((0, used),)),) * len(self._group_tokens), numbers)
         events = bool(offloading.enable_kv_cache_events)
         return OffloadingConfig(identity, tokens, layout, len(rows), self._region_fds, events)
 
@@ -163,6 +171,9 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
     def submit_load(self, job_metadata: TransferJob) -> None:
         keys = list(job_metadata.keys)
         self._loads[job_metadata.job_id] = job_metadata.req_context.req_id, keys
+        for tier in self._tiers:
+            if tier is not self._tier:
+                tier.loaded_elsewhere(keys)
         self._tier.submit_load(_job(job_metadata, keys, self._request(job_metadata.req_context).context))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -287,6 +298,18 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
 def _job(job: TransferJob, keys: Sequence[OffloadKey], context: ours.ReqContext) -> JobMetadata:
     rows = np.array(job.chunk_ids, np.int64)
     return JobMetadata(job.job_id, [ours.OffloadKey(key) for key in keys], rows, job.is_promotion, context)
+
+
+def is_only_source(engine: Any) -> bool:
+    """Return whether all KV that the engine does not compute comes from tiers of this package.
+
+    :param engine: vLLM's ``VllmConfig``.
+    """
+    transfer = getattr(engine, "kv_transfer_config", None)
+    if transfer is None or transfer.kv_connector != "OffloadingConnector":
+        return False
+    tiers = (transfer.kv_connector_extra_config or {}).get("secondary_tiers") or ()
+    return all(tier.get("type") in ("persistkv", "persistkv-prewarm", "PersistKVTier") for tier in tiers)
 
 
 def persistent_tiers(offloading_spec: Any) -> list[PersistentTier]:

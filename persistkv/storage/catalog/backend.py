@@ -25,7 +25,9 @@ from persistkv.storage.catalog.rows import (
     LOG_KEY,
     MANIFEST_KEYS,
     MANIFESTS,
+    META,
     NAMESPACES,
+    NOTE,
     PACKS,
     SEQUENCE,
     STATES,
@@ -181,6 +183,15 @@ class CatalogBackend(Catalog, InspectableBackend):
             if rows.get(STATES, name) is None:
                 rows.put(STATES, name, NamespaceState(os.urandom(8)).encode())
             return created
+
+    def note(self, namespace: bytes, name: str) -> bytes | None:
+        with self.rows() as rows:
+            found = rows.get(META, NOTE + namespace + name.encode())
+            return None if found is None else bytes(found)
+
+    def put_note(self, namespace: bytes, name: str, content: bytes) -> None:
+        with self.rows(write=True) as rows:
+            rows.put(META, NOTE + namespace + name.encode(), content)
 
     def stats(self) -> BackendStats:
         return totals(self.states(), self.disk_bytes(), None)

@@ -23,7 +23,8 @@ from persistkv.storage.identity import Identity
 # Names of the tables, with the content of their rows as key → value. Except in META, ORDER and EXPIRIES, keys
 # begin with the namespace's id (16 bytes), so a namespace is one range of each table.
 META = "meta"
-"""``clock`` → the last moment, then ``StoreClock``. Drivers also store their own rows here."""
+"""``clock`` → the last moment, then ``StoreClock``. ``note``, namespace, name → content of a note (``SupportsNotes``).
+Drivers also store their own rows here."""
 NAMESPACES = "namespaces"
 """namespace → time of creation, then the identity's canonical JSON."""
 STATES = "states"
@@ -93,6 +94,7 @@ class Rows(ABC):
 
 PIECE_BYTES = 256 << 10  # 256 KiB: small enough to find contiguous room in a store of a few MiB
 
+NOTE = b"note"
 SEQUENCE = struct.Struct("<Q")
 _PIECE = struct.Struct(">I")
 LOG_KEY = struct.Struct(">16sQ")

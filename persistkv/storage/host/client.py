@@ -233,6 +233,9 @@ class StoreClient:
         """
         self.contains = self.table.contains
         """Method that returns whether a key can probably be loaded; see ``LookupTable.contains``."""
+        self.wants_all = False
+        """Whether store jobs must be submitted even if ``table`` contains all of their keys."""
+        self._others_load = False
         self._touched: set[bytes] = set()
         self._events = News()
         self._in_flight = InFlight(self.counters, max_queue_bytes)
@@ -371,6 +374,16 @@ class StoreClient:
         if self.state is State.OPEN and len(self._touched) + len(keys) <= _MOST_TOUCHED:
             keys = list(keys)
             self._touched.update(compress(keys, self.table.held(keys)))
+
+    def loaded_elsewhere(self, keys: Sequence[bytes]) -> None:
+        """Report that another tier loads blocks, so that the store does not count them as computed by the engine.
+
+        :raises HostError: after a fork.
+        """
+        self._check_process()
+        self._others_load = True
+        if self.wants_all and keys and self.state is State.OPEN:
+            self.supervisor.connection.send(protocol.Loaded(PackedKeys.of(keys)))
 
     def end_request(self, end: RequestEnd) -> None:
         """Report the end of a request to the host, which writes its remaining blocks and its manifest."""
@@ -521,6 +534,9 @@ class StoreClient:
     def _opened(self, opened: protocol.Opened) -> None:
         self._map(opened.table)
         self.supervisor.opened()
+        self.wants_all = opened.wants_all
+        if self.wants_all and self._others_load:  # while the store was not open
+            self.supervisor.connection.send(protocol.Loaded(PackedKeys()))
         if opened.notice and opened.notice not in self.notices:
             self.notices.append(opened.notice)
             logger.warning("%s", opened.notice)

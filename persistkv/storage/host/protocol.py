@@ -76,6 +76,13 @@ class LoadJob(_Message):
     """For each key, the row to fill as little-endian u32."""
 
 
+class Loaded(_Message):
+    """Another tier of the engine loads these blocks, so the engine does not compute them."""
+
+    keys: PackedKeys
+    """Empty: other tiers have loaded blocks whose keys are not known any more."""
+
+
 class Touch(_Message):
     """Mark blocks as recently used, so that other blocks are evicted first."""
 
@@ -145,6 +152,9 @@ class Opened(_Message):
     """The namespace's id."""
     notice: str
     """Message for the user if the namespace is new, see ``Store.notice``; may be empty."""
+    wants_all: bool = False
+    """Whether the engine must also send store jobs whose keys the lookup table contains: blocks are compared with those
+    of another release, and adopted blocks are stored again."""
 
 
 def table_of(message: Any) -> Table | None:
@@ -246,5 +256,5 @@ class Notice(_Message):
     text: str
 
 
-ToStore = Hello | StoreJob | LoadJob | RequestEnd | Touch | Mapped | Flush | AskStats | AskRecent | Ping | End
+ToStore = Hello | StoreJob | LoadJob | RequestEnd | Loaded | Touch | Mapped | Flush | AskStats | AskRecent | Ping | End
 ToEngine = Table | Opened | OpenFailed | JobDone | News | Flushed | HostStats | Recent | Pong | Ended | Notice

@@ -123,6 +123,9 @@ class StoreServer:
                 self._executor.begin(self._open(message))
             case protocol.LoadJob():
                 self._loads.append(message)
+            case protocol.Loaded():
+                if self._store is not None:
+                    self._store.canary.loaded_elsewhere(message.keys.unpack())
             case protocol.Touch():
                 if self._store is not None:
                     self._store.touch(message.keys.unpack())
@@ -153,7 +156,8 @@ class StoreServer:
             self._store, self._executor = store, store.catalogue.executor
             opener.close()
             self._status = StatusPublisher(store, self._executor, hello.engine_pid)
-            self._send(protocol.Opened(self._share_table(store), store.namespace, store.notice))
+            wants_all = store.canary.active
+            self._send(protocol.Opened(self._share_table(store), store.namespace, store.notice, wants_all))
             self._lifecycle.opened()
         finally:
             self._opening = False
@@ -405,6 +409,7 @@ class StoreServer:
             self._store = self._status = None
             if store is not None and not finish:
                 store.catalogue.backend.close()
+                store.canary.close()
                 store.index.close()
 
     def _drop(self, store: Store) -> None:

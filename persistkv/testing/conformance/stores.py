@@ -13,7 +13,7 @@ import pytest
 from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError, StoreError, StoreUnavailableError
 from persistkv.storage.backend import CommitBatch, ReadSpan
-from persistkv.storage.extensions import InspectableBackend, SupportsStatus
+from persistkv.storage.extensions import InspectableBackend, SupportsNotes, SupportsStatus
 from persistkv.testing.conformance.suite import BackendSuite, check_totals, read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 
@@ -104,6 +104,19 @@ class OpeningTests(BackendSuite):
         backend.commit(ours, CommitBatch(deletions=[mine.pack_id, other.pack_id]))
         assert tables(backend, ours) == {}
         assert read_pack(backend, theirs, other.table) == payload_of(other)
+
+    def test_notes_are_kept_for_each_namespace(self, backend: InspectableBackend) -> None:
+        if not isinstance(backend, SupportsNotes):
+            pytest.skip("keeps no notes")
+        ours, theirs = (backend.open_namespace(sample_identity(number)).id for number in (1, 2))
+        assert backend.note(ours, "a1") is None
+        backend.put_note(ours, "a1", b"first")
+        backend.put_note(ours, "b2", b"other")
+        backend.put_note(ours, "a1", b"second")
+        assert (backend.note(ours, "a1"), backend.note(ours, "b2")) == (b"second", b"other")
+        assert backend.note(theirs, "a1") is None
+        assert {namespace.id for namespace in backend.namespaces()} == {ours, theirs}
+        check_totals(backend)
 
     def test_unknown_namespace_cannot_be_committed_to(self, backend: InspectableBackend) -> None:
         stranger = sample_identity(9).digest

@@ -7,7 +7,9 @@ from contextlib import closing
 import pytest
 
 from persistkv.storage import open_backend
+from persistkv.storage.adoption.record import Verdict, write_verdict
 from persistkv.storage.identity import Identity, fingerprint_checkpoint
+from tests.tools.json_fields import check_documented
 
 CONFIG = {"rope_theta": 10000.0, "hidden_size": 64, "rope_scaling": {"factor": 2.0, "type": "linear"}}
 
@@ -148,3 +150,22 @@ def test_what_cannot_be_compared(run, store, tmp_path, url):
         done = run("why", first, "--against", second)
         assert done.returncode == 2
         assert "holds no" in done.stderr
+
+
+def test_why_shows_verdicts_about_other_releases(run, url):
+    first, second = (Identity.of({"engine": {"release": release}, "weights": "w"}) for release in ("0.31", "0.32"))
+    with closing(open_backend(url)) as backend:
+        for identity in (first, second):
+            backend.open_namespace(identity)
+        verdict = Verdict(verdict="adopted", depths=(24,), tokens=512, error=0.01, limit=0.125)
+        write_verdict(backend, second.digest, first.digest, verdict)
+    shown = run("why", url).stdout
+    line = f"namespace {second.digest.hex()[:8]} uses the first 24 blocks of contexts of namespace"
+    assert f"{line} {first.digest.hex()[:8]}, another release (error 0.01, limit 0.12)" in " ".join(shown.split())
+    assert line in " ".join(run("stat", url).stdout.split())
+    for command in ("why", "stat"):
+        answer = json.loads(run(command, url, "--json").stdout)
+        check_documented(command, answer)
+        (found,) = answer["adoptions"]
+        assert (found["ours"], found["theirs"]) == (second.digest.hex(), first.digest.hex())
+        assert (found["verdict"], found["depths"], found["tokens"]) == ("adopted", [24], 512)

@@ -16,6 +16,7 @@ from persistkv.storage.backend import Namespace
 from persistkv.storage.extensions import BackendStats, FreeSpace, InspectableBackend, SupportsCompaction
 from persistkv.storage.format.codec import RawCodec
 from persistkv_tools import options, render
+from persistkv_tools.options import AdoptionView, adoptions, show_adoptions
 
 _AGES = ((3600, "1h"), (86_400, "1d"), (7 * 86_400, "7d"), (30 * 86_400, "30d"), (90 * 86_400, "90d"))
 _SIZES = ((1 << 20, "1MiB"), (16 << 20, "16MiB"), (256 << 20, "256MiB"), (1 << 30, "1GiB"), (16 << 30, "16GiB"))
@@ -106,6 +107,8 @@ class StoreTotals(BackendStats):
     """Oldest first."""
     models: list[ModelTotals]
     """The model with the most stored bytes first."""
+    adoptions: list[AdoptionView]
+    """Verdicts of namespaces about those of other engine releases."""
     ages: list[Bin]
     sizes: list[Bin]
 
@@ -175,6 +178,7 @@ def _print(store: StoreTotals) -> None:
         for group in space.groups
     ]
     render.show_table(_GROUPS, groups, left="codecs")
+    show_adoptions(store.adoptions)
     if store.requests:
         _print_histogram("age of requests", "younger than", store.ages)
         _print_histogram("raw size of requests", "smaller than", store.sizes)
@@ -224,6 +228,7 @@ def store_totals(url: str, backend: InspectableBackend) -> StoreTotals:
         free=free,
         namespaces=spaces,
         models=sorted(models.values(), key=lambda totals: totals.stored_bytes, reverse=True),
+        adoptions=adoptions(backend),
         ages=ages,
         sizes=sizes,
     )

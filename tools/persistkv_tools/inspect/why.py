@@ -14,7 +14,7 @@ from persistkv.errors import FileError
 from persistkv.storage.backend import Namespace
 from persistkv.storage.identity import Identity, fingerprint_checkpoint
 from persistkv_tools import options, render
-from persistkv_tools.options import NotFoundError, chosen_namespaces, opened
+from persistkv_tools.options import NotFoundError, adoptions, chosen_namespaces, opened, show_adoptions
 
 _LONGEST = 200
 _DTYPES = ("dtype", "torch_dtype")
@@ -68,8 +68,12 @@ def why(
     Each namespace is compared with the nearest one before it or, with --against, each model or namespace with the
     nearest one of the store. Exit code 1: with --against, nothing matches.
 
+    Namespaces that differ in the engine's release alone may share blocks after a comparison; this is shown, too.
+
     Example: persistkv why lmdb:///var/cache/kv --against ./Llama-3.1-8B
     """
+    with opened(url) as backend:
+        adopted = adoptions(backend)
     if against is None:
         with opened(url) as backend:
             spaces = chosen_namespaces(backend, None)
@@ -85,10 +89,11 @@ def why(
         raise NotFoundError(f"{url} holds no other namespace to compare with")
     comparisons = [min(found, key=lambda comparison: len(comparison.differences)) for found in pairs]
     if json:
-        render.print_json({"url": url, "against": against, "comparisons": comparisons})
+        render.print_json({"url": url, "against": against, "comparisons": comparisons, "adoptions": adopted})
     else:
         for comparison in comparisons:
             _print(comparison)
+        show_adoptions(adopted)
     if against is not None and not any(comparison.matches for comparison in comparisons):
         raise typer.Exit(1)
 

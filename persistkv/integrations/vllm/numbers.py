@@ -1,0 +1,123 @@
+"""Positions and dtype of the numbers in vLLM's rows, needed to compare the blocks of two releases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import gcd
+from typing import Any
+
+from persistkv.config import NumberLayout, VectorLayout
+
+_DTYPES = {
+    "float32": ("float32", 4),
+    "float16": ("float16", 2),
+    "bfloat16": ("bfloat16", 2),
+    "fp8": ("float8_e4m3fn", 1),
+    "fp8_e4m3": ("float8_e4m3fn", 1),
+    "fp8_e5m2": ("float8_e5m2", 1),
+}
+"""For each dtype of a KV cache: name and bytes of a number."""
+_LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC")
+"""Orders of layers, blocks, heads and tokens in which one block is contiguous in each tensor."""
+_CONSTANT_SCALES = (0, 1)
+"""Values of ``kv_quant_mode`` without scales that depend on the content: none, and one constant scale per tensor."""
+_LATENT_PART = 64
+"""Numbers into which the latent vector of MLA is divided; its last part is rotated, the others are not."""
+
+
+def number_layout(engine: Any, spec: Any, kv_cache: Any, *, device: str) -> NumberLayout | None:
+    """Return the layout of the numbers in a row; None if it is not known for certain, or if equal contexts may have
+    different numbers: scales that are calculated at run time, state-space models, speculative drafts.
+
+    :param engine: vLLM's ``VllmConfig``.
+    :param spec: vLLM's offloading spec.
+    :param kv_cache: vLLM's ``KVCacheConfig``; None: unknown.
+    :param device: vLLM's device type, such as ``cuda``.
+    """
+    offloading, cache = spec.config, engine.cache_config
+    parallel, layout = offloading.parallel, getattr(offloading, "kv_cache_layout", None)
+    is_split = any(getattr(parallel, f"{kind}_size", 1) != 1 for kind in ("pp", "pcp", "dcp"))
+    is_variable = bool(getattr(cache, "calculate_kv_scales", False)) or engine.speculative_config is not None
+    if kv_cache is None or is_split or is_variable or getattr(offloading, "canonical_layout", False):
+        return None
+    if layout not in _LAYOUTS or (device == "cpu" and layout != "LBHNC"):
+        return None
+    workers = 1 if getattr(offloading, "replicated_layout", False) else parallel.world_size
+    worker_stride = getattr(spec, "cpu_page_size_per_worker", 0)
+    if workers > 1 and not worker_stride:
+        return None
+    groups = _groups(kv_cache, offloading, str(cache.cache_dtype), device)
+    if groups is None:
+        return None
+    blocks = offloading.cache.blocks_per_chunk
+    layers = max(group.layers for group in groups.values())
+    if {layers * group.page_bytes for group in groups.values()} != {offloading.worker_kv_bytes_per_block}:
+        return None  # padding, or tensors of several sizes
+    first = next(iter(groups.values()))
+    vectors = [
+        groups.get(index, first).vectors(layout, layers, blocks, (workers, worker_stride))
+        for index in range(max(groups) + 1)
+    ]
+    return NumberLayout(first.dtype, tuple(vectors))  # type: ignore[arg-type]
+
+
+class _Group:
+    """One KV cache group whose layers have equal pages: heads, tokens and numbers of one block."""
+
+    def __init__(self, layers: int, tokens: int, spec: Any, dtype: str, item: int, device: str) -> None:
+        self.layers = layers
+        self.tokens = tokens
+        self.heads = spec.num_heads if getattr(spec, "num_head_slots", None) else spec.num_kv_heads
+        self.dtype = dtype
+        keys, values = spec.head_size, spec.head_size_v
+        content = (keys + values) * item
+        if device == "cpu":  # all keys of a head, then all its values
+            self.length = keys
+            self._parts, self._token_stride = (2, tokens * keys * item), keys * item
+        else:
+            self.length = gcd(keys, values or _LATENT_PART)
+            self._parts, self._token_stride = ((keys + values) // self.length, self.length * item), content
+        self._content = content
+        self.page_bytes = self.heads * tokens * content
+        self._is_cpu = device == "cpu"
+
+    def vectors(self, layout: str, layers: int, blocks: int, workers: tuple[int, int]) -> VectorLayout:
+        """Return the positions of the group's vectors in a row.
+
+        :param layers: number of layers for which a row has room.
+        :param workers: number of workers, and bytes from the part of one to that of the next.
+        """
+        counts = {"L": layers, "B": blocks, "H": self.heads, "N": self.tokens}
+        strides, stride = {}, self._content
+        for letter in reversed(layout[:-1]):
+            strides[letter] = stride
+            stride *= counts[letter]
+        token_stride = self._token_stride if self._is_cpu else strides["N"]
+        cells = (workers, (self.layers, strides["L"]), (self.heads, strides["H"]), self._parts)
+        return VectorLayout(0, cells, ((blocks, strides["B"]), (self.tokens, token_stride)), self.length)
+
+
+def _groups(kv_cache: Any, offloading: Any, cache_dtype: str, device: str) -> Mapping[int, _Group] | None:
+    groups: dict[int, _Group] = {}
+    dtypes = set()
+    for group in offloading.groups:
+        spec = kv_cache.kv_cache_groups[group.group_id].kv_cache_spec
+        name = str(getattr(spec, "dtype", "")).removeprefix("torch.") if cache_dtype == "auto" else cache_dtype
+        if name not in _DTYPES or not _is_plain(spec, group.tokens_per_block, device):
+            return None
+        dtype, item = _DTYPES[name]
+        dtypes.add(dtype)
+        groups[group.group_id] = _Group(len(group.layer_names), group.tokens_per_block, spec, dtype, item, device)
+    return groups if len(dtypes) == 1 else None
+
+
+def _is_plain(spec: Any, tokens: int, device: str) -> bool:
+    """Return whether a block of the group holds exactly one key and one value vector per token and head, unpadded."""
+    names: Sequence[str] = ("num_kv_heads", "head_size", "head_size_v", "block_size")
+    if not all(isinstance(getattr(spec, name, None), int) for name in names) or spec.block_size != tokens:
+        return False
+    is_packed = getattr(spec, "state_content_bytes", None) is not None or getattr(spec, "tokens_per_state", 1) != 1
+    is_constant = int(getattr(spec, "kv_quant_mode", 0)) in _CONSTANT_SCALES
+    is_padded = getattr(spec, "page_size_padded", None) is not None
+    has_halves = device != "cpu" or spec.head_size == spec.head_size_v
+    return is_constant and has_halves and not (is_packed or is_padded)

@@ -1,0 +1,384 @@
+"""Adoption of the namespace of another engine release, after comparisons have proven that its blocks are valid.
+
+1. A candidate differs from the engine's namespace in the release alone. One at a time is compared, and one adopted.
+2. The engine's blocks are compared only if it computed them from blocks that it computed. A store job shows this: all
+   blocks of its request from the first on were offered, and the store held none of them when they were offered. (A
+   block that was loaded from this store is held; the engine reports keys that other tiers loaded.)
+3. After the adoption, loaded prefixes are proven equal, so a request may continue from them: its blocks beyond the
+   compared depths are compared if the store does not hold them, and extend the depths. The rest of rule 2 holds.
+4. A block that differs refuses the candidate; after its adoption, it stops the growth of the depths. No differing
+   block, but too few equal ones: undecided, nothing is recorded.
+5. Verdicts are recorded in the store for each pair of namespaces. Adopted blocks that the engine uses are stored in its
+   own namespace like computed ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Literal, NamedTuple
+
+from persistkv.errors import StoreError
+from persistkv.memory.rows import ByteArray, Rows
+from persistkv.storage.adoption.comparison import Agreement, compare, fits
+from persistkv.storage.adoption.other_namespace import OtherNamespace
+from persistkv.storage.adoption.record import Verdict, candidates, read_verdict, write_verdict
+from persistkv.storage.backend import Namespace
+from persistkv.storage.commit_pipeline import Blocks
+from persistkv.storage.extensions import SupportsNotes
+from persistkv.storage.format.pack import UNKNOWN_DEPTH
+from persistkv.storage.identity import Identity
+from persistkv.storage.index import HeldPack
+from persistkv.storage.load import make_scratch, plan_reads, read_part
+from persistkv.storage.namespace_view import NamespaceView
+from persistkv.storage.records import StoreOptions
+
+logger = logging.getLogger(__name__)
+
+_LEAST_REQUESTS = 2  # requests whose blocks must agree before an adoption
+_LEAST_TOKENS = 128  # tokens that must agree in each KV cache group
+_MOST_BLOCKS = 32  # blocks that are compared per store job, spread over its depths
+_BATCH_BYTES = 4 << 20  # 4 MiB of blocks that are read for comparison at once
+_MOST_REQUESTS = 4_096  # requests whose offered blocks are tracked
+_MOST_LOADED = 65_536  # keys that other tiers loaded; with more of them, nothing is compared any more
+_COMPARED_REMOTELY = 16  # namespaces of a remote store that are read to find candidates
+_EXTEND_S = 30.0  # seconds between extensions of the depths, each of which reads the other namespace's catalogue
+_GROWTH = 1.25  # factor by which depths must grow to be extended earlier
+
+
+class Block(NamedTuple):
+    """One block of a job; the fields are as in ``Blocks``."""
+
+    key: bytes
+    group: int
+    row: int
+    depth: int
+
+
+@dataclass
+class _Request:
+    """Blocks that a request has offered."""
+
+    counts: list[int]
+    """For each KV cache group, the number of blocks that were offered without a gap, from the first on."""
+    gaps: set[int] = field(default_factory=set)
+    """Groups in which a block was offered and the one before it was not."""
+    held: bool = False
+    """Whether the store held a block when it was offered."""
+    foreign: bool = False
+    """Whether another tier had loaded a block, or its depth is unknown."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all blocks of some group were offered. Groups with a sliding window skip old blocks."""
+        return any(count and group not in self.gaps for group, count in enumerate(self.counts))
+
+
+@dataclass
+class _Evidence:
+    """Comparisons of one candidate that agreed."""
+
+    tokens: list[int]
+    """For each KV cache group, the number of compared tokens."""
+    depths: list[int]
+    """For each KV cache group, one more than the largest compared depth."""
+    requests: set[str] = field(default_factory=set)
+    error: float = 0.0
+    limit: float = 0.0
+
+    @property
+    def suffices(self) -> bool:
+        """Whether the candidate may be adopted."""
+        return len(self.requests) >= _LEAST_REQUESTS and min(self.tokens) >= _LEAST_TOKENS
+
+
+class Canary:
+    """Compares the engine's blocks with those of a candidate, and serves the blocks of an adopted namespace.
+
+    Belongs to the thread of the store. Failures of the medium are logged and leave the candidate undecided.
+    """
+
+    def __init__(self, own: NamespaceView, identity: Identity, rows: Rows, options: StoreOptions) -> None:
+        """Find candidates, and open the adopted namespace if one is recorded. Runs on the caller's thread."""
+        self._own = own
+        self._rows = rows
+        self._options = options
+        self._groups = len(rows.layout.groups)
+        self.other: OtherNamespace | None = None
+        """The adopted namespace, or the candidate that is being compared."""
+        self.verdict: Verdict | None = None
+        """The recorded verdict about ``other``; None while it is undecided."""
+        self._candidates: list[Namespace] = []
+        self._requests: OrderedDict[str, _Request] = OrderedDict()
+        self._loaded: set[bytes] = set()
+        self._is_blind = False
+        self._evidence = self._nothing()
+        self._running = False
+        self._extended_at = time.monotonic()
+        if options.adopt == "canary" and self._is_described():
+            try:
+                self._find(identity)
+            except StoreError as error:
+                logger.info("namespaces of other releases cannot be read (%s): none is adopted", str(error))
+        self.active = bool(self._candidates or self.other)
+        """Whether the engine must offer all blocks of its requests, even those that a lookup finds."""
+
+    def _is_described(self) -> bool:
+        layout = self._rows.layout
+        if layout.numbers is None or len(layout.numbers.groups) != self._groups:
+            return False
+        ranges = [group.ranges for group in layout.groups]
+        return isinstance(self._own.backend, SupportsNotes) and all(
+            len(found) == 1 and found[0][0] == 0 and fits(layout.numbers, group, found[0][1])
+            for group, found in enumerate(ranges)
+        )
+
+    def _find(self, identity: Identity) -> None:
+        backend = self._own.backend
+        others = islice(backend.namespaces(), _COMPARED_REMOTELY if backend.capabilities.remote else None)
+        for namespace in candidates(backend, identity, list(others)):
+            verdict = read_verdict(backend, identity.digest, namespace.id)
+            if verdict is not None and verdict.verdict == "adopted" and len(verdict.depths) == self._groups:
+                self.other = self._open(namespace.id, verdict.depths)
+                self.verdict = verdict
+                self._candidates = []
+                logger.info(
+                    "blocks of namespace %s (%s) are used, as recorded: %s",
+                    namespace.id.hex()[:8],
+                    _release(namespace),
+                    _depths(verdict.depths),
+                )
+                return
+            if verdict is None and backend.capabilities.writable:
+                self._candidates.append(namespace)
+
+    def _open(self, namespace: bytes, depths: tuple[int, ...]) -> OtherNamespace:
+        return OtherNamespace(self._own, namespace, self._rows.layout, self._options, depths)
+
+    def _nothing(self) -> _Evidence:
+        return _Evidence([0] * self._groups, [0] * self._groups)
+
+    @property
+    def adopted(self) -> OtherNamespace | None:
+        """The adopted namespace; None if there is none."""
+        return self.other if self.verdict is not None else None
+
+    # Offered blocks
+
+    def loaded_elsewhere(self, keys: Iterable[bytes]) -> None:
+        """Record that another tier loaded blocks, which the engine therefore did not compute.
+
+        Nothing is compared any more if there are too many of them, or if ``keys`` is empty: they are not known then.
+        """
+        keys = list(keys)
+        self._is_blind |= not keys
+        if self.active and len(self._loaded) <= _MOST_LOADED:
+            self._loaded.update(keys)
+
+    def ended(self, request: str) -> None:
+        """Forget a request."""
+        self._requests.pop(request, None)
+
+    def _computed(self, request: str, blocks: Blocks) -> list[Block]:
+        """Record that a request offered blocks; return those that rules 2 and 3 allow to compare, by depth."""
+        state = self._requests.setdefault(request, _Request([0] * self._groups))
+        if len(self._requests) > _MOST_REQUESTS:
+            self._requests.popitem(last=False)
+        held = [pack is not None for pack in self._own.index.first_candidates(blocks.keys)]
+        limits = (0,) * self._groups if self.verdict is None else self.verdict.depths
+        found = []
+        offered = zip(map(Block._make, zip(*blocks, strict=True)), held, strict=True)
+        for block, is_held in sorted(offered, key=lambda offer: offer[0].depth):
+            count = state.counts[block.group]
+            state.foreign |= block.depth == UNKNOWN_DEPTH or block.key in self._loaded
+            if block.depth < count:
+                continue
+            state.held |= is_held
+            if block.depth > count:
+                state.gaps.add(block.group)
+            state.counts[block.group] = block.depth + 1
+            if not is_held and block.depth >= limits[block.group]:
+                found.append(block)
+        is_sound = state.is_whole and not state.foreign and not (state.held and self.verdict is None)
+        return found if is_sound and not self._is_blind and len(self._loaded) <= _MOST_LOADED else []
+
+    # Comparison
+
+    async def examine(self, request: str, blocks: Blocks) -> None:
+        """Compare blocks that a request offers, while their rows do not change. Decide if there is enough evidence."""
+        if not self.active or (self.verdict is not None and self.verdict.final):
+            return
+        computed = self._computed(request, blocks)
+        if not computed or self._running:
+            return
+        self._running = True
+        try:
+            await self._examine(request, computed)
+        except StoreError as error:
+            logger.info("no comparison with the namespace of another release: %s", str(error))
+        finally:
+            self._running = False
+
+    async def _examine(self, request: str, computed: Sequence[Block]) -> None:
+        if self.other is None:
+            if not self._candidates:
+                return
+            self.other = await self._own.call(partial(self._open, self._candidates[0].id, (0,) * self._groups))
+        holders = await self.other.holders([block.key for block in computed])
+        both = [(block, pack) for block, pack in zip(computed, holders, strict=True) if pack is not None]
+        count = max(1, _BATCH_BYTES // self._rows.layout.row_stride)
+        chosen = _spread(both)
+        for start in range(0, len(chosen), count):
+            if not await self._compare(request, self.other, chosen[start : start + count]):
+                return
+        self._judge(self.other)
+
+    async def _compare(self, request: str, other: OtherNamespace, some: Sequence[tuple[Block, HeldPack]]) -> bool:
+        """Compare blocks with those of the other namespace; return False if one differs, which is then recorded."""
+        layout, executor, backend = self._rows.layout, self._own.executor, self._own.backend
+        theirs = Rows(memoryview(bytearray(len(some) * layout.row_stride)), layout)
+        keys, remote = [block.key for block, _ in some], backend.capabilities.remote
+        parts, missing = plan_reads(
+            [pack for _, pack in some], theirs, keys, range(len(some)), _BATCH_BYTES, _BATCH_BYTES, remote=remote
+        )
+        scratch = make_scratch(_BATCH_BYTES)
+        reads = [partial(read_part, backend, other.namespace, theirs, scratch, part) for part in parts]
+        failed = {*missing, *(key for outcome in await executor.read(reads) for key in outcome.failed)}
+        readable = [(block, number) for number, (block, _) in enumerate(some) if block.key not in failed]
+        pairs = [(block.group, self._rows.array[block.row], theirs.array[number]) for block, number in readable]
+        (agreements,) = await executor.read([partial(self._agreements, pairs)])
+        for (block, _), agreement in zip(readable, agreements, strict=True):
+            self._evidence.error = max(self._evidence.error, agreement.error)
+            self._evidence.limit = agreement.limit
+            if not agreement.agrees:
+                self._refuse(other, block, agreement)
+                return False
+            if agreement.tokens:
+                self._evidence.tokens[block.group] += agreement.tokens
+                self._evidence.depths[block.group] = max(self._evidence.depths[block.group], block.depth + 1)
+                self._evidence.requests.add(request)
+        return True
+
+    def _agreements(self, pairs: Iterable[tuple[int, ByteArray, ByteArray]]) -> list[Agreement]:
+        numbers = self._rows.layout.numbers
+        assert numbers is not None  # see ``_is_described``
+        return [compare(numbers, group, ours, theirs) for group, ours, theirs in pairs]
+
+    # Verdicts
+
+    def _judge(self, other: OtherNamespace) -> None:
+        """Adopt the candidate, or extend the depths, if there is enough evidence."""
+        evidence = self._evidence
+        if self.verdict is None:
+            if evidence.suffices:
+                self._adopt(other, tuple(evidence.depths))
+                logger.info(
+                    "adopted the blocks of namespace %s (%s): %d tokens of %d requests agree (error %.2g, limit %.2g); "
+                    "%s",
+                    other.namespace.hex()[:8],
+                    _release(self._candidates[0]),
+                    sum(evidence.tokens),
+                    len(evidence.requests),
+                    evidence.error,
+                    evidence.limit,
+                    _depths(evidence.depths),
+                )
+            return
+        depths = tuple(map(max, evidence.depths, self.verdict.depths))
+        grown = any(new > old * _GROWTH for new, old in zip(depths, self.verdict.depths, strict=True))
+        is_late = time.monotonic() - self._extended_at >= _EXTEND_S
+        if depths != self.verdict.depths and (grown or is_late):
+            self._adopt(other, depths)
+
+    def _adopt(self, other: OtherNamespace, depths: tuple[int, ...]) -> None:
+        self._record(other, "adopted", depths)
+        self._extended_at = time.monotonic()
+        self._own.executor.begin_write(self._use(other, depths))
+
+    def _refuse(self, other: OtherNamespace, block: Block, agreement: Agreement) -> None:
+        name = other.namespace.hex()[:8]
+        cause = (
+            f"a block at depth {block.depth} of group {block.group} differs in cell {agreement.cell} "
+            f"(error {agreement.error:.2g}, limit {agreement.limit:.2g})"
+        )
+        if self.verdict is not None:
+            logger.warning("blocks of namespace %s beyond the adopted depths are not used: %s", name, cause)
+            self._record(other, "adopted", self.verdict.depths, final=True)
+            return
+        logger.warning("the blocks of namespace %s are not used: %s", name, cause)
+        self._record(other, "refused", ())
+        self.verdict = None
+        other.close()
+        self.other = None
+        self._candidates = self._candidates[1:]
+        self._evidence = self._nothing()
+
+    def _record(
+        self,
+        other: OtherNamespace,
+        verdict: Literal["adopted", "refused"],
+        depths: tuple[int, ...],
+        *,
+        final: bool = False,
+    ) -> None:
+        """Set the verdict, and start to record it. A failure is logged, and the next start decides again."""
+        evidence = self._evidence
+        self.verdict = Verdict(
+            verdict=verdict,
+            depths=depths,
+            final=final,
+            tokens=sum(evidence.tokens),
+            error=evidence.error,
+            limit=evidence.limit,
+        )
+        self._own.executor.begin_write(self._write(other.namespace, self.verdict))
+
+    async def _write(self, theirs: bytes, verdict: Verdict) -> None:
+        backend = self._own.backend
+        try:
+            if isinstance(backend, SupportsNotes):
+                await self._own.call(partial(write_verdict, backend, self._own.namespace, theirs, verdict))
+        except StoreError as error:
+            logger.warning("the verdict about namespace %s is not recorded: %s", theirs.hex()[:8], str(error))
+
+    async def _use(self, other: OtherNamespace, depths: tuple[int, ...]) -> None:
+        try:
+            await other.use(depths)
+        except StoreError as error:
+            logger.info("the adopted namespace is read again at the next refresh: %s", str(error))
+
+    # The adopted namespace
+
+    async def refresh(self) -> None:
+        """Apply the changes of the other namespace, as a flow of ``Executor.begin_write``; failures are logged."""
+        if self.other is not None:
+            await self.other.refresh_or_complain()
+
+    def close(self) -> None:
+        """Release the other namespace's index. Idempotent."""
+        if self.other is not None:
+            self.other.close()
+
+
+def _spread(both: Sequence[tuple[Block, HeldPack]]) -> list[tuple[Block, HeldPack]]:
+    """Return at most 32 of the blocks of each group, evenly spread, with the last one."""
+    found = []
+    for group in sorted({block.group for block, _ in both}):
+        some = [pair for pair in both if pair[0].group == group]
+        step = max(1, -(-len(some) // _MOST_BLOCKS))
+        found += some[::-1][::step][::-1]
+    return found
+
+
+def _depths(depths: Iterable[int]) -> str:
+    return f"the first {' and '.join(map(str, depths))} blocks of a context"
+
+
+def _release(namespace: Namespace) -> str:
+    engine = namespace.identity.fields.get("engine")
+    return f"release {engine.get('release')}" if isinstance(engine, dict) else "another release"

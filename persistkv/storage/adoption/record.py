@@ -1,0 +1,103 @@
+"""Verdict about another release's namespace: a note of the store for each pair of namespaces."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+
+from persistkv.errors import StoreError
+from persistkv.storage.backend import Backend, Namespace
+from persistkv.storage.extensions import InspectableBackend, SupportsNotes
+from persistkv.storage.identity import Identity
+
+logger = logging.getLogger(__name__)
+
+RELEASE_FIELD = "engine.release"
+"""The only identity field in which a namespace may differ from the one that adopts it."""
+_VERSION = 1
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """Outcome of comparisons of newly computed blocks with the stored blocks of another namespace."""
+
+    version: int = _VERSION
+    verdict: Literal["adopted", "refused"]
+    """``adopted``: the namespace serves lookups up to ``depths``. ``refused``: its content is never used."""
+    depths: tuple[int, ...] = ()
+    """For each KV cache group, the number of blocks of a context that may be used, from its beginning."""
+    final: bool = False
+    """Whether ``depths`` must not grow, because a block beyond them differed."""
+    tokens: int = 0
+    """Number of compared tokens, over all groups."""
+    error: float = 0.0
+    """Largest error of a comparison (see ``comparison``)."""
+    limit: float = 0.0
+    """Error up to which blocks agree."""
+    at: float = msgspec.field(default_factory=time.time)
+    """Time of the verdict: seconds since the epoch."""
+
+
+_DECODE = msgspec.json.Decoder(Verdict).decode
+
+
+def read_verdict(backend: Backend, ours: bytes, theirs: bytes) -> Verdict | None:
+    """Return the recorded verdict of namespace ``ours`` about ``theirs``; None if there is none that can be read.
+
+    :raises StoreError: the medium failed.
+    """
+    content = backend.note(ours, theirs.hex()) if isinstance(backend, SupportsNotes) else None
+    try:
+        found = None if content is None else _DECODE(content)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return found if found is not None and found.version == _VERSION else None
+
+
+def write_verdict(backend: SupportsNotes, ours: bytes, theirs: bytes, verdict: Verdict) -> None:
+    """Record a verdict in place of the previous one; ids of namespaces as in ``read_verdict``.
+
+    :raises StoreError: the medium failed; the previous verdict is kept.
+    """
+    backend.put_note(ours, theirs.hex(), msgspec.json.encode(verdict))
+
+
+def verdicts(backend: Backend, namespaces: Sequence[Namespace]) -> dict[tuple[bytes, bytes], Verdict]:
+    """Return all recorded verdicts of namespaces about each other: (ours, theirs) → verdict.
+
+    :raises StoreError: the medium failed.
+    """
+    found = {}
+    for ours in namespaces:
+        for theirs in candidates(backend, ours.identity, namespaces):
+            if (verdict := read_verdict(backend, ours.id, theirs.id)) is not None:
+                found[ours.id, theirs.id] = verdict
+    return found
+
+
+def candidates(backend: Backend, identity: Identity, others: Iterable[Namespace]) -> list[Namespace]:
+    """Return those of the namespaces that differ from an identity in the engine's release alone, newest use first.
+
+    :raises StoreError: the medium failed.
+    """
+    found = [
+        other
+        for other in others
+        if [difference.field for difference in identity.diff(other.identity)] == [RELEASE_FIELD]
+    ]
+    if len(found) > 1:
+        found.sort(key=lambda namespace: _last_write(backend, namespace), reverse=True)
+    return found
+
+
+def _last_write(backend: Backend, namespace: Namespace) -> float:
+    written = namespace.created
+    if isinstance(backend, InspectableBackend):
+        try:
+            written = max((head.created for head in backend.manifests(namespace.id)), default=written)
+        except StoreError as error:
+            logger.info("the requests of namespace %s cannot be read: %s", namespace.id.hex(), error)
+    return written

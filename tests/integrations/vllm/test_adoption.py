@@ -1,0 +1,116 @@
+"""Adoption of another release's chunks through vLLM's tiering manager, without an engine."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.integrations.vllm.conftest import tier as tier_entry
+from tests.integrations.vllm.test_manager import CHUNK_BYTES, CHUNK_TOKENS, CHUNKS, Engine
+
+pytestmark = pytest.mark.vllm
+
+HEADS, SIZE = 2, CHUNK_BYTES // (2 * 2 * 2 * CHUNK_TOKENS)  # keys and values of two bytes
+LENGTH = 6  # chunks of a context
+
+
+def keys_of(context):
+    return [bytes([10 * context + index]) * 32 + bytes(4) for index in range(LENGTH)]
+
+
+def pages_of(context):
+    generator = torch.Generator().manual_seed(context)
+    numbers = torch.randn(2 * CHUNKS, CHUNK_BYTES // 2, generator=generator).to(torch.bfloat16)
+    return numbers.view(torch.int8)
+
+
+@pytest.fixture
+def start(url, monkeypatch):
+    """Return a function that starts a manager and a worker of a release; end them after the test."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from persistkv.integrations.vllm import tier
+    from tests.integrations.vllm import test_manager
+
+    spec = FullAttentionSpec(block_size=CHUNK_TOKENS, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.bfloat16)
+    caches = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+    monkeypatch.setattr(tier, "find_kv_cache_config", lambda: caches)
+    monkeypatch.setattr(tier, "engine_facts", lambda: {"device": "cpu"})
+    known = test_manager.offloading_config
+
+    def described(*arguments):
+        config = known(*arguments)
+        object.__setattr__(config, "kv_cache_layout", "LBHNC")
+        return config
+
+    monkeypatch.setattr(test_manager, "offloading_config", described)
+    running = []
+
+    def start(release, *others, **options):
+        tiers = [tier_entry(url, **options), *others]
+        transfer = SimpleNamespace(
+            kv_connector="OffloadingConnector", kv_connector_extra_config={"secondary_tiers": tiers}
+        )
+        cache = SimpleNamespace(prefix_caching_hash_algo="sha256", cache_dtype="auto")
+        engine = SimpleNamespace(cache_config=cache, kv_transfer_config=transfer, speculative_config=None)
+        monkeypatch.setattr(tier, "find_vllm_config", lambda: engine)
+        monkeypatch.setattr(tier, "engine_identity", lambda *_, **__: {"engine": {"release": release}})
+        running.append(Engine(*tiers))
+        return running[-1]
+
+    yield start
+    for engine in running:
+        engine.close()
+
+
+def compute(engine, context):
+    engine.pages[:] = pages_of(context)
+    engine.store(keys_of(context))
+
+
+def loads(engine, context, timeout_s):
+    """Return whether a context can be loaded within this time, and has the bytes that were computed of it."""
+    deadline = time.monotonic() + timeout_s
+    while not engine.load(keys_of(context), CHUNKS):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return bool((engine.pages[CHUNKS : CHUNKS + LENGTH] == pages_of(context)[:LENGTH]).all())
+
+
+def fill(start):
+    older = start("0.31")
+    for context in (1, 2, 3):
+        compute(older, context)
+    older.close()
+
+
+def test_newer_release_adopts_chunks_through_the_manager(start):
+    fill(start)
+    newer = start("0.32")
+    assert not loads(newer, 3, 0)
+    for context in (1, 2):
+        compute(newer, context)
+    assert loads(newer, 3, 60)
+    newer.close()
+    assert loads(start("0.32"), 3, 10)
+
+
+def test_newer_release_with_another_kind_of_tier_adopts_nothing(start):
+    """The other tier could supply chunks of any release."""
+    fill(start)
+    newer = start("0.32", {"type": "example"})
+    for context in (1, 2):
+        compute(newer, context)
+    assert not loads(newer, 3, 3)
+
+
+def test_newer_release_that_adopts_never_starts_cold(start):
+    fill(start)
+    newer = start("0.32", adopt="never")
+    for context in (1, 2):
+        compute(newer, context)
+    assert not loads(newer, 3, 3)

@@ -1,0 +1,58 @@
+"""Engines of two vLLM releases on one store: the newer one uses what the older one stored, after a comparison.
+
+``VLLM_OLDER_PYTHON`` is the interpreter of a virtual environment with the older release.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+
+import pytest
+
+from persistkv.storage import open_backend
+from persistkv.storage.adoption.record import verdicts
+from tests.integrations.vllm.conftest import SHORT, prompt, tier, wait_stored
+
+OLDER = os.environ.get("VLLM_OLDER_PYTHON", "")
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(not OLDER, reason="no older vLLM: VLLM_OLDER_PYTHON"),
+]
+
+PROMPTS = [prompt(number) for number in range(1, 21)]
+CACHED = 384
+"""Tokens of the whole chunks of a prompt."""
+
+
+def test_newer_release_adopts_the_chunks_of_the_older_one(start_engine, url, plain_engine):
+    older = start_engine(tier(url), command=[OLDER])
+    older.generate(*PROMPTS)
+    older.generate(SHORT)
+    older.close()
+    wait_stored(url, len(PROMPTS))
+    cold = plain_engine.generate(*PROMPTS)["tokens"]
+    newer = start_engine(tier(url))
+    for number in range(2):  # computed and compared
+        assert newer.generate(PROMPTS[number]) == {"tokens": [cold[number]], "cached": [0]}
+    wait_stored(url, len(PROMPTS) + 2)
+    newer.generate(SHORT)
+    assert newer.generate(*PROMPTS[2:]) == {"tokens": cold[2:], "cached": [CACHED] * (len(PROMPTS) - 2)}
+    assert "adopted the blocks of namespace" in newer.log
+    newer.close()
+    restarted = start_engine(tier(url))
+    assert restarted.generate(*PROMPTS) == {"tokens": cold, "cached": [CACHED] * len(PROMPTS)}
+    with closing(open_backend(url, read_only=True)) as backend:
+        (verdict,) = verdicts(backend, list(backend.namespaces())).values()
+    assert (verdict.verdict, verdict.depths) == ("adopted", (CACHED // 32,))
+
+
+def test_release_with_adopt_never_starts_cold(start_engine, url, plain_engine):
+    older = start_engine(tier(url), command=[OLDER])
+    older.generate(*PROMPTS[:3])
+    older.close()
+    wait_stored(url, 3)
+    newer = start_engine(tier(url, adopt="never"))
+    expected = {"tokens": plain_engine.generate(*PROMPTS[:3])["tokens"], "cached": [0, 0, 0]}
+    assert newer.generate(*PROMPTS[:3]) == expected

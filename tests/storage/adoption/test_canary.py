@@ -1,0 +1,226 @@
+"""Adoption of another release's namespace: required evidence, and the blocks that are served afterwards."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from persistkv.storage import open_inspectable
+from persistkv.storage.adoption.record import Verdict, read_verdict
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.extensions import InspectableBackend
+from persistkv.testing.memory import MemoryBackend
+from tests.storage.adoption.releases import BLOCKS, KV, Release, compute, identity, keys_of, prompt
+
+OLD, NEW = "0.31", "0.32"
+PROMPTS = [prompt(number) for number in range(4)]
+
+
+@pytest.fixture(scope="module")
+def contexts() -> list[KV]:
+    """KV of the prompts."""
+    return [compute(tokens) for tokens in PROMPTS]
+
+
+@pytest.fixture(params=["memory", "lmdb"])
+def backend(request: pytest.FixtureRequest, tmp_path: Path, contexts: list[KV]) -> Iterator[InspectableBackend]:
+    """Store that holds the contexts of the old release, on each driver."""
+    is_lmdb = request.param == "lmdb"
+    backend = open_inspectable(f"lmdb://{tmp_path}/store?capacity=64MiB") if is_lmdb else MemoryBackend()
+    old = Release(backend, OLD)
+    for tokens, kv in zip(PROMPTS, contexts, strict=True):
+        old.run(tokens, kv)
+    old.end()
+    yield backend
+    backend.close()
+
+
+def verdict_of(backend: InspectableBackend) -> Verdict | None:
+    return read_verdict(backend, identity(NEW).digest, identity(OLD).digest)
+
+
+def kind_of(backend: InspectableBackend) -> str | None:
+    verdict = verdict_of(backend)
+    return None if verdict is None else verdict.verdict
+
+
+def depths_of(backend: InspectableBackend) -> tuple[int, ...]:
+    verdict = verdict_of(backend)
+    return () if verdict is None else verdict.depths
+
+
+def test_canary_equal_blocks_of_two_requests_adopts_the_namespace(
+    backend: InspectableBackend, contexts: list[KV], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "persistkv")
+    new = Release(backend, NEW)
+    assert new.load(PROMPTS[2]) == [False] * BLOCKS
+    new.run(PROMPTS[0], contexts[0])
+    assert new.load(PROMPTS[2]) == [False] * BLOCKS
+    new.run(PROMPTS[1], contexts[1])
+    assert new.load(PROMPTS[2]) == [True] * BLOCKS
+    verdict = verdict_of(backend)
+    assert verdict is not None
+    assert (verdict.verdict, verdict.depths, verdict.error) == ("adopted", (BLOCKS,), 0.0)
+    assert any("adopted the blocks of namespace" in record.message for record in caplog.records)
+
+
+def test_canary_recorded_adoption_serves_the_next_start_at_once(
+    backend: InspectableBackend, contexts: list[KV]
+) -> None:
+    first = Release(backend, NEW)
+    for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
+        first.run(tokens, kv)
+    first.end()
+    second = Release(backend, NEW)
+    assert second.load(PROMPTS[3]) == [True] * BLOCKS
+    assert second.store.canary.active
+
+
+def test_canary_adopted_bytes_are_those_that_the_old_release_stored(
+    backend: InspectableBackend, contexts: list[KV]
+) -> None:
+    new = Release(backend, NEW)
+    for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
+        new.run(tokens, kv)
+    new.load(PROMPTS[2])
+    other = Release(MemoryBackend(), OLD)
+    other.run(PROMPTS[2], contexts[2])
+    other.load(PROMPTS[2])
+    assert np.array_equal(new.rows.array[:BLOCKS], other.rows.array[:BLOCKS])
+
+
+def test_canary_different_block_refuses_for_all_later_starts(
+    backend: InspectableBackend, contexts: list[KV], caplog: pytest.LogCaptureFixture
+) -> None:
+    changed = contexts[0].copy()
+    changed[2, 1, 0] *= 1.5
+    new = Release(backend, NEW)
+    new.run(PROMPTS[0], changed)
+    assert kind_of(backend) == "refused"
+    assert "are not used" in caplog.text
+    for tokens, kv in zip(PROMPTS[1:], contexts[1:], strict=True):
+        new.run(tokens, kv)
+    new.end()
+    assert kind_of(backend) == "refused"
+    assert not Release(backend, NEW).store.canary.active
+
+
+def test_canary_one_request_is_undecided_and_stores_its_blocks(backend: InspectableBackend, contexts: list[KV]) -> None:
+    new = Release(backend, NEW)
+    new.run(PROMPTS[0], contexts[0])
+    assert verdict_of(backend) is None
+    assert new.load(PROMPTS[0]) == [True] * BLOCKS
+    assert new.store.counters.stored_blocks == BLOCKS
+
+
+def test_canary_never_compares_nothing(backend: InspectableBackend, contexts: list[KV]) -> None:
+    new = Release(backend, NEW, adopt="never")
+    for tokens, kv in zip(PROMPTS, contexts, strict=True):
+        new.run(tokens, kv)
+    assert verdict_of(backend) is None
+    assert not new.store.canary.active
+
+
+def test_canary_namespace_that_differs_in_more_than_the_release_is_no_candidate(backend: InspectableBackend) -> None:
+    assert Release(backend, NEW).store.canary.active
+    assert not Release(backend, NEW, fields={"weights": "others"}).store.canary.active
+
+
+def test_canary_undescribed_rows_are_never_compared(backend: InspectableBackend) -> None:
+    assert not Release(backend, NEW, described=False).store.canary.active
+
+
+def test_canary_requests_whose_first_block_was_held_prove_nothing(
+    backend: InspectableBackend, contexts: list[KV]
+) -> None:
+    """They could have loaded it."""
+    new = Release(backend, NEW)
+    for tokens, kv in zip(PROMPTS, contexts, strict=True):
+        new.run(tokens[:16], kv[:, :, :, :16])  # 64 tokens in all are too few
+    for tokens, kv in zip(PROMPTS, contexts, strict=True):
+        new.run(tokens, kv)
+    assert verdict_of(backend) is None
+
+
+def test_canary_requests_without_their_first_blocks_prove_nothing(
+    backend: InspectableBackend, contexts: list[KV]
+) -> None:
+    new = Release(backend, NEW)
+    for tokens, kv in zip(PROMPTS, contexts, strict=True):
+        new.run(tokens, kv, first=2)
+    assert verdict_of(backend) is None
+
+
+def test_canary_blocks_loaded_by_another_tier_prove_nothing(backend: InspectableBackend, contexts: list[KV]) -> None:
+    new = Release(backend, NEW)
+    for tokens, kv in zip(PROMPTS, contexts, strict=True):
+        new.store.canary.loaded_elsewhere(keys_of(tokens)[:1])
+        new.run(tokens, kv)
+    assert verdict_of(backend) is None
+
+
+def test_canary_unknown_loads_of_other_tiers_end_the_comparison(
+    backend: InspectableBackend, contexts: list[KV]
+) -> None:
+    new = Release(backend, NEW)
+    new.store.canary.loaded_elsewhere([])
+    for tokens, kv in zip(PROMPTS, contexts, strict=True):
+        new.run(tokens, kv)
+    assert verdict_of(backend) is None
+
+
+def test_canary_short_requests_adopt_only_their_depths_until_longer_ones_agree(
+    backend: InspectableBackend, contexts: list[KV]
+) -> None:
+    new = Release(backend, NEW)
+    short = 64  # tokens: 4 blocks
+    for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
+        new.run(tokens[:short], kv[:, :, :, :short])
+    assert depths_of(backend) == (4,)
+    assert new.load(PROMPTS[2]) == [True] * 4 + [False] * 4
+    new.run(PROMPTS[2], contexts[2])  # computed from the loaded blocks on
+    assert depths_of(backend) == (BLOCKS,)
+    assert new.load(PROMPTS[3]) == [True] * BLOCKS
+
+
+def test_canary_difference_beyond_the_adopted_depths_keeps_them(
+    backend: InspectableBackend, contexts: list[KV]
+) -> None:
+    new = Release(backend, NEW)
+    for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
+        new.run(tokens[:64], kv[:, :, :, :64])
+    changed = contexts[2].copy()
+    changed[:, 0, :, 64:] *= -1
+    new.run(PROMPTS[2], changed)
+    new.run(PROMPTS[3], contexts[3])
+    verdict = verdict_of(backend)
+    assert verdict is not None
+    assert (verdict.verdict, verdict.depths, verdict.final) == ("adopted", (4,), True)
+
+
+def test_canary_used_blocks_are_stored_in_the_own_namespace(backend: InspectableBackend, contexts: list[KV]) -> None:
+    new = Release(backend, NEW)
+    for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
+        new.run(tokens, kv)
+    before = new.store.counters.stored_blocks
+    new.load(PROMPTS[2])
+    new.run(PROMPTS[2], contexts[2])
+    assert new.store.counters.stored_blocks == before + BLOCKS
+    assert len(list(backend.manifests(identity(NEW).digest))) == 3
+
+
+def test_canary_old_content_that_is_deleted_is_no_longer_found(backend: InspectableBackend, contexts: list[KV]) -> None:
+    new = Release(backend, NEW)
+    for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
+        new.run(tokens, kv)
+    old = identity(OLD).digest
+    packs = [table.pack_id for table in backend.changes(old, None).added]
+    backend.commit(old, CommitBatch(deletions=packs))
+    new.store.refresh()
+    assert new.load(PROMPTS[3]) == [False] * BLOCKS
+    assert new.load(PROMPTS[0]) == [True] * BLOCKS

@@ -95,8 +95,11 @@ class Store:
         self.namespace = identity.digest
         executor = executor or InPlaceExecutor()
         self.catalogue = NamespaceView(backend, self.namespace, executor, self.counters, rows.layout, options)
-        self.canary = Canary(self.catalogue, identity, rows, options)
-        """Compares and serves the namespace of another engine release."""
+        self.canary: Canary | None = None
+        """Compares and serves the namespace of another engine release; None if blocks cannot or must not be compared.
+        """
+        if rows.layout.numbers is not None and options.adopt == "canary":
+            self.canary = Canary(self.catalogue, identity, rows, options)
         self._writable = backend.capabilities.writable
         self._shares = MemoryShares.of(options.staging_bytes)
         self._remote = backend.capabilities.remote
@@ -176,7 +179,8 @@ class Store:
 
     async def _put(self, request: str, blocks: Blocks, then: Callable[[bool, set[bytes]], None]) -> None:
         keys = blocks.keys
-        await self.canary.examine(request, blocks)
+        if self.canary is not None:
+            await self.canary.examine(request, blocks)
         try:
             holders = await self.catalogue.holders(keys)
             held = {key for key, pack in zip(keys, holders, strict=True) if pack is not None}
@@ -246,7 +250,8 @@ class Store:
         """
         if len(end.group_keys) != len(self.rows.layout.groups):
             raise ValueError(f"keys of {len(end.group_keys)} groups; there are {len(self.rows.layout.groups)}")
-        self.canary.ended(end.request)
+        if self.canary is not None:
+            self.canary.ended(end.request)
         if not self._writable:
             self.catalogue.news.persisted.append((end.request, False))
             return
@@ -416,7 +421,8 @@ class Store:
             catalogue.complain(error)
             holders = [None] * count
         reads, missing = self._plan(catalogue, holders, keys, block_ids, size)
-        if missing and (adopted := self.canary.adopted) is not None:
+        adopted = None if self.canary is None else self.canary.adopted
+        if missing and adopted is not None:
             absent = set(missing)
             wanted = [(key, row) for key, row in zip(keys, block_ids, strict=True) if key in absent]
             some, rows = [key for key, _ in wanted], [row for _, row in wanted]
@@ -436,8 +442,8 @@ class Store:
         if suspects:  # removed first: when the caller stores a failed block again, it must not count as held
             catalogue.distrust(suspects)
             catalogue.executor.begin_write(catalogue.quarantine())
-        if self.canary.adopted is not None and len(suspects) < len(outcome.suspects):
-            self.canary.adopted.distrust(pack for pack in outcome.suspects.values() if pack not in suspects)
+        if adopted is not None and len(suspects) < len(outcome.suspects):
+            adopted.distrust(pack for pack in outcome.suspects.values() if pack not in suspects)
         then(outcome)
 
     def _plan(
@@ -470,7 +476,8 @@ class Store:
         if not executor.writing and time.monotonic() - self._refreshed >= self.options.refresh_s:
             self._refreshed = time.monotonic()
             executor.begin_write(self.catalogue.refresh_or_complain())
-            executor.begin_write(self.canary.refresh())
+            if self.canary is not None:
+                executor.begin_write(self.canary.refresh())
 
     @property
     def staged_bytes(self) -> int:
@@ -509,7 +516,8 @@ class Store:
         """
         executor = self.catalogue.executor
         executor.begin_write(self.catalogue.refresh())
-        executor.begin_write(self.canary.refresh())
+        if self.canary is not None:
+            executor.begin_write(self.canary.refresh())
         executor.run_until(lambda: not executor.writing)
 
     def read(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> list[bytes]:
@@ -524,7 +532,8 @@ class Store:
         try:
             self.flush()
         finally:
-            self.canary.close()
+            if self.canary is not None:
+                self.canary.close()
             self.catalogue.close()
 
 

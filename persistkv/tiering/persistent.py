@@ -210,8 +210,13 @@ class PersistentTier(SecondaryTierManager):
             return len(keys) * groups[0].block_bytes
         return sum(groups[get_offload_group_idx(key)].block_bytes for key in keys)
 
-    def get_finished_jobs(self) -> Iterable[JobResult]:
-        self._poll()
+    def get_finished_jobs(self) -> list[JobResult]:
+        for outcome in self._client.poll():
+            failed = [OffloadKey(key) for key in outcome.failed]
+            result = JobResult(outcome.job_id, not outcome.refused, failed, outcome.num_bytes, outcome.seconds)
+            self._finished.append(result)
+        for req_id, whole in self._client.take_persisted().items():
+            self._remember(req_id, whole)
         finished, self._finished = self._finished, []
         return finished
 
@@ -223,7 +228,7 @@ class PersistentTier(SecondaryTierManager):
         deadline = time.monotonic() + timeout_s
         self._client.flush(timeout_s)
         while self._client.num_jobs and time.monotonic() < deadline:
-            self._poll()
+            self._finished = self.get_finished_jobs()  # for the next call
             time.sleep(_NAP_S)
         return not self._client.num_jobs
 
@@ -262,14 +267,6 @@ class PersistentTier(SecondaryTierManager):
                 Retention() if description is None else description.retention,
             )
         )
-
-    def _poll(self) -> None:
-        for outcome in self._client.poll():
-            failed = [OffloadKey(key) for key in outcome.failed]
-            result = JobResult(outcome.job_id, not outcome.refused, failed, outcome.num_bytes, outcome.seconds)
-            self._finished.append(result)
-        for req_id, whole in self._client.take_persisted().items():
-            self._remember(req_id, whole)
 
     def _remember(self, req_id: str, whole: bool) -> None:
         self._ended.pop(req_id, None)
@@ -345,7 +342,7 @@ class PersistentTier(SecondaryTierManager):
         """
         deadline = time.monotonic() + timeout_s
         while req_id not in self._ended and time.monotonic() < deadline:
-            self._poll()
+            self._finished = self.get_finished_jobs()  # for the next call
             time.sleep(_NAP_S)
         return self._ended.get(req_id, False)
 

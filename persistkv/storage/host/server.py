@@ -124,7 +124,7 @@ class StoreServer:
             case protocol.LoadJob():
                 self._loads.append(message)
             case protocol.Loaded():
-                if self._store is not None:
+                if self._store is not None and self._store.canary is not None:
                     self._store.canary.loaded_elsewhere(message.keys.unpack())
             case protocol.Touch():
                 if self._store is not None:
@@ -156,7 +156,7 @@ class StoreServer:
             self._store, self._executor = store, store.catalogue.executor
             opener.close()
             self._status = StatusPublisher(store, self._executor, hello.engine_pid)
-            wants_all = store.canary.active
+            wants_all = store.canary is not None and store.canary.active
             self._send(protocol.Opened(self._share_table(store), store.namespace, store.notice, wants_all))
             self._lifecycle.opened()
         finally:
@@ -409,7 +409,8 @@ class StoreServer:
             self._store = self._status = None
             if store is not None and not finish:
                 store.catalogue.backend.close()
-                store.canary.close()
+                if store.canary is not None:
+                    store.canary.close()
                 store.index.close()
 
     def _drop(self, store: Store) -> None:

@@ -14,6 +14,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from persistkv.base import make_offload_key
 from persistkv.config import GroupLayout, NumberLayout, RowLayout, VectorLayout
 from persistkv.memory.rows import Rows
+from persistkv.storage.adoption.canary import Canary
 from persistkv.storage.backend import Backend
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreOptions
@@ -128,6 +129,17 @@ class Release:
         self.store = Store(backend, known, self.rows, StoreOptions(**options), url="memory://test")
         self._requests = 0
 
+    @property
+    def canary(self) -> Canary:
+        """The store's canary, which it must have."""
+        assert self.store.canary is not None
+        return self.store.canary
+
+    @property
+    def compares(self) -> bool:
+        """Whether the store compares blocks, or serves those of another release."""
+        return self.store.canary is not None and self.store.canary.active
+
     def run(self, tokens: Sequence[int], kv: KV, first: int = 0) -> None:
         """Offer the blocks of a request, from block ``first`` on, as an engine does that computed them, and end it.
 
@@ -155,5 +167,6 @@ class Release:
     def end(self) -> None:
         """End the store, without closing the backend."""
         self.store.flush()
-        self.store.canary.close()
+        if self.store.canary is not None:
+            self.store.canary.close()
         self.store.index.close()

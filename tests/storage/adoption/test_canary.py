@@ -78,7 +78,7 @@ def test_canary_recorded_adoption_serves_the_next_start_at_once(
     first.end()
     second = Release(backend, NEW)
     assert second.load(PROMPTS[3]) == [True] * BLOCKS
-    assert second.store.canary.active
+    assert second.compares
 
 
 def test_canary_adopted_bytes_are_those_that_the_old_release_stored(
@@ -107,7 +107,7 @@ def test_canary_different_block_refuses_for_all_later_starts(
         new.run(tokens, kv)
     new.end()
     assert kind_of(backend) == "refused"
-    assert not Release(backend, NEW).store.canary.active
+    assert not Release(backend, NEW).compares
 
 
 def test_canary_one_request_is_undecided_and_stores_its_blocks(backend: InspectableBackend, contexts: list[KV]) -> None:
@@ -123,16 +123,16 @@ def test_canary_never_compares_nothing(backend: InspectableBackend, contexts: li
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
         new.run(tokens, kv)
     assert verdict_of(backend) is None
-    assert not new.store.canary.active
+    assert not new.compares
 
 
 def test_canary_namespace_that_differs_in_more_than_the_release_is_no_candidate(backend: InspectableBackend) -> None:
-    assert Release(backend, NEW).store.canary.active
-    assert not Release(backend, NEW, fields={"weights": "others"}).store.canary.active
+    assert Release(backend, NEW).compares
+    assert not Release(backend, NEW, fields={"weights": "others"}).compares
 
 
 def test_canary_undescribed_rows_are_never_compared(backend: InspectableBackend) -> None:
-    assert not Release(backend, NEW, described=False).store.canary.active
+    assert not Release(backend, NEW, described=False).compares
 
 
 def test_canary_requests_whose_first_block_was_held_prove_nothing(
@@ -159,7 +159,7 @@ def test_canary_requests_without_their_first_blocks_prove_nothing(
 def test_canary_blocks_loaded_by_another_tier_prove_nothing(backend: InspectableBackend, contexts: list[KV]) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
-        new.store.canary.loaded_elsewhere(keys_of(tokens)[:1])
+        new.canary.loaded_elsewhere(keys_of(tokens)[:1])
         new.run(tokens, kv)
     assert verdict_of(backend) is None
 
@@ -168,7 +168,7 @@ def test_canary_unknown_loads_of_other_tiers_end_the_comparison(
     backend: InspectableBackend, contexts: list[KV]
 ) -> None:
     new = Release(backend, NEW)
-    new.store.canary.loaded_elsewhere([])
+    new.canary.loaded_elsewhere([])
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
         new.run(tokens, kv)
     assert verdict_of(backend) is None

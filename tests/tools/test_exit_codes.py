@@ -23,6 +23,7 @@ from persistkv.storage.backend import Backend
 from persistkv.storage.extensions import SupportsStatus
 from persistkv.storage.host.prewarm import acknowledge_warm, pending_warm
 from persistkv.storage.identity import Identity
+from persistkv_tools.options import AdoptionView
 from tests.storage.statuses import make_status
 from tests.tools.conftest import Run
 from tests.tools.contexts import Contexts
@@ -238,6 +239,7 @@ def test_json_has_every_documented_field(run: Run, made: Path, tmp_path: Path, a
         pytest.importorskip("prometheus_client")
     done = run(*(filled_in(text, made, tmp_path) for text in arguments), "--json")
     left_out = {"address"} if "--once" in arguments else set()
+    left_out |= {f"adoptions[].{name}" for name in AdoptionView.__struct_fields__}  # no engine of another release
     check_documented(arguments[0], json.loads(done.stdout), left_out=left_out, complete=True)
 
 

@@ -1,6 +1,7 @@
 """vLLM's server with eight clients, killed at random: all answers are right, and every restart is warm.
 
-``PERSISTKV_KILL_SECONDS`` is the duration (default 90); ``PERSISTKV_KILL_SEED`` seeds times, victims and prompts.
+``PERSISTKV_KILL_SECONDS`` is the least duration (default 90); ``PERSISTKV_KILL_SEED`` seeds times, prompts and the first
+victim.
 
 Rounding depends on which requests share a batch, so a comparison of answers is sound only where rounding cannot change
 a greedy choice. A reference engine without persistkv computes each answer and its margin: the smallest difference
@@ -148,24 +149,23 @@ def test_server_killed_at_random_answers_right_and_starts_warm(
     start_server: StartServer, url: str, questions: list[Question], capsys: pytest.CaptureFixture[str]
 ) -> None:
     draw = random.Random(SEED)
+    first = draw.randrange(len(KILLS))
     clients = Clients(questions)
     kills: list[str] = []
     probes: list[tuple[int, int]] = []
     end = time.monotonic() + SECONDS
     try:
         server = start_server(tier(url))
-        while True:
+        while time.monotonic() < end or len(kills) < len(KILLS):
             clients.use(server)
             time.sleep(draw.uniform(*LIFE_S))
             accepted = clients.accepted()
-            kill = draw.choice(KILLS)
+            kill = KILLS[(first + len(kills)) % len(KILLS)]
             kills.append(kill.__name__)
             kill(server)
             clients.use(None)
             assert server.wait(120), server.log[-6000:]
             server.release()
-            if time.monotonic() > end:
-                break
             server = start_server(tier(url))
             for index in draw.sample(accepted, min(PROBES, len(accepted))):
                 probes.append((clients.check(server, index), questions[index].cached))
@@ -180,5 +180,5 @@ def test_server_killed_at_random_answers_right_and_starts_warm(
     assert not clients.wrong
     assert not clients.failures
     assert clients.answers > CLIENTS * len(kills)
-    assert probes
+    assert len(probes) >= len(kills)
     assert [cached for cached, _ in probes] == [full for _, full in probes]

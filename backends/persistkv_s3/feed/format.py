@@ -178,7 +178,7 @@ class Entry(msgspec.Struct, array_like=True, kw_only=True):
     """Digests of the ids of manifests that are removed without their packs."""
     uses: list[bytes] = []
     """Uses of packs, oldest first: each item has the concatenated ids of packs that were used together. The last
-    item is the use by this commit itself."""
+    item has the packs that this commit touches, stores or names in its manifests."""
     packs: list[PackRow] = []
     manifests: list[ManifestRow] = []
     pins: list[tuple[str, bool]] = []

@@ -1,4 +1,4 @@
-"""Whether two blocks of the same key hold the same KV, except for rounding.
+"""Comparison of two blocks of the same key: whether they hold the same KV, except for rounding.
 
 **Measure.** A block is divided into cells: keys or values of one head of one layer, in one worker. In each cell, each
 token has one vector. The error of a token is the length of the difference of its two vectors, divided by the length of
@@ -100,7 +100,11 @@ def _slices(layout: VectorLayout) -> list[VectorLayout]:
 
 
 def _errors(ours: ByteArray, theirs: ByteArray, layout: VectorLayout, dtype: str) -> tuple[Floats, Floats]:
-    """Return, for each cell, the error that 90 % of the tokens do not exceed, and the median length of the vectors."""
+    """Return two numbers for each cell: the error that 90 % of its tokens do not exceed, as the module defines it, and
+    the median length of its vectors, of which each token's longer one counts.
+
+    Cells with numbers that are not finite have an infinite error.
+    """
     items = [_items(row, layout, dtype) for row in (ours, theirs)]
     decode = _decoder(dtype)
     own = decode(items[0])

@@ -247,7 +247,8 @@ class NamespaceHead(msgspec.Struct, array_like=True, kw_only=True):
     swept: float = 0.0
     """Start of the last complete sweep (deletion of objects that nothing refers to); before it, time of a merge."""
     expires: float = math.inf
-    """Time at which a manifest expires first by its own ttl, unless it is used again; infinite: none has one."""
+    """Earliest time at which a manifest expires by its own ttl, unless it is used again: seconds since the epoch, by
+    the server's clock; infinity if no manifest has one."""
 
     def term_of(self, position: int) -> bytes | None:
         """Return the term of the feed object at a position; None if ``spans`` does not contain the position."""

@@ -63,8 +63,9 @@ $(READY): pyproject.toml constraints-dev.txt
 demo: setup
 	@$(BIN)/persistkv demo $(ARGS)
 
+# Two processes of tests share the cores with torch's threads, which must not spin while they wait for each other.
 test: lint
-	$(BIN)/python -m pytest -m "not slow" --numprocesses auto --maxprocesses 8 --dist worksteal $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not slow" --numprocesses auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -28,7 +28,6 @@ from persistkv.config import parse_durability
 from persistkv.errors import IdentityMismatchError, StoreError
 from persistkv.memory.budget import MemoryShares
 from persistkv.memory.rows import Rows
-from persistkv.storage.adoption.canary import Canary
 from persistkv.storage.backend import Backend, CommitBatch
 from persistkv.storage.commit_pipeline import (
     DIRECT_BYTES,
@@ -45,6 +44,7 @@ from persistkv.storage.format.codec import parse_codec
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.identity import Identity
+from persistkv.storage.identity.canary import Canary
 from persistkv.storage.index import HeldPack, Index
 from persistkv.storage.load import ReadOutcome, make_scratch, part_bytes, plan_reads, read_part
 from persistkv.storage.namespace_view import NamespaceView

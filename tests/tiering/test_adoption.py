@@ -16,7 +16,7 @@ from persistkv.base import OffloadKey, ReqContext, RequestDescription
 from persistkv.config import OffloadingConfig
 from persistkv.tiering.base import JobMetadata
 from persistkv.tiering.persistent import PersistentTier
-from tests.storage.adoption.releases import (
+from tests.storage.identity.releases import (
     BLOCKS,
     KV,
     TOKENS,

@@ -17,10 +17,10 @@ import typer
 from persistkv.config import parse_duration, parse_size
 from persistkv.errors import ConfigurationError, FileError, MissingOptionError, PersistKVError, StoreUnavailableError
 from persistkv.storage import open_inspectable
-from persistkv.storage.adoption.record import verdicts
 from persistkv.storage.backend import Namespace
 from persistkv.storage.extensions import InspectableBackend, RequestUse
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
+from persistkv.storage.identity.verdict import verdicts
 from persistkv_tools import render
 
 _NAMED_AT_MOST = 5

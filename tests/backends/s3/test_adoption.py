@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from persistkv.storage.adoption.record import read_verdict
+from persistkv.storage.identity.verdict import read_verdict
 from tests.backends.s3.conftest import Opener
-from tests.storage.adoption.releases import BLOCKS, Release, compute, identity, prompt
+from tests.storage.identity.releases import BLOCKS, Release, compute, identity, prompt
 
 PROMPTS = [prompt(number) for number in range(3)]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from persistkv.integrations.vllm.numbers import number_layout
-from persistkv.storage.adoption.comparison import compare, fits
+from persistkv.storage.identity.comparison import compare, fits
 
 LAYERS, HEADS, TOKENS, SIZE, BLOCKS = 3, 2, 16, 32, 2
 AXES = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": TOKENS, "C": 2 * SIZE}

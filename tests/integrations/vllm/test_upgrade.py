@@ -11,7 +11,7 @@ from contextlib import closing
 import pytest
 
 from persistkv.storage import open_backend
-from persistkv.storage.adoption.record import verdicts
+from persistkv.storage.identity.verdict import verdicts
 from tests.integrations.vllm.conftest import SHORT, prompt, tier, wait_stored
 
 OLDER = os.environ.get("VLLM_OLDER_PYTHON", "")

@@ -7,8 +7,8 @@ from contextlib import closing
 import pytest
 
 from persistkv.storage import open_backend
-from persistkv.storage.adoption.record import Verdict, write_verdict
 from persistkv.storage.identity import Identity, fingerprint_checkpoint
+from persistkv.storage.identity.verdict import Verdict, write_verdict
 from tests.tools.json_fields import check_documented
 
 CONFIG = {"rope_theta": 10000.0, "hidden_size": 64, "rope_scaling": {"factor": 2.0, "type": "linear"}}

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from persistkv.storage import open_inspectable
-from persistkv.storage.adoption.record import Verdict, read_verdict
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage.identity.verdict import Verdict, read_verdict
 from persistkv.testing.memory import MemoryBackend
-from tests.storage.adoption.releases import BLOCKS, KV, Release, compute, identity, keys_of, prompt
+from tests.storage.identity.releases import BLOCKS, KV, Release, compute, identity, keys_of, prompt
 
 OLD, NEW = "0.31", "0.32"
 PROMPTS = [prompt(number) for number in range(4)]

@@ -14,9 +14,9 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from persistkv.base import make_offload_key
 from persistkv.config import GroupLayout, NumberLayout, RowLayout, VectorLayout
 from persistkv.memory.rows import Rows
-from persistkv.storage.adoption.canary import Canary
 from persistkv.storage.backend import Backend
 from persistkv.storage.identity import Identity
+from persistkv.storage.identity.canary import Canary
 from persistkv.storage.records import RequestEnd, StoreOptions
 from persistkv.storage.store import Store
 

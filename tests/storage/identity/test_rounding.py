@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from persistkv.storage.adoption.record import read_verdict
+from persistkv.storage.identity.verdict import read_verdict
 from persistkv.testing.memory import MemoryBackend
-from tests.storage.adoption.releases import Release, compute, identity, prompt
+from tests.storage.identity.releases import Release, compute, identity, prompt
 
 PROMPTS = [prompt(number) for number in range(2)]
 NUMBERS = [

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from persistkv.storage.adoption.record import read_verdict
+from persistkv.storage.identity.verdict import read_verdict
 from persistkv.testing.memory import MemoryBackend
-from tests.storage.adoption.releases import (
+from tests.storage.identity.releases import (
     BLOCKS,
     HEADS,
     KV,

@@ -25,14 +25,14 @@ from typing import Literal, NamedTuple
 
 from persistkv.errors import StoreError
 from persistkv.memory.rows import ByteArray, Rows
-from persistkv.storage.adoption.comparison import Agreement, compare, fits
-from persistkv.storage.adoption.other_namespace import OtherNamespace
-from persistkv.storage.adoption.record import Verdict, candidates, read_verdict, write_verdict
 from persistkv.storage.backend import Namespace
 from persistkv.storage.commit_pipeline import Blocks
 from persistkv.storage.extensions import SupportsNotes
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
 from persistkv.storage.identity import Identity
+from persistkv.storage.identity.comparison import Agreement, compare, fits
+from persistkv.storage.identity.other_namespace import OtherNamespace
+from persistkv.storage.identity.verdict import Verdict, candidates, read_verdict, write_verdict
 from persistkv.storage.index import HeldPack
 from persistkv.storage.load import make_scratch, plan_reads, read_part
 from persistkv.storage.namespace_view import NamespaceView

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from persistkv.config import NumberLayout, VectorLayout
-from persistkv.storage.adoption.comparison import LIMITS, Agreement, compare, fits
+from persistkv.storage.identity.comparison import LIMITS, Agreement, compare, fits
 
 CELLS, TOKENS, SIZE = 4, 20, 8
 FLOAT32 = NumberLayout("float32", (VectorLayout(0, ((CELLS, TOKENS * SIZE * 4),), ((TOKENS, SIZE * 4),), SIZE),))

@@ -208,7 +208,7 @@ class Environment:
         return self._fitted
 
     def set_policy(self, policy: Policy) -> None:
-        """Record another capacity and ttl, and apply them. Content is kept even if it exceeds the new capacity."""
+        """Record another capacity and ttl, and apply them. If the content exceeds them, the next commits remove it."""
         with self.transaction(write=True) as transaction:
             write_policy(transaction, policy)
         with translated(self.path):

@@ -29,9 +29,10 @@ INDEX_PREFIX = "index-"
 STORE_FILES = (DATA_FILE, LOCK_FILE, GUARD_FILE, WRITER_LOCK_FILE)
 
 OPENING_PATIENCE_S = 30.0
-"""Maximum wait for the writer lock when a store is opened: the holder may be checking its integrity."""
+"""Maximum wait for the writer lock when a store is opened, in seconds. The holder may be checking its integrity."""
 WRITING_PATIENCE_S = 10.0
-"""Maximum wait for the writer lock in a transaction: several times a commit of 128 MiB to a slow disk."""
+"""Maximum wait for the writer lock in a transaction, in seconds: several times as long as a commit of 128 MiB to a slow
+disk."""
 _SHORT_PATIENCE_S = 0.2
 _FIRST_NAP_S = 0.000_2
 _LONGEST_NAP_S = 0.005

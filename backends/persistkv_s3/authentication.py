@@ -46,7 +46,7 @@ class Authenticator:
         return [*pieces, self._object_tag(namespace, name, pieces)] if self._key else [*pieces]
 
     def opened(self, namespace: bytes, name: str, data: Buffer) -> memoryview:
-        """Verify the authentication tag of an object; return the object without it.
+        """Verify the authentication tag of an object; return the object without it. Without a key, return it unchanged.
 
         :raises CorruptPackError: the object was written without the key, or under another name.
         """

@@ -85,4 +85,4 @@ class ConnectorStats:
     failed_loads: int = 0
     """Load jobs that failed, and loads whose blocks were evicted after the match."""
     late_lookups: int = 0
-    """Requests that stopped waiting for blocks that were being promoted or written."""
+    """Requests that stopped waiting for blocks that were being promoted or written, and computed them instead."""

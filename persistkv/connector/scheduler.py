@@ -159,10 +159,10 @@ class _Request:
         return GPULoadStoreSpec(block_ids, sizes, indices)
 
     def num_promoted_tokens(self) -> int:
-        """Return how many tokens of the load were promoted from a secondary tier.
+        """Return the number of tokens of the load that were promoted from a secondary tier.
 
-        Counts the blocks of the first full-attention group. If there is none, it counts the first group, whose tokens
-        before the sliding window count as promoted if the first loaded block was promoted.
+        Counts the blocks of the first full-attention group, or of the first group if there is none. A sliding-window
+        group loads only the blocks of its window; the tokens before them count like the first loaded block.
         """
         full = (group for group, geometry in enumerate(self.geometries) if geometry.spec.sliding_window is None)
         group = next(full, 0)

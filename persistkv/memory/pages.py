@@ -49,9 +49,11 @@ def use_huge_pages(fds: Sequence[int], num_bytes: int, *, threads: int = _MAX_TH
 
 
 def collapse(address: int, num_bytes: int, *, threads: int = _MAX_THREADS) -> bool:
-    """Move mapped memory into huge pages, as ``use_huge_pages`` does for files; also in this process's page table.
+    """Move mapped memory into huge pages, for all processes that map it and in this process's page table.
 
     :param address: a multiple of ``HUGE_PAGE_BYTES``. A last part that is smaller than a huge page is unchanged.
+    :param threads: maximum number of threads to use.
+    :returns: as ``use_huge_pages``.
     """
     whole = num_bytes - num_bytes % HUGE_PAGE_BYTES
     steps = [(address + begin, min(_STEP_BYTES, whole - begin)) for begin in range(0, whole, _STEP_BYTES)]

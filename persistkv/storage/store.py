@@ -2,7 +2,8 @@
 
 Invariants of this file:
 
-1. A key is in the index if and only if a committed pack holds it and no read has found that pack bad.
+1. A key is in the index if and only if a committed pack holds it and no read has found that pack bad. Hints, which are
+   keys of an adopted namespace, are the only exception.
 2. The store may read the rows passed to ``put`` until ``put`` returns True or ``in_flight`` returns none of their keys.
 3. When ``begin_read`` reports its outcome, a row holds the bytes stored under its key, or the outcome lists the key as
    failed. The store does not write the rows after that.

@@ -1,7 +1,7 @@
 """Output of all commands: tables for people, JSON for programs. Colours appear on terminals only.
 
-Only ``plain`` makes text for people. It escapes control characters, because ids, labels, paths and error texts come
-from stores and from other processes.
+All text for people passes through ``plain``, which escapes control characters, because ids, labels, paths and error
+texts come from stores and from other processes.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def say(text: str, *, stderr: bool = False) -> None:
 
 
 Columns = Mapping[str, str | Callable[[Any], str]]
-"""For each header, the field that the column shows (its name and type decide how), or a function of the record."""
+"""For each header of a table, the name of the field that the column shows, or a function that returns the cell's text
+from the record. Sizes, rates and times are formatted according to the field's name."""
 
 
 def columns(spec: str, **derived: Callable[[Any], str]) -> Columns:

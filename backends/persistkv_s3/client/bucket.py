@@ -220,8 +220,9 @@ class Bucket:
         return self._run(attempt)
 
     def get(self, key: str, limit: int = _SMALL_BYTES) -> bytearray:
-        """Return a whole object.
+        """Download a whole object.
 
+        :raises ObjectMissingError: there is no such object.
         :raises CorruptPackError: it is larger than ``limit`` bytes.
         """
         return self._get(key, None, None, WholeSink(limit)).data

@@ -230,7 +230,8 @@ class Leader:
     def _merged(
         self, session: NamespaceSession, namespace: bytes, found: list[tuple[InboxName, ObjectInfo]]
     ) -> Feed | None:
-        """Return a new feed object with a namespace's unmerged commits from the inbox; None if there are none.
+        """Return a new feed object with a namespace's unmerged commits from the inbox; None if there are none. Commits
+        beyond a bound on the bytes are left to the next round.
 
         :param found: the namespace's commits in the inbox, each with its listing entry.
         """

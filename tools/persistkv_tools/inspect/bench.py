@@ -58,7 +58,7 @@ _GOOD = {"store": 0.75, "load, warm": 0.8, "load, cold": 0.9}
 _POOR = 0.5
 """Below this share of the good ratio, an operation is judged slow."""
 _CODEC_ROUNDS = 3
-"""Rounds in which each codec is measured, after a warm-up round."""
+"""Number of rounds in which each codec is measured, after a warm-up round."""
 
 
 class Figure(msgspec.Struct, frozen=True):

@@ -65,7 +65,7 @@ class Snapshot(BackendStats):
 
 
 def engine_name(view: EngineView) -> str:
-    """Return the name of an engine in tables: host and PID, and a mark if it is not live."""
+    """Return the name of an engine in tables: host and PID, with ``(gone)`` if it is not live."""
     return f"{view.host}:{view.engine_pid or view.pid}" + ("" if view.live else " (gone)")
 
 

@@ -278,7 +278,7 @@ class VectorLayout(msgspec.Struct, frozen=True):
 
 
 class NumberLayout(msgspec.Struct, frozen=True):
-    """Positions and dtype of the numbers in a row. Needed to compare two rows within rounding."""
+    """Positions and dtype of the numbers in a row. Needed to compare two rows except for rounding."""
 
     dtype: Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
     groups: tuple[VectorLayout, ...]

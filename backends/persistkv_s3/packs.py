@@ -94,7 +94,7 @@ class PackObjects:
     def read_frames(
         self, pack_id: bytes, frames: Sequence[Frame], buffer: memoryview, take: Callable[[int, memoryview], None]
     ) -> None:
-        """See ``Backend.read_frames``."""
+        """See ``SupportsFrames.read_frames``."""
         held = self._catalogue.objects([pack_id]).get(pack_id)
         if held is None:
             return

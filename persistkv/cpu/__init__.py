@@ -1,1 +1,1 @@
-"""The primary tier: rows of CPU memory that the worker copies KV blocks to and from, and who may use them when."""
+"""The primary tier: rows of CPU memory that the worker copies KV blocks to and from, their protection and eviction."""

@@ -193,7 +193,7 @@ def row_addresses(ids: IntArray, tensor: torch.Tensor) -> IntArray:
 def consecutive_runs(*sides: IntArray) -> list[slice]:
     """Return the runs in which, on every side, each number is the previous one plus 1.
 
-    :param sides: arrays of one length.
+    :param sides: arrays of equal length.
     """
     breaks = np.logical_or.reduce([np.diff(ids) != 1 for ids in sides])
     begins = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(sides[0])]

@@ -33,7 +33,8 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     strict_identity: bool = False
     """Refuse to open a store that holds only other identities."""
     adopt: Literal["canary", "never"] = "canary"
-    """Whether the namespace of another engine release is used after comparisons of its blocks have proven it valid."""
+    """``canary``: use the namespace of another engine release after comparisons have proven its blocks valid.
+    ``never``: use only the own namespace."""
     events: bool = False
     """Report stored and removed keys in ``News``."""
 

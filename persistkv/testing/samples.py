@@ -113,7 +113,7 @@ def sample_manifest(
     """Return a manifest of one group.
 
     :param packs: ids of the packs that the manifest names.
-    :param ttl_s: see ``RequestManifest``, as for ``priority``.
+    :param ttl_s: see ``RequestManifest``, and likewise ``priority``.
     """
     keys = PackedKeys.of(sample_keys(seed, blocks))
     manifest = RequestManifest(

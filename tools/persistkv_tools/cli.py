@@ -172,4 +172,4 @@ def _options(
         bool, typer.Option(_DEBUG, help="Show log messages, and the causes of errors; also after a command.")
     ] = False,
 ) -> None:
-    """Look into persistkv stores, check and bound them, carry contexts, and see them at work."""
+    """Inspect, check, limit and copy persistkv stores, and watch the engines that use them."""

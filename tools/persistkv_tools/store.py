@@ -108,7 +108,7 @@ class StoreHandle:
         )
 
     def namespaces(self) -> list[NamespaceView]:
-        """Return the identities that the store holds KV of, oldest first."""
+        """Return the namespaces of the store with their identities, oldest first."""
         from persistkv_tools.inspect.ls import NamespaceView
 
         return [NamespaceView.of(namespace) for namespace in chosen_namespaces(self.backend, None)]
@@ -213,7 +213,8 @@ class StoreHandle:
         return max(0, before - backend.stats().disk_bytes)
 
     def pin(self, request: str, *, namespace: str | None = None, pinned: bool = True) -> RequestView:
-        """Pin a request, so that it and its packs are not evicted and do not expire; or unpin it. Return the request.
+        """Pin a request or unpin it; return the request. A pinned request and its packs are not evicted, and expire
+        only by the request's own ttl.
 
         :param pinned: False: unpin.
         """

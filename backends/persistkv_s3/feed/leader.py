@@ -358,8 +358,8 @@ class Leader:
         return self._unpublished[namespace]
 
     def _evict(self, head: Head) -> None:
-        """Add evictions of expired and excess content to the next feed object of the namespace with the oldest use, or
-        with manifests whose own ttl has passed.
+        """Add evictions to the next feed object of one namespace. If content exceeds the capacity or the store's ttl,
+        this is the namespace with the oldest use, otherwise one with manifests whose own ttl has passed.
         """
         fresh = {name: self._fresh(name, held) for name, held in head.namespaces.items()}
         oldest = sorted((old, name) for name, (_, old, _) in fresh.items() if old)

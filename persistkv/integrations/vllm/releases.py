@@ -1,4 +1,4 @@
-"""What the supported releases of vLLM, 0.31 to 0.33, have or lack; the rest of the plugin uses only what all have.
+"""Differences between the supported releases of vLLM, 0.31 to 0.33. The rest of the plugin uses only what all have.
 
 Hooks that only newer releases call need nothing here: older ones ignore the method or the argument.
 """

@@ -114,7 +114,7 @@ class CatalogTransaction:
         return self._state.cursor
 
     def remove(self, batch: CommitBatch) -> None:
-        """Apply the deletions of a batch, then its touches, so that ``evict`` removes the packs it uses last."""
+        """Apply the deletions of a batch, then its touches, so that ``evict`` chooses the touched packs last."""
         if batch.packs or batch.manifests or batch.touches:
             self._order.counts = True
         for pack_id in batch.deletions:

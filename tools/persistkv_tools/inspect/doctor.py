@@ -55,7 +55,7 @@ class Level(str, enum.Enum):
 
     OK = "ok"
     NOTE = "note"
-    """Worth knowing."""
+    """Information that requires no action."""
     WARNING = "warning"
     """persistkv works, but something will be slow, or will run out of space."""
     PROBLEM = "problem"

@@ -105,9 +105,9 @@ def top(
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """Watch engines at work on a store: hits, bytes each way, queues, evictions, breaker. Ctrl-C ends it.
+    """Show the activity of a store's engines: hits, bytes read and written, queues, evictions, breaker. Ctrl-C ends it.
 
-    On S3, engines show themselves only where their URL says so: s3://bucket/kv?status=10s
+    On S3, engines publish their status only if their URL has the option status: s3://bucket/kv?status=10s
 
     Example: persistkv top lmdb:///var/cache/kv
     """

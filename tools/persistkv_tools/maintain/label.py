@@ -31,7 +31,7 @@ def label(
     namespace: options.InNamespace = None,
     json: options.Json = False,
 ) -> None:
-    """Tag a context, for ls, prune, export and push to find it by. It counts as used.
+    """Set or remove labels of a context, by which ls, prune, export and push can choose it. Counts as a use.
 
     Example: persistkv label lmdb:///var/cache/kv 0c4de6a0 user=anna project=moon --remove draft
     """
@@ -51,7 +51,7 @@ def label(
 def pin(
     url: options.Url, request: options.RequestId, namespace: options.InNamespace = None, json: options.Json = False
 ) -> None:
-    """Keep a context: neither it nor its packs are evicted, nor do they expire, until it is unpinned.
+    """Keep a context until it is unpinned: it is not evicted, and expires only if it has a ttl of its own.
 
     Example: persistkv pin lmdb:///var/cache/kv 0c4de6a0
     """
@@ -61,7 +61,7 @@ def pin(
 def unpin(
     url: options.Url, request: options.RequestId, namespace: options.InNamespace = None, json: options.Json = False
 ) -> None:
-    """Let a context be evicted again.
+    """Allow a pinned context to be evicted and to expire again.
 
     Example: persistkv unpin lmdb:///var/cache/kv 0c4de6a0
     """

@@ -130,9 +130,9 @@ def prune(
 ) -> None:
     """Delete requests, and the packs that only they use.
 
-    A request whose packs are all used by others stays until one of these goes. Exit code 1: such a request was
-    named, with --request or with --label and no other condition, or blocks of it stay. Exit code 3: a commit failed;
-    those before it were done, and are shown.
+    A request is kept while other requests use all its packs. Exit code 1: requests were chosen with --request, or with
+    --label and no other condition, and some of them or of their blocks are kept for this reason. Exit code 3: a commit
+    failed; earlier commits stay in effect and are shown.
 
     Example: persistkv prune lmdb:///var/cache/kv --older-than 30d --dry-run
     """

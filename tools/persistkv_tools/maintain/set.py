@@ -47,9 +47,9 @@ def set_(
     yes: options.Yes = False,
     json: options.Json = False,
 ) -> None:
-    """Show or change a store's capacity and ttl. Engines may run.
+    """Show or change a store's capacity and ttl. Engines may use the store meanwhile.
 
-    A URL never changes an existing store; this command does, after it has shown the consequences.
+    Options in a URL do not change an existing store. This command does, after it has shown the consequences.
 
     Example: persistkv set lmdb:///var/cache/kv capacity=200GiB ttl=30d
     """

@@ -51,10 +51,10 @@ def warm(
     withdraw: Annotated[bool, typer.Option("--withdraw", help="Withdraw the request; promoted blocks stay.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Have engines read contexts into memory, those that run and those that start.
+    """Ask engines to read contexts into memory: those that run, and those that start until the request expires.
 
-    Only engines that prewarm do so (prewarm_share; in vLLM the tier persistkv-prewarm). Exit code 1: with --wait, no
-    engine promotes all of it.
+    Only engines with prewarming do so (option prewarm_share; in vLLM the tier persistkv-prewarm). Exit code 1: with
+    --wait, no engine answered for a context, or an engine cannot promote all of it.
 
     Example: persistkv warm lmdb:///var/cache/kv 0c4de6a0 --ttl 10m
     """

@@ -34,7 +34,7 @@ def import_(
 ) -> None:
     """Verify an export file completely, then write its content to a store, which is created if absent.
 
-    A store whose capacity has no room for it is refused: exit code 2, and nothing is written.
+    Exit code 2: not everything fits the store's capacity, and --newest is not given; nothing was written.
 
     Example: persistkv import context.pkv lmdb:///var/cache/kv
     """

@@ -68,9 +68,10 @@ def push(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be copied.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Copy what another store lacks; run it again where it was cut off. Exit code 1: some requests did not get there.
+    """Copy the content that another store lacks. If a run was interrupted, the next one copies the rest.
 
-    A store whose capacity has no room for it is refused: exit code 2, and nothing is written.
+    Exit code 1: some requests were not copied. Exit code 2: not everything fits the other store's capacity, and
+    --newest is not given; nothing was written.
 
     Example: persistkv push lmdb:///var/cache/kv lmdb:///mnt/backup/kv?capacity=1TiB
     """
@@ -94,7 +95,7 @@ def pull(
     source: Annotated[str, typer.Argument(metavar="SRC", help="The store to copy from.")],
     **chosen: object,
 ) -> None:
-    """Copy what this store lacks and another one has: push, seen from the other end.
+    """Copy the content of another store that this store lacks, as push does in the other direction.
 
     Example: persistkv pull lmdb:///var/cache/kv s3://my-bucket/kv --label user=anna --rate 100MiB
     """

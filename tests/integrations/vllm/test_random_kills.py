@@ -1,7 +1,7 @@
 """vLLM's server with eight clients, killed at random: all answers are right, and every restart is warm.
 
-``PERSISTKV_KILL_SECONDS`` is the least duration (default 90); ``PERSISTKV_KILL_SEED`` seeds times, prompts and the first
-victim.
+``PERSISTKV_KILL_SECONDS`` is the least duration (default 90). ``PERSISTKV_KILL_SEED`` seeds times, prompts and the
+first victim.
 
 Rounding depends on which requests share a batch, so a comparison of answers is sound only where rounding cannot change
 a greedy choice. A reference engine without persistkv computes each answer and its margin: the smallest difference

@@ -63,7 +63,8 @@ class Retention(msgspec.Struct, frozen=True, array_like=True):
     pin: bool = False
     """Never evict the context, and let it expire only by ``ttl_s``, until it is unpinned."""
     ttl_s: TtlSeconds | None = None
-    """Seconds from the last use of the whole context to its expiry, in addition to the store's ttl; None: no limit."""
+    """Seconds from the last use of the whole context to its expiry; None: no ttl of its own. The store's ttl applies,
+    too, unless the context is pinned."""
     priority: Priority = "normal"
     """Priority of those of its blocks that no request of a higher priority uses."""
 

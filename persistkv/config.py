@@ -263,8 +263,8 @@ class GroupLayout(msgspec.Struct, frozen=True):
 
 
 class VectorLayout(msgspec.Struct, frozen=True):
-    """Positions of the numbers of one KV cache group in a row: a vector of each token in each cell. A cell is one part
-    (keys or values) of one head of one layer in one worker.
+    """Positions of one KV cache group's numbers in a row. Each cell contains one vector for each token of the block. A
+    cell is one part (keys or values) of one head of one layer in one worker.
     """
 
     offset: int
@@ -274,7 +274,7 @@ class VectorLayout(msgspec.Struct, frozen=True):
     tokens: tuple[tuple[int, int], ...]
     """(count, stride in bytes) of each dimension that selects a token of the block."""
     length: int
-    """Consecutive numbers of a vector."""
+    """Count of the numbers in a vector; they are consecutive."""
 
 
 class NumberLayout(msgspec.Struct, frozen=True):

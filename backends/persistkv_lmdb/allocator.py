@@ -51,11 +51,11 @@ def read_extents(rows: Rows, name: bytes) -> list[Extent] | None:
 
 
 class Space(NamedTuple):
-    """Numbers of 4 KiB pages in all segments, as the last transaction recorded them."""
+    """Counts of 4 KiB pages over all segments, as the last transaction recorded them."""
 
     total: int = 0
     free: int = 0
-    """Pages that can be allocated."""
+    """Pages that can be allocated without growing a file."""
     aging: int = 0
     """Released pages that cannot be allocated yet, because readers may still see them."""
 
@@ -395,11 +395,13 @@ class Payloads:
             wanted -= count
 
     def _step(self, most: int, pages: int) -> int:
-        """Return by how many pages to grow the segments: few in a store with little content, to keep its files small.
-        All segments may have ``most`` pages; the next payload takes ``pages``.
+        """Return the number of pages by which to grow the segments: few in a small store, to keep its files small.
 
         A large pack raises the step to four times its size, within the bounds: the next packs are likely to be large,
         too, and a commit that grows a file takes half a millisecond longer, regardless of the step.
+
+        :param most: limit on the pages of all segments.
+        :param pages: pages of the next payload.
         """
         least, largest = (number // PAGE_BYTES for number in _STEP_BYTES)
         ahead = 4 * pages if pages * PAGE_BYTES >= _LARGE_BYTES else 0

@@ -103,9 +103,12 @@ def _catalogue_share(capacity: int) -> int:
 
 
 def wanted_catalogue_bytes(transaction: Transaction, whole: int) -> int:
-    """Return the bytes that ``data.mdb`` needs once a store of ``whole`` bytes is full of content like the present one.
+    """Return the estimated size of ``data.mdb`` in bytes when the store is full of content like the present one.
 
-    Half is added, because requests that share stored blocks keep adding rows when no file can grow any more.
+    The estimate is half as large again as the present share of the catalogue, because requests that share stored blocks
+    add rows to a full store, too. It is limited to bounds that depend on ``whole``.
+
+    :param whole: capacity of the store in bytes.
     """
     catalogue, payload = transaction.used_bytes(), read_space(transaction).used_bytes
     wanted = whole * catalogue // (catalogue + payload) * 3 // 2 + CATALOGUE_AHEAD

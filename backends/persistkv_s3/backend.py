@@ -353,7 +353,10 @@ class S3Backend(InspectableBackend):
             return None
 
     def session(self, namespace: bytes) -> NamespaceSession:
-        """Return this handle's session with a namespace, opened at the first call."""
+        """Return this handle's session with a namespace. The first call opens it, which reads from the bucket.
+
+        :raises StoreError: the store has no such namespace, or a request failed; the next call tries again.
+        """
         self._check_open()
         found = self._session_or_none(namespace)
         if found is None:

@@ -226,7 +226,7 @@ class LocalRows(Rows):
         self.db.execute(f"INSERT INTO '{table}' VALUES (?, ?)", (_NUMBER.pack(number), value))
 
     def undo(self) -> None:
-        """Undo all changes in the undo log, those of pending commits."""
+        """Undo the changes of pending commits, which are those in the undo log, and empty the log."""
         for _, value in reversed(list(self.range(UNDO, b""))):
             before = _DECODE_BEFORE(value)
             self._record(before.table, before.key)
@@ -444,7 +444,7 @@ class Catalogue(Catalog):
 
     @property
     def expires(self) -> float:
-        """Time, by the server's clock, at which a manifest expires first by its own ttl; infinite if none does."""
+        """Earliest time, by the server's clock, at which a manifest expires by its own ttl; infinity if none does."""
         with self.rows() as rows:
             return next_expiry(rows)
 

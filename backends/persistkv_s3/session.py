@@ -174,7 +174,7 @@ class NamespaceSession:
         return self.catalogue.apply_pending(entry, self._bucket.now())
 
     def _was_written(self, name: InboxName) -> bool:
-        """Return whether a commit is in the inbox or already merged; False also if the request for it fails."""
+        """Return whether a commit is in the inbox or already merged; False also if the server cannot be asked."""
         try:
             with suppress(ObjectMissingError):
                 self._bucket.head(self._store_names.inbox(name))
@@ -218,7 +218,7 @@ class NamespaceSession:
             self._written_at = self._clock.monotonic()
 
     def _lose(self, pack_id: bytes, nonce: bytes) -> None:
-        """Remove a pack from the local catalogue, and with the next commit from the feed: its object is missing.
+        """Remove a pack whose object is missing: now from the local catalogue, with the next commit from the feed.
 
         Thread-safe.
         """

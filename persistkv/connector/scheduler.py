@@ -292,7 +292,8 @@ class OffloadingConnectorScheduler:
         description.num_tokens = num_tokens
 
     def get_num_new_matched_tokens(self, req_id: str, num_computed_tokens: int) -> int | None:
-        """Return how many tokens after those on the device can be loaded. At least one token remains to be computed.
+        """Return the number of tokens after those on the device that can be loaded. It leaves at least one token of the
+        prompt to compute.
 
         :param num_computed_tokens: tokens on the device, a multiple of each group's device block.
         :returns: None while blocks of the prefix are being promoted or written: retry in a later step. Such a block
@@ -358,7 +359,7 @@ class OffloadingConnectorScheduler:
             needs those of ``needed_device_blocks``; the others may be None.
         :param num_external_tokens: the result of ``get_num_new_matched_tokens``, or less.
         :returns: tokens that will be loaded: ``num_external_tokens``, or 0 if blocks were evicted since the match.
-        :raises ValueError: if the blocks do not cover the tokens, or these end within a block; nothing is planned.
+        :raises ValueError: the blocks do not cover the tokens, or the tokens end within a block; nothing is planned.
         """
         state = self._requests[req_id]
         end = state.num_local_tokens + num_external_tokens

@@ -123,11 +123,11 @@ class LRUCachePolicy(CachePolicy):
 class ARCCachePolicy(CachePolicy):
     """Adaptive replacement (Megiddo and Modha, FAST 2003): recency and frequency, balanced by early evictions.
 
-    Two lists in recency order, blocks used once and blocks used again, and the keys recently evicted from each.
+    It keeps two lists in order of use (blocks used once, blocks used again) and the keys recently evicted from each.
 
     Eviction takes from the first list if it exceeds its target size, else from the second. If a block is stored again
-    soon after its eviction, the list it was evicted from was too small, and the target size changes in favour of that
-    list. A scan of blocks that are used once only affects the first list.
+    soon after its eviction, the list from which it was evicted was too small, and the target size changes in favour of
+    that list. A scan of blocks that are used once only affects the first list.
     """
 
     def __init__(self, num_blocks: int, refs: Sequence[int]) -> None:

@@ -45,8 +45,8 @@ class StagedPack:
 class Staging:
     """Copies of blocks that wait until they form packs of a useful size.
 
-    Staged bytes are counted, and staged keys are found, from ``add`` until ``end``: also while a transaction writes
-    them. ``add`` does not enforce the bound on the bytes: call ``fits`` before.
+    Blocks are staged from ``add`` until ``end``, including the time in which a transaction writes them: their bytes are
+    counted, and their keys are found. ``add`` does not enforce the bound on the bytes; call ``fits`` before.
     """
 
     def __init__(self, max_bytes: int, max_age_s: float, *, gather_all: bool) -> None:
@@ -97,17 +97,17 @@ class Staging:
             del self._open[pack.request]
 
     def of_context(self, end: RequestEnd) -> list[StagedPack]:
-        """Return the packs, not being written, that hold blocks of this request's context, also if another request has
-        stored them.
+        """Return the waiting packs that contain blocks of this request's context, including those that another request
+        stored. Packs that are being written are left out.
         """
         holders = {self._pack_of.get(key) for keys in end.group_keys for key in keys}
         return [pack for pack in self._waiting if pack.request == end.request or pack in holders]
 
     def due(self, *, everything: bool = False) -> list[StagedPack]:
-        """Return the packs to write now: those that are due by size or age, or all if they use half of the bound (the
-        other half fills while they are written).
+        """Return the waiting packs to write now: those that are due by size or age, or all if they use half of the
+        bound, because the other half fills while they are written. Packs that are being written are left out.
 
-        :param everything: return all packs that are not being written.
+        :param everything: return all waiting packs.
         """
         if everything or 2 * sum(pack.num_bytes for pack in self._waiting) >= self._max_bytes:
             return list(self._waiting)
@@ -132,7 +132,7 @@ class Staging:
         return pack.segments
 
     def end(self, pack: StagedPack) -> None:
-        """Delete the copies of a pack that was taken, after its transaction."""
+        """Delete the copies of a pack that ``take`` returned. Call it when the pack's transaction has ended."""
         self.num_bytes -= pack.num_bytes
         for segment in pack.segments:
             for key in segment.keys:

@@ -34,8 +34,8 @@ class Executor(ABC):
     """
 
     threads: int = 0
-    """How many ``read`` calls can run at once. 0: calls run on the owner's thread, and a flow has ended when ``begin``
-    returns."""
+    """Number of ``read`` calls that can run at once. 0: calls run on the owner's thread, and a flow has ended when
+    ``begin`` returns."""
 
     def __init__(self) -> None:
         self._writes: deque[Flow] = deque()
@@ -60,8 +60,8 @@ class Executor(ABC):
 
     @abstractmethod
     def begin(self, flow: Flow) -> None:
-        """Run a flow until it first waits for a call; ``run_ready`` and ``run_until`` resume it. The method that runs
-        the flow raises its exceptions.
+        """Run a flow until it first waits for a call; ``run_ready`` and ``run_until`` resume it. If the flow raises,
+        the method that started or resumed it raises the exception.
         """
 
     def begin_write(self, flow: Flow) -> None:
@@ -87,11 +87,14 @@ class Executor(ABC):
 
     @abstractmethod
     def run_ready(self) -> bool:
-        """Resume the flows whose calls have ended; return whether there were any. Does not wait for calls."""
+        """Resume the flows whose calls have ended, without waiting for other calls. Return whether there were any."""
 
     @abstractmethod
     def run_until(self, ended: Callable[[], bool]) -> None:
-        """Wait for calls and resume their flows until ``ended``, called before each wait, returns True."""
+        """Resume flows as their calls end, until ``ended`` returns True; it is called before each wait.
+
+        :raises RuntimeError: ``ended`` returned False, and the executor runs calls in place, so no call can end.
+        """
 
     @abstractmethod
     def longest_s(self) -> float:

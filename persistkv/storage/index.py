@@ -391,8 +391,8 @@ class Index:
     def __init__(self, most_keys: int | None = None) -> None:
         """Create an empty index.
 
-        :param most_keys: number of keys for which the store's capacity has room. The table gets room for more keys only
-            if it holds more. None: unknown.
+        :param most_keys: number of keys that fit the store's capacity. The table is made larger than that only if it
+            holds more keys. None: unknown.
         """
         self._most_keys = most_keys
         self._table = _Table(0)
@@ -539,7 +539,7 @@ class Index:
                 one.remove(np.flatnonzero(np.isin(one.packs, np.array(searched, np.uint32))))
 
     def add_hints(self, keys: Sequence[bytes]) -> None:
-        """Make keys readable that are in packs of another namespace."""
+        """Add keys of another namespace's packs as hints, so that lookups find them."""
         if keys:
             self._hints += len(keys)
             self._insert(_all_of(keys), np.full(len(keys), _HINT, np.uint32))

@@ -300,7 +300,7 @@ class Store:
     def begin_flush(self, then: Callable[[], None] | None = None) -> None:
         """Queue a commit of all accepted work, including work that is accepted before the commit starts.
 
-        :param then: called when this work is durable, or dropped and counted.
+        :param then: called on the store's thread when this work is durable, or dropped and counted as dropped.
         """
         self._everything = True
         if then is not None:

@@ -294,10 +294,12 @@ class PersistentTier(SecondaryTierManager):
         return asked
 
     def prefetch(self, choice: Choice | list[OffloadKey]) -> None:
-        """Queue a choice of stored requests, or the keys of a context: a later ``ask_recent`` with ``only_asked`` asks
-        for these only.
+        """Queue contexts to promote. Each later ``ask_recent`` with ``only_asked`` takes one entry, oldest first, and
+        asks for its contexts instead of those that ``persistkv warm`` requested.
 
-        At most 64 choices are queued; a further one replaces the oldest.
+        At most 64 entries are queued; a further one replaces the oldest.
+
+        :param choice: filter of stored requests, or the keys of one context in order.
         """
         self._prefetches.append(choice)
 

@@ -146,9 +146,12 @@ class NotFoundError(PersistKVError):
 
 
 def ensure_consent(what: str, ways: str, *, yes: bool, json: bool) -> None:
-    """Raise an error if a deletion has no consent yet, and the user cannot be asked for it. Asks nothing.
+    """Raise an error if the user has not consented and cannot be asked. Does not ask.
 
+    :param what: command that needs consent, for the error.
     :param ways: options that give consent, for the error.
+    :param yes: consent was given.
+    :param json: the output is JSON, so a question cannot be printed.
     :raises MissingOptionError: no consent was given, and input is not from a terminal or the output is JSON.
     """
     if not (yes or (sys.stdin.isatty() and not json)):
@@ -402,9 +405,9 @@ def with_uses(
 
 
 def row(request: RequestManifest | RequestView) -> tuple[bytes | str, frozenset[tuple[str, str]]]:
-    """Return (context digest, labels), with the request id if the digest is unknown.
+    """Return the context digest (or, if it is unknown, the request id) and the labels of a request.
 
-    Requests of a namespace for which these are equal are copies: lists show them as one row.
+    Requests of one namespace with equal results are copies, which lists show as one row.
     """
     return request.context or request.id, frozenset(request.labels.items())
 

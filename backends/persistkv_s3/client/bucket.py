@@ -66,8 +66,8 @@ LONGEST_PAUSE_S = 30.0
 class Breaker:
     """Circuit breaker, see the top of this file. Thread-safe.
 
-    :param name: of the server, for the log.
-    :param slow_s: seconds, plus 1 for each MiB transferred, after which even a correct answer is bad.
+    :param name: the server's name, for the log.
+    :param slow_s: seconds, plus 1 for each MiB transferred, after which even a correct answer counts as bad.
     :param clock: source of the time, and of random numbers that shorten pauses by up to a half.
     """
 

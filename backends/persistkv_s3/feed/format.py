@@ -178,7 +178,7 @@ class Entry(msgspec.Struct, array_like=True, kw_only=True):
     """Digests of the ids of manifests that are removed without their packs."""
     uses: list[bytes] = []
     """Uses of packs, oldest first: each item has the concatenated ids of packs that were used together. The last
-    item is the use by this commit itself."""
+    item has the packs that this commit touches, stores or names in its manifests."""
     packs: list[PackRow] = []
     manifests: list[ManifestRow] = []
     pins: list[tuple[str, bool]] = []
@@ -247,7 +247,8 @@ class NamespaceHead(msgspec.Struct, array_like=True, kw_only=True):
     swept: float = 0.0
     """Start of the last complete sweep (deletion of objects that nothing refers to); before it, time of a merge."""
     expires: float = math.inf
-    """Time at which a manifest expires first by its own ttl, unless it is used again; infinite: none has one."""
+    """Earliest time at which a manifest expires by its own ttl, unless it is used again: seconds since the epoch, by
+    the server's clock; infinity if no manifest has one."""
 
     def term_of(self, position: int) -> bytes | None:
         """Return the term of the feed object at a position; None if ``spans`` does not contain the position."""

@@ -6,8 +6,8 @@
    all of them. A feed object is valid only if the head names it. Only merged commits are deleted from the inbox.
 3. A feed object that was written and not published is published unchanged by a later round of the same term, or never.
 4. Evictions are entries of the feed. Each round does a bounded amount of maintenance, for one namespace.
-5. A removed or superseded object is deleted ``grace`` (an option) after the head has published its removal, if nothing
-   refers to it.
+5. A removed or superseded object is deleted if nothing refers to it, and only after the time ``grace`` (an option) has
+   passed since the head published its removal.
 6. A sweep deletes objects that nothing refers to and that were over a day old when this leader last wrote the head. No
    later commit refers to them: a commit whose uploads began more than 12 hours before is rejected.
 """

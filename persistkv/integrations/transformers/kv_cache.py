@@ -271,9 +271,13 @@ class GroupPages:
     def _runs(
         self, buffer: torch.Tensor, positions: Sequence[int], block_ids: Sequence[int]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield views of blocks that are consecutive in the buffer and in ``pages``, as few as possible.
+        """Yield a pair of views for each run of blocks that are consecutive both in the buffer and in ``pages``.
 
-        The first has shape (layers, 2, kv_heads, blocks, block_size, head_dim), the second that of ``pages``.
+        The view of the buffer has shape (layers, 2, kv_heads, blocks, block_size, head_dim), the other is a part of
+        ``pages``.
+
+        :param positions: for each block, its index in the buffer.
+        :param block_ids: for each block, its index in ``pages``.
         """
         for run in consecutive_runs(np.array(positions, np.int64), np.array(block_ids, np.int64)):
             count, page = run.stop - run.start, block_ids[run.start]

@@ -57,7 +57,9 @@ def find_kv_cache_config() -> Any:
 
 
 def _on_stack(kind: type, *attributes: str) -> Any:
-    """Return an object of this type that a caller has as a local variable or in one of these attributes; else None."""
+    """Search the call stack for an object of this type: in the local variables of each caller, and in these attributes
+    of its ``self``. Return None if there is none.
+    """
     frame = inspect.currentframe()
     while frame is not None:
         values = list(frame.f_locals.values())

@@ -16,18 +16,20 @@ _DTYPES = {
     "fp8_e4m3": ("float8_e4m3fn", 1),
     "fp8_e5m2": ("float8_e5m2", 1),
 }
-"""For each dtype of a KV cache: name and bytes of a number."""
+"""For each of vLLM's names of a KV cache dtype: the name in ``NumberLayout``, and the bytes of a number."""
 _LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC")
-"""Orders of layers, blocks, heads and tokens in which one block is contiguous in each tensor."""
+"""Supported values of ``kv_cache_layout``: orders of layers (L), blocks (B), heads (H), tokens (N) and numbers (C) in
+which one block is contiguous in each tensor."""
 _CONSTANT_SCALES = (0, 1)
 """Values of ``kv_quant_mode`` without scales that depend on the content: none, and one constant scale per tensor."""
 _LATENT_PART = 64
-"""Numbers into which the latent vector of MLA is divided; its last part is rotated, the others are not."""
+"""Largest count of numbers in one part of MLA's latent vector, which is compared in parts of equal length, because RoPE
+rotates only its end."""
 
 
 def number_layout(engine: Any, spec: Any, kv_cache: Any, *, device: str) -> NumberLayout | None:
-    """Return the layout of the numbers in a row; None if it is not known for certain, or if equal contexts may have
-    different numbers: scales that are calculated at run time, state-space models, speculative drafts.
+    """Return the layout of the numbers in a row. Return None if it is not known for certain, or if equal contexts may
+    have different numbers because of scales that are calculated at run time, a state-space model or speculative drafts.
 
     :param engine: vLLM's ``VllmConfig``.
     :param spec: vLLM's offloading spec.
@@ -84,8 +86,10 @@ class _Group:
     def vectors(self, layout: str, layers: int, blocks: int, workers: tuple[int, int]) -> VectorLayout:
         """Return the positions of the group's vectors in a row.
 
+        :param layout: one of ``_LAYOUTS``.
         :param layers: number of layers for which a row has room.
-        :param workers: number of workers, and bytes from the part of one to that of the next.
+        :param blocks: number of vLLM's blocks in a row.
+        :param workers: number of workers, and the bytes from one worker's part of the row to the next worker's part.
         """
         counts = {"L": layers, "B": blocks, "H": self.heads, "N": self.tokens}
         strides, stride = {}, self._content

@@ -37,9 +37,9 @@ class Prefetch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def parse(cls, payload: object) -> Prefetch:
-        """Return the contexts that a hint or an option describes.
+        """Return the contexts that the payload of a hint, or the option ``prefetch`` of a request, describes.
 
-        :raises ValueError: it is invalid.
+        :raises ValueError: the payload is invalid.
         """
         prefetch = msgspec.convert(payload, cls)
         ways = (bool(prefetch.request), bool(prefetch.labels), bool(prefetch.token_ids))
@@ -49,7 +49,7 @@ class Prefetch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def choice(self) -> Choice:
-        """The choice of stored contexts, without ``token_ids``."""
+        """Filter of stored contexts by ``request`` or ``labels``. Not for contexts chosen by ``token_ids``."""
         return Choice(self.request, self.labels)
 
 
@@ -60,7 +60,7 @@ def request_options(
 
     Hints take precedence over ``kv_transfer_params``. An invalid hint, or an invalid option ``prefetch`` of the
     parameters, is ignored with a warning. If another parameter is invalid, log a warning and disable stores and loads
-    for the request: it asked for something other than the default, and must not fail because of its options.
+    for the request. The default would be wrong for it, and a request must not fail because of its options.
 
     :param parameters: the request's ``kv_transfer_params``, or None.
     :param actions: the ``KvHintAction`` objects of the request; those for other components are skipped.

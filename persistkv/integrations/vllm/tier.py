@@ -228,7 +228,9 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         return request
 
     def _prefetch(self, prefetch: Prefetch) -> None:
-        """Queue contexts for promotion: those that the first store lists, or the known keys that any store holds."""
+        """Queue contexts for promotion. A filter selects contexts of the first store; of a context given by token ids,
+        those blocks are queued that any store holds.
+        """
         if not prefetch.token_ids:
             self._tier.prefetch(prefetch.choice)
             return

@@ -16,9 +16,9 @@ Readers of the table ``ORDER`` skip entries that are duplicate or wrong because 
 A machine's wall clock may jump: a wrong RTC at boot, an NTP step, a restored snapshot. Therefore the store has its own
 clock. It starts at the wall clock's time and advances by elapsed time that two clocks confirm:
 
-1. Since the last recorded reading on the same boot, it advances by the smaller of the times elapsed on the wall clock
-   and on the clock since boot (``CLOCK_BOOTTIME``). A jump of the wall clock therefore expires nothing, in either
-   direction.
+1. On the same boot, it advances with the wall clock. If the wall clock jumps, which a difference of more than one
+   minute and 1 % from the clock since boot (``CLOCK_BOOTTIME``) shows, it advances by the smaller of the times elapsed
+   on the two clocks. A jump therefore expires nothing, in either direction.
 2. The time between two boots is measured by the wall clock alone. It counts only after the wall clock has run steadily
    for ``CONFIRMATION_S`` on the new boot; until then, expiry treats the machine's downtime as zero.
 3. It never moves backwards.
@@ -99,7 +99,11 @@ class StoreClock(NamedTuple):
         return self.at.wall - self.time
 
     def advanced(self, now: Reading) -> StoreClock:
-        """Return the clock at a later reading of the machine's clocks; log a warning if the wall clock jumped."""
+        """Return the store's clock at a later reading of the machine's clocks.
+
+        If the wall clock jumped against the time since boot, log a warning, and advance by the smaller of the two
+        elapsed times.
+        """
         wall = now.wall - self.at.wall
         if now.boot != self.at.boot or now.since_boot < self.at.since_boot:
             return StoreClock(self.time, now, max(0.0, wall), now.since_boot)
@@ -152,7 +156,9 @@ def write_clock(rows: Rows, moment: int, clock: StoreClock) -> None:
 
 
 def next_expiry(rows: Rows) -> float:
-    """Return the time, on the store's clock, at which a manifest expires first by its own ttl; infinite: none does."""
+    """Return the earliest time, on the store's clock, at which a manifest expires by its own ttl, unless it is used
+    again; infinity if no manifest has one.
+    """
     first = math.inf
     for found, _ in rows.range(EXPIRIES, b""):
         if (chain := _listed(rows, bytes(found))) is not None:
@@ -220,7 +226,7 @@ class EvictionOrder:
     def touch(self, name: bytes, named: int = 0) -> bool:
         """Record that a pack was used now; return False if it is not listed.
 
-        :param named: lower bound of ``Use.named`` from now on.
+        :param named: new value of ``Use.named``, unless the present one is greater.
         """
         use = self.use(name)
         if use is None:
@@ -273,8 +279,9 @@ class EvictionOrder:
             self._rows.delete(EXPIRIES, EXPIRY_KEY.pack(chain.expires, name))
 
     def expired(self) -> Iterator[bytes]:
-        """Iterate over the names of manifests whose own ttl has passed; list those used since at a later time, and
-        delete damaged entries. The caller may remove the manifests during the iteration.
+        """Iterate over the names of manifests whose own ttl has passed. The caller may remove them meanwhile.
+
+        Also list manifests that were used in the meantime with their new time of expiry, and delete damaged entries.
         """
         key = b""
         while (found := self._rows.first(EXPIRIES, key)) is not None:
@@ -297,7 +304,7 @@ class EvictionOrder:
         """Iterate over the candidates in eviction order, and delete damaged entries. The caller may change the order
         during the iteration.
 
-        :param low: only candidates of low priority, or only the others; None: all.
+        :param low: True: only candidates of low priority; False: only the others; None: all.
         """
         key = b"\1" if low is False else b""
         while (found := self._rows.first(ORDER, key)) is not None and not (low and found[:1] != b"\0"):

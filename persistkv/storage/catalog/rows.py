@@ -129,8 +129,8 @@ class Use(NamedTuple):
     pins: int
     """Number of pinned manifests that name the pack."""
     named: int
-    """Which manifests have named the pack since it was written: 0: none, ``NAMED_LOW``: of low priority, ``NAMED``:
-    others, too."""
+    """Manifests that have named the pack since it was written. 0: none; ``NAMED_LOW``: only manifests of low priority;
+    ``NAMED``: at least one of normal priority."""
 
     @property
     def pinned(self) -> bool:

@@ -144,10 +144,12 @@ class CatalogTransaction:
     def evict(
         self, is_enough: Callable[[], bool], at_most: int, helps: Callable[[bytes], bool] = lambda pack: True
     ) -> Evicted:
-        """Evict in eviction order until the goal is met, which ``is_enough`` tells.
+        """Evict in eviction order until a goal is met.
 
+        :param is_enough: returns whether the goal is met; called before the first eviction and after each.
         :param at_most: maximum number of packs and manifests to evict.
-        :param helps: tells whether evicting a pack (namespace and pack id) helps to reach the goal; others are skipped.
+        :param helps: returns whether evicting a pack (namespace and pack id) helps to reach the goal; other packs are
+            skipped.
         """
         if is_enough():
             return Evicted.ENOUGH
@@ -163,9 +165,11 @@ class CatalogTransaction:
         return Evicted.ALL
 
     def expire(self, ttl_s: float | None, at_most: int = _EXPIRED_AT_ONCE) -> None:
-        """Remove packs and manifests that were unused for ``ttl_s`` seconds (None: for ever), and manifests whose own
-        ttl has passed, with those of their packs that no other manifest names and that were unused for as long.
+        """Remove expired content: manifests whose own ttl has passed, then packs and manifests by the store's ttl.
 
+        A manifest is removed with those of its packs that were unused for its ttl and that no other manifest names.
+
+        :param ttl_s: the store's ttl in seconds; None: none.
         :param at_most: maximum number of packs and manifests to remove; later calls remove the rest.
         """
         for name in self._order.expired():

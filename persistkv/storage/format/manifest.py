@@ -44,7 +44,7 @@ class RequestManifest(msgspec.Struct, frozen=True, kw_only=True, array_like=True
     context: bytes = b""
     """Digest of the keys (``context_digest``), equal for requests of the same context; empty: unknown."""
     ttl_s: TtlSeconds | None = None
-    """Seconds from the last use of the context's last block to the expiry of the context; None: as the store's ttl."""
+    """Seconds from the last use of the context's last block to the expiry of the context; None: no ttl of its own."""
     priority: Priority = "normal"
     """``low``: evicted before contexts of normal priority."""
 

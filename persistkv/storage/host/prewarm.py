@@ -13,9 +13,9 @@ A primary tier is memory of its engine, so other processes cannot fill it; they 
    requested contexts before recently used ones and then writes its answer. Answers to an older request for the same
    context are ignored.
 
-Rows may be lost, as those of status may: ask again in that case. If the medium fails, all functions raise a StoreError.
-A request is valid until its ``ttl_s`` has passed on
-the reader's clock; engines that start within that time follow it, too.
+Like rows of engine status, these rows may be lost; the tool must then ask again. If the medium fails, all functions
+raise a StoreError. A warm request is valid until ``asked + ttl_s`` on the reader's clock, also for engines that start
+within that time.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class WarmAnswer(_WarmRow, frozen=True, kw_only=True):
     blocks: int
     """Number of blocks of the stored request that were passed to the engine for promotion."""
     missing: int
-    """Number of its other blocks: no pack holds them, or they exceed the engine's prewarming limit."""
+    """Number of blocks of the stored request that were not passed to the engine, because no pack holds them or because
+    they exceed the engine's prewarming limit."""
 
 
 def request_warm(backend: Backend, namespace: bytes, request: str, ttl_s: float = DEFAULT_TTL_S) -> WarmRequest:

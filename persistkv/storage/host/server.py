@@ -311,7 +311,9 @@ class StoreServer:
                 self._flush(store)
 
     def _put(self, store: Store, job: _Job) -> None:
-        """Pass a job to the store. Once its blocks are accepted, answer the job if its rows are no longer read."""
+        """Pass a job to the store. When the store has accepted its blocks, answer the job if its rows may be reused;
+        otherwise ``_settle_jobs`` answers it later. Reject an invalid job, with all its keys failed.
+        """
         message = job.message
 
         def done(free: bool, borrowed: set[bytes]) -> None:
@@ -365,7 +367,9 @@ class StoreServer:
                 self._settle(store, job)
 
     def _settle(self, store: Store, job: _Job) -> None:
-        """Answer a store job. If another job failed to store its borrowed keys, first store it again from its rows."""
+        """Answer a store job whose rows are no longer read. If other jobs failed to store its ``borrowed`` keys, pass
+        it to the store again instead, unless the host is ending.
+        """
         missing = store.missing(job.keys)
         if self.ending or job.borrowed.isdisjoint(missing):
             self._done(job, missing)

@@ -65,7 +65,8 @@ class _Request:
     """Blocks that a request has offered."""
 
     counts: list[int]
-    """For each KV cache group, the number of blocks that were offered without a gap, from the first on."""
+    """For each KV cache group, the number of leading blocks up to the deepest one that was offered. All of them were
+    offered if the group is not in ``gaps``."""
     gaps: set[int] = field(default_factory=set)
     """Groups in which a block was offered and the one before it was not."""
     held: bool = False
@@ -75,21 +76,24 @@ class _Request:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all blocks of some group were offered. Groups with a sliding window skip old blocks."""
+        """Whether all blocks of at least one group were offered. Groups with a sliding window skip old blocks."""
         return any(count and group not in self.gaps for group, count in enumerate(self.counts))
 
 
 @dataclass
 class _Evidence:
-    """Comparisons of one candidate that agreed."""
+    """Totals of the comparisons with one candidate that agreed."""
 
     tokens: list[int]
     """For each KV cache group, the number of compared tokens."""
     depths: list[int]
     """For each KV cache group, one more than the largest compared depth."""
     requests: set[str] = field(default_factory=set)
+    """Requests with at least one compared block."""
     error: float = 0.0
+    """Largest ``Agreement.error`` so far."""
     limit: float = 0.0
+    """``Agreement.limit`` of the last comparison."""
 
     @property
     def suffices(self) -> bool:
@@ -126,7 +130,8 @@ class Canary:
             except StoreError as error:
                 logger.info("namespaces of other releases cannot be read (%s): none is adopted", str(error))
         self.active = bool(self._candidates or self.other)
-        """Whether the engine must offer all blocks of its requests, even those that a lookup finds."""
+        """Whether anything can be compared or is adopted. The engine then offers all blocks of its requests, including
+        those that a lookup finds."""
 
     def _is_described(self) -> bool:
         layout = self._rows.layout
@@ -173,7 +178,7 @@ class Canary:
     def loaded_elsewhere(self, keys: Iterable[bytes]) -> None:
         """Record that another tier loaded blocks, which the engine therefore did not compute.
 
-        Nothing is compared any more if there are too many of them, or if ``keys`` is empty: they are not known then.
+        Ends all comparisons if too many keys were recorded, or if ``keys`` is empty, which means that they are unknown.
         """
         keys = list(keys)
         self._is_blind |= not keys
@@ -185,7 +190,11 @@ class Canary:
         self._requests.pop(request, None)
 
     def _computed(self, request: str, blocks: Blocks) -> list[Block]:
-        """Record that a request offered blocks; return those that rules 2 and 3 allow to compare, by depth."""
+        """Record that a request offered blocks; return those that may be compared, sorted by depth.
+
+        These are blocks that the engine computed from blocks that it computed or that are proven equal (rules 2 and 3
+        of the module), and that are beyond the adopted depths. Empty if any block of the request breaks the rules.
+        """
         state = self._requests.setdefault(request, _Request([0] * self._groups))
         if len(self._requests) > _MOST_REQUESTS:
             self._requests.popitem(last=False)
@@ -210,7 +219,11 @@ class Canary:
     # Comparison
 
     async def examine(self, request: str, blocks: Blocks) -> None:
-        """Compare blocks that a request offers, while their rows do not change. Decide if there is enough evidence."""
+        """Compare blocks that a request offers, and decide about the candidate if there is enough evidence.
+
+        Their rows must not change until the call returns. If the medium fails, logs it and decides nothing. Blocks that
+        are offered during another call are recorded, but not compared.
+        """
         if not self.active or (self.verdict is not None and self.verdict.final):
             return
         computed = self._computed(request, blocks)
@@ -239,7 +252,11 @@ class Canary:
         self._judge(self.other)
 
     async def _compare(self, request: str, other: OtherNamespace, some: Sequence[tuple[Block, HeldPack]]) -> bool:
-        """Compare blocks with those of the other namespace; return False if one differs, which is then recorded."""
+        """Compare blocks with those of the other namespace, and add the result to the evidence.
+
+        :returns: False if a block differs; the candidate is then refused, or the adopted depths are final.
+        :raises StoreError: the medium failed.
+        """
         layout, executor, backend = self._rows.layout, self._own.executor, self._own.backend
         theirs = Rows(memoryview(bytearray(len(some) * layout.row_stride)), layout)
         keys, remote = [block.key for block, _ in some], backend.capabilities.remote
@@ -326,7 +343,9 @@ class Canary:
         *,
         final: bool = False,
     ) -> None:
-        """Set the verdict, and start to record it. A failure is logged, and the next start decides again."""
+        """Set the verdict, and start to record it in the store. If that fails, it is logged, and the next start of the
+        engine decides again.
+        """
         evidence = self._evidence
         self.verdict = Verdict(
             verdict=verdict,
@@ -355,7 +374,7 @@ class Canary:
     # The adopted namespace
 
     async def refresh(self) -> None:
-        """Apply the changes of the other namespace, as a flow of ``Executor.begin_write``; failures are logged."""
+        """Apply the changes of the other namespace to its index. Only for ``Executor.begin_write``. Logs failures."""
         if self.other is not None:
             await self.other.refresh_or_complain()
 
@@ -366,7 +385,7 @@ class Canary:
 
 
 def _spread(both: Sequence[tuple[Block, HeldPack]]) -> list[tuple[Block, HeldPack]]:
-    """Return at most 32 of the blocks of each group, evenly spread, with the last one."""
+    """Return at most 32 blocks of each group: evenly spaced, the last one included."""
     found = []
     for group in sorted({block.group for block, _ in both}):
         some = [pair for pair in both if pair[0].group == group]

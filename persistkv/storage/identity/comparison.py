@@ -1,4 +1,4 @@
-"""Whether two blocks of the same key hold the same KV, except for rounding.
+"""Comparison of two blocks of the same key: whether they hold the same KV, except for rounding.
 
 **Measure.** A block is divided into cells: keys or values of one head of one layer, in one worker. In each cell, each
 token has one vector. The error of a token is the length of the difference of its two vectors, divided by the length of
@@ -38,7 +38,7 @@ from persistkv.memory.rows import ByteArray
 Floats = npt.NDArray[np.float32]
 
 LIMITS = {"float32": 1e-3, "float16": 2.5e-2, "bfloat16": 0.125, "float8_e4m3fn": 0.2, "float8_e5m2": 0.3}
-"""For each dtype, the largest error of an equal token."""
+"""For each dtype, the largest error at which a token counts as equal."""
 _SHARE = 0.9  # share of a cell's tokens that must be within the limit
 _LEAST_LENGTH = 0.1  # shortest length that errors are relative to, in median lengths of the cell
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -63,7 +63,10 @@ class Agreement(NamedTuple):
 
 
 def fits(numbers: NumberLayout, group: int, block_bytes: int) -> bool:
-    """Return whether the vectors of a group are inside of a row of this many bytes, and do not overlap."""
+    """Return whether a layout is valid: the vectors of the group do not overlap, and end within its part of a row.
+
+    :param block_bytes: bytes of one block of the group, from the start of the row.
+    """
     layout = numbers.groups[group]
     item = _ITEM_BYTES[numbers.dtype]
     axes = sorted((stride, count) for count, stride in (*layout.cells, *layout.tokens))
@@ -76,7 +79,10 @@ def fits(numbers: NumberLayout, group: int, block_bytes: int) -> bool:
 
 
 def compare(numbers: NumberLayout, group: int, ours: ByteArray, theirs: ByteArray) -> Agreement:
-    """Compare two blocks of one key, given as whole rows. ``fits`` must be True for the layout."""
+    """Compare two blocks of one key, given as whole rows. ``fits`` must be True for the layout.
+
+    :param group: index of the KV cache group of both blocks.
+    """
     layout, limit = numbers.groups[group], LIMITS[numbers.dtype]
     with np.errstate(all="ignore"):  # numbers that are not finite give infinite errors
         parts = [_errors(ours, theirs, part, numbers.dtype) for part in _slices(layout)]
@@ -88,7 +94,7 @@ def compare(numbers: NumberLayout, group: int, ours: ByteArray, theirs: ByteArra
 
 
 def _slices(layout: VectorLayout) -> list[VectorLayout]:
-    """Divide a layout by the first dimension of its cells that has several, to bound the memory of a comparison."""
+    """Divide a layout along the first dimension of its cells that is longer than 1, to bound a comparison's memory."""
     axis = next((axis for axis, (count, _) in enumerate(layout.cells) if count > 1), None)
     if axis is None:
         return [layout]
@@ -100,7 +106,11 @@ def _slices(layout: VectorLayout) -> list[VectorLayout]:
 
 
 def _errors(ours: ByteArray, theirs: ByteArray, layout: VectorLayout, dtype: str) -> tuple[Floats, Floats]:
-    """Return, for each cell, the error that 90 % of the tokens do not exceed, and the median length of the vectors."""
+    """Return two numbers for each cell: the error that 90 % of its tokens do not exceed, as the module defines it, and
+    the median length of its vectors, of which each token's longer one counts.
+
+    Cells with numbers that are not finite have an infinite error.
+    """
     items = [_items(row, layout, dtype) for row in (ours, theirs)]
     decode = _decoder(dtype)
     own = decode(items[0])

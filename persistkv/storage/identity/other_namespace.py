@@ -16,11 +16,12 @@ from persistkv.storage.records import News, StoreCounters, StoreOptions
 
 
 class OtherNamespace(NamespaceView):
-    """View of another namespace, whose usable keys are hints in the index of the engine's own namespace.
+    """View of another namespace. Its usable keys are added to the index of the engine's own namespace as hints, so that
+    lookups find them.
 
     A block is usable if its pack records its depth (the number of blocks before it in its context), and the depth is
-    below the limit of its KV cache group. Nothing is ever written to the other namespace, and uses of its packs are not
-    recorded: the engine stores the blocks that it uses in its own namespace, and the rest is evicted in due order.
+    below the limit of its KV cache group. Nothing is written to the other namespace, and uses of its packs are not
+    recorded, so they are evicted as unused. The engine stores the blocks that it uses in its own namespace.
     """
 
     def __init__(

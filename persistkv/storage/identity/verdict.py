@@ -1,4 +1,4 @@
-"""Verdict about another release's namespace: a note of the store for each pair of namespaces."""
+"""Verdicts about namespaces of other releases. The store keeps one for each pair of namespaces, as a note."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0
     """Number of compared tokens, over all groups."""
     error: float = 0.0
-    """Largest error of a comparison (see ``comparison``)."""
+    """Largest ``Agreement.error`` of the comparisons."""
     limit: float = 0.0
     """Error up to which blocks agree."""
     at: float = msgspec.field(default_factory=time.time)
@@ -79,7 +79,7 @@ def verdicts(backend: Backend, namespaces: Sequence[Namespace]) -> dict[tuple[by
 
 
 def candidates(backend: Backend, identity: Identity, others: Iterable[Namespace]) -> list[Namespace]:
-    """Return those of the namespaces that differ from an identity in the engine's release alone, newest use first.
+    """Return those of the namespaces that differ from an identity in the engine's release alone, latest written first.
 
     :raises StoreError: the medium failed.
     """

@@ -48,7 +48,10 @@ class RawStore(ABC):
 
 
 class BackendSuite:
-    """Fixtures. A driver's tests override ``driver``, ``url``, ``raw``, and fixtures for options that it supports."""
+    """Base class of the conformance tests, with their fixtures.
+
+    A driver's test class overrides ``driver``, ``url``, ``raw``, and the fixtures for options that the driver supports.
+    """
 
     driver: ClassVar[type[InspectableBackend]]
     """The driver under test."""

@@ -318,7 +318,7 @@ def _scratch(url: str, notes: list[str]) -> Iterator[tuple[str, Path | None]]:
 class _Job:
     """Block buffers of a job in shared memory, in shuffled order: stores read the first half, loads fill the second.
 
-    :raises ConfigurationError: they do not fit the memory.
+    :raises ConfigurationError: the buffers do not fit into memory.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -440,7 +440,7 @@ class _PlainDisk(PlainMedium):
         self._end = 0
 
     def write(self, buffers: Sequence[memoryview]) -> None:
-        """Append past the page cache, durably."""
+        """Append the buffers, bypassing the page cache. They are durable on return."""
         try:
             transfer(os.pwritev, self._direct, buffers, self._end)
             os.fdatasync(self._direct)
@@ -461,7 +461,7 @@ class _PlainDisk(PlainMedium):
             xxhash.xxh3_64_intdigest(buffer)
 
     def read_cold(self, number: int, buffers: Sequence[memoryview]) -> None:
-        """Fill buffers with the bytes of an earlier call of ``write``, read past the page cache.
+        """Fill buffers with the bytes of an earlier call of ``write``, bypassing the page cache.
 
         :param number: number of the call, from 0. All calls wrote the same number of bytes.
         :raises OSError: the disk failed.

@@ -1,8 +1,8 @@
 """``persistkv replay``: the hit rate of a trace on a store of a given capacity.
 
 1. A request of a trace is the chain of its blocks' ids. Equal ids mean equal prefixes: a block always follows the same
-   block. A hit is a block of the longest prefix of a request that is held when the request comes.
-2. For each request, the replay looks its chain up, loads the longest prefix that is held, compares the bytes, and then
+   block. A hit is a block of the longest prefix of a request that the store holds when the request starts.
+2. For each request, the replay looks up its chain, loads the longest prefix that is held, compares the bytes, and then
    stores the whole context and ends the request, as an engine without a primary tier would.
 3. Blocks are synthetic and hundreds of times smaller than real ones. A store evicts packs. Real packs are cut at 32 MiB
    where the places of blocks in their contexts are known, and hold 64 MiB at most: 1 to 10 blocks of 512 tokens,
@@ -51,12 +51,13 @@ class Replayed(msgspec.Struct):
     """Outcome of a replay on one store."""
 
     url: str
-    """URL of the store, which is not removed."""
+    """URL of the store. The replay does not remove the store."""
     capacity: int | None
     nominal_blocks: int
     """Blocks whose payload alone would fit the capacity; at most the distinct blocks of the trace."""
     held_blocks: int = 0
-    """Median of the blocks that the store held in the second half of the replay: index and padding take room, too."""
+    """Median number of blocks in the store during the second half of the replay. Usually below ``nominal_blocks``,
+    because index and padding take capacity, too."""
     hits: int = 0
     """Blocks of held prefixes that were loaded with the right bytes."""
     hit_rate: float = 0.0
@@ -104,7 +105,8 @@ def replay_(
 ) -> None:
     """Replay a trace against new stores of small blocks: hit rates by capacity, evictions, requests, bytes.
 
-    Each --share makes a store of its own below URL, which stays; without it, the capacity is that of the URL.
+    Each --share creates a separate store below URL with capacity for that share of the trace's blocks. Without --share,
+    one store is created, with the capacity in the URL. The stores are not removed.
 
     Example: persistkv replay lmdb:///var/tmp/replay conversation.jsonl --share 0.1 --share 0.5
     """
@@ -159,8 +161,8 @@ def read_trace(path: Path, limit: int | None = None) -> list[Request]:
     """Return the block ids of each request of a trace in Mooncake's form (JSON lines), compressed with xz or plain.
 
     :param limit: read only this number of requests; None: all.
-    :raises ConfigurationError: the file is not a trace, or has no blocks, or a block follows two different ones:
-        its id does not identify a prefix.
+    :raises ConfigurationError: the file is not a trace or has no blocks, or one block id follows two different ids, so
+        that it does not identify a prefix.
     """
     requests: list[Request] = []
     parents: dict[int, int] = {}  # block → the block before it
@@ -269,7 +271,7 @@ class _Replay:
         return sum(bool(same) and key not in failed for same, key in zip(right, keys, strict=True))
 
     def _contents(self, chain: Request) -> npt.NDArray[np.uint64]:
-        """Return the content of each block, which depends on its id: shape (blocks, 64-bit words of a block)."""
+        """Return the bytes of each block, computed from its id: shape (blocks, 64-bit words of a block)."""
         return self._pattern * (np.asarray(chain, dtype=np.uint64) * np.uint64(2) + np.uint64(1))[:, None]
 
     def _store(self, request: str, keys: list[bytes], chain: Request) -> None:

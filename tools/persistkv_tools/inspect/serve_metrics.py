@@ -72,9 +72,9 @@ def serve_metrics(
     once: Annotated[bool, typer.Option("--once", help="Write the metrics to standard output, and end.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Export a store's totals, and what its engines say of themselves, to Prometheus. Ctrl-C ends it.
+    """Export a store's totals, and the status of its engines, to Prometheus. Ctrl-C ends it.
 
-    It may start before the engine that creates the store: persistkv_up is 0 until then.
+    It can be started before the store exists; persistkv_up is 0 until then.
 
     Example: persistkv serve-metrics lmdb:///var/cache/kv --listen 0.0.0.0:9464
     """

@@ -63,12 +63,12 @@ def why(
     namespace: options.InNamespace = None,
     json: options.Json = False,
 ) -> None:
-    """Show why a store does or does not serve something: the fields in which identities differ.
+    """Show why a store serves a model or not: the fields in which identities differ.
 
-    Each namespace is compared with the nearest one before it or, with --against, each model or namespace with the
-    nearest one of the store. Exit code 1: with --against, nothing matches.
+    Without --against, each namespace is compared with the most similar of those listed before it. With --against, the
+    given model or namespaces are compared with the most similar namespace of the store; exit code 1: none matches.
 
-    Namespaces that differ in the engine's release alone may share blocks after a comparison; this is shown, too.
+    Namespaces that differ only in the engine's release may share blocks after a comparison. Its result is shown, too.
 
     Example: persistkv why lmdb:///var/cache/kv --against ./Llama-3.1-8B
     """

@@ -173,7 +173,9 @@ def packs_left(spaces: list[NamespacePacks], state: VerifyState) -> list[tuple[N
 def _portions(
     left: list[tuple[NamespacePacks, bytes]], most_bytes: float
 ) -> Iterator[tuple[NamespacePacks, list[bytes]]]:
-    """Cut packs into portions of one namespace; the last pack of each makes it as large as ``most_bytes``."""
+    """Divide packs into portions of one namespace each. A portion ends with the pack that brings its payload to
+    ``most_bytes`` or more.
+    """
     for space, packs in groupby(left, key=itemgetter(0)):
         portion, size = list[bytes](), 0
         for _, pack in packs:
@@ -251,9 +253,9 @@ class Verifier:
             self.begin()
 
     def close(self) -> None:
-        """Cancel reads that have not started, and wait for running ones, unless the store is remote.
+        """Cancel reads that have not started. Wait for running reads if the store is local.
 
-        Running reads of a remote store may last until its deadline. They write only to memory of their own.
+        Running reads of a remote store continue until their deadline at the latest; they write only to own memory.
         """
         if self._pool is not None:
             self._pool.shutdown(wait=not self._backend.capabilities.remote, cancel_futures=True)

@@ -311,7 +311,7 @@ class Prune:
     """A planned prune of some namespaces of a store, made by ``StoreHandle.prune``.
 
     :ivar plan: requests and packs to delete.
-    :ivar quarantined: files of damaged stores to delete, and the bytes that were deleted.
+    :ivar quarantined: directories of damaged stores to delete; ``run`` records the bytes that it deleted.
     :ivar done: totals of ``run``, updated by each commit.
     """
 

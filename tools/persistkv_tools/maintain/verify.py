@@ -67,7 +67,7 @@ class Summary(Tally, kw_only=True):
     resumed_packs: int
     """Part of ``packs`` that interrupted runs had read before this run resumed them."""
     resumed_bytes: int
-    """Part of ``stored_bytes`` that those interrupted runs had read."""
+    """Part of ``stored_bytes`` that interrupted runs had read before this run resumed them."""
     requests: int
     rows_counted: bool
     """False: unreadable catalogue rows could not be counted, because other processes wrote during each attempt."""
@@ -149,9 +149,11 @@ def verify(
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """Read everything and check it, a twentieth of the time where an engine shows that it uses the store and there is
-    no --rate. Exit code 1: something is wrong, repaired or not. Exit code 3: a commit of --repair failed; those before
-    it were done, and are shown.
+    """Read a whole store and check it. If an engine uses the store, reading takes at most 5 % of the time, unless
+    --rate is given.
+
+    Exit code 1: damage was found, even if it was repaired. Exit code 3: a commit of --repair failed; earlier commits
+    stay in effect and are shown.
 
     Example: persistkv verify lmdb:///var/cache/kv --rate 200MiB --resume /var/tmp/kv.verify
     """
@@ -243,9 +245,9 @@ def check_store(
 
 @contextmanager
 def _prompt_threads() -> Iterator[None]:
-    """Within the ``with`` block, let reading threads wait less for the GIL: by default up to 5 ms after each read.
+    """Within the ``with`` block, let reading threads wait less for the GIL; the default is up to 5 ms after each read.
 
-    Also exclude the objects that exist at its begin, such as pack tables, from garbage collection.
+    Also exclude the objects that exist at its start, such as pack tables, from garbage collection.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)

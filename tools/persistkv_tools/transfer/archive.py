@@ -88,7 +88,7 @@ class ArchiveWriter:
 
     :param path: the target; ``-``: standard output.
     :raises ConfigurationError: the file cannot be written. All methods and the end of the block raise it, too.
-    :raises SystemExit: standard output is a pipe that its reader closed. Raised where the other error is.
+    :raises SystemExit: standard output is a pipe that its reader closed. Raised in the same places.
     """
 
     def __init__(self, path: Path) -> None:

@@ -161,6 +161,6 @@ def export_requests(
 
 
 def print_incomplete(names: list[str], *, stderr: bool = False) -> None:
-    """Print the requests that were left out."""
+    """Print the requests that were left out, because some of their blocks are damaged or no longer held."""
     for name in names:
         render.say(f"left out, because some of its blocks are damaged or gone: {name}", stderr=stderr)

@@ -110,7 +110,7 @@ pull.__signature__ = _pull.replace(  # type: ignore[attr-defined]
 def _store_bytes(payload_bytes: int, packs: int, requests: int, keys: int) -> int:
     """Return an upper bound of the bytes that content takes in a store.
 
-    :param keys: of the packs, and of the requests; a block counts once for each request that names it.
+    :param keys: number of keys in the packs and in the requests; a block counts once for each request that names it.
     """
     rows = packs * _PACK_BYTES + requests * _REQUEST_BYTES + keys * _KEY_BYTES
     return payload_bytes + -(-payload_bytes // _PAGE_HEADERS) + rows

@@ -152,7 +152,7 @@ class Canary:
                 self.other = self._open(namespace.id, verdict.depths)
                 self.verdict = verdict
                 self._candidates = []
-                logger.info(
+                logger.warning(
                     "blocks of namespace %s (%s) are used, as recorded: %s",
                     namespace.id.hex()[:8],
                     _release(namespace),
@@ -294,7 +294,7 @@ class Canary:
         if self.verdict is None:
             if evidence.suffices:
                 self._adopt(other, tuple(evidence.depths))
-                logger.info(
+                logger.warning(
                     "adopted the blocks of namespace %s (%s): %d tokens of %d requests agree (error %.2g, limit %.2g); "
                     "%s",
                     other.namespace.hex()[:8],

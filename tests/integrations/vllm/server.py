@@ -94,13 +94,15 @@ class Server(Program):
         }
 
     @contextmanager
-    def running_request(self, prompt: list[int], max_tokens: int) -> Iterator[None]:
-        """Request whose answer has begun; the connection is closed on exit, also if the answer is not complete."""
+    def running_request(self, prompt: list[int], max_tokens: int) -> Iterator[http.client.HTTPResponse]:
+        """Request whose answer has begun; the rest is to be read. A server that drains waits until it is, or until the
+        connection is closed, as it is on exit.
+        """
         with closing(_UnixConnection(self._socket)) as connection:
             body = _body(prompt, max_tokens, None) | {"stream": True}
             response = self._send(connection, "POST", "/v1/completions", body)
             assert response.readline(), "the server closed the connection"
-            yield
+            yield response
 
     def metrics(self) -> str:
         """Return the metrics in Prometheus' format."""

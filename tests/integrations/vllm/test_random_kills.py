@@ -1,6 +1,6 @@
 """vLLM's server with eight clients, killed at random: all answers are right, and every restart is warm.
 
-``PERSISTKV_KILL_SECONDS`` is the least duration (default 90); ``PERSISTKV_KILL_SEED`` seeds times, prompts and the
+``PERSISTKV_KILL_SECONDS`` is the least duration (default 90). ``PERSISTKV_KILL_SEED`` seeds times, prompts and the
 first victim.
 
 Rounding depends on which requests share a batch, so a comparison of answers is sound only where rounding cannot change

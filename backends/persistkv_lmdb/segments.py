@@ -642,7 +642,7 @@ class _Batch:
     def close(self) -> memoryview:
         """Extend ``buffers`` by the whole pages that were copied since ``close`` was last called.
 
-        :returns: the copied bytes after these pages, less than a page; they are not in ``buffers``.
+        :returns: the remaining copied bytes, less than a page; they are not in ``buffers``.
         """
         end = self._filled - self._filled % PAGE_BYTES
         if self._begun < end:

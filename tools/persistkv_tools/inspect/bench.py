@@ -469,7 +469,7 @@ class _PlainDisk(PlainMedium):
         transfer(os.preadv, self._direct, buffers, number * sum(map(len, buffers)))
 
     def close(self) -> None:
-        """Close the file; the scratch directory is removed as a whole."""
+        """Close the file, which ``_scratch`` removes with its directory."""
         os.close(self._direct)
         os.close(self._buffered)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -61,19 +62,24 @@ class LRUCachePolicy(CachePolicy):
     """Evicts the least recently used block. Blocks are kept in order of use; a store counts as the first use.
 
     A block that cannot be evicted is parked when it is the least recently used one, so that only one eviction has to
-    skip it. After ``release``, it is the next one to be evicted. Every operation is amortised O(1).
+    skip it. After ``release``, it regains its former place, before all blocks that were never parked. Every operation
+    is amortised O(1), or O(log n) for blocks that were parked.
     """
 
     def __init__(self, num_blocks: int, refs: Sequence[int]) -> None:
         super().__init__(num_blocks, refs)
         self._rows: OrderedDict[OffloadKey, int] = OrderedDict()  # least recently used first, without parked blocks
-        self._parked: dict[OffloadKey, int] = {}
+        # (place, row) of parked blocks: ``_parked`` while they are protected, ``_due`` and the heap afterwards.
+        self._parked: dict[OffloadKey, tuple[int, int]] = {}
+        self._due: dict[OffloadKey, tuple[int, int]] = {}
+        self._heap: list[tuple[int, int, OffloadKey]] = []
+        self._last_place = 0
 
     def __len__(self) -> int:
-        return len(self._rows) + len(self._parked)
+        return len(self._rows) + len(self._parked) + len(self._due)
 
     def __contains__(self, key: OffloadKey) -> bool:
-        return key in self._rows or key in self._parked
+        return key in self._rows or key in self._parked or key in self._due
 
     def insert(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
         self._rows.update(zip(reversed(keys), reversed(rows), strict=True))
@@ -83,17 +89,16 @@ class LRUCachePolicy(CachePolicy):
         for key in reversed(keys):
             if key in rows:
                 rows.move_to_end(key)
-            elif key in self._parked:
-                rows[key] = self._parked.pop(key)
+            elif (row := self._unpark(key)) is not None:
+                rows[key] = row
 
     def release(self, keys: Sequence[OffloadKey]) -> None:
         if not self._parked:
             return
         for key in keys:
-            row = self._parked.get(key)
-            if row is not None and not self._refs[row]:
-                self._rows[key] = self._parked.pop(key)
-                self._rows.move_to_end(key, last=False)
+            if (entry := self._parked.pop(key, None)) is not None:
+                self._due[key] = entry
+                heapq.heappush(self._heap, (*entry, key))
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         for key in keys:
@@ -102,22 +107,40 @@ class LRUCachePolicy(CachePolicy):
     def discard(self, key: OffloadKey) -> int | None:
         """Forget a block and return its row; None if the key is unknown."""
         row = self._rows.pop(key, None)
-        return self._parked.pop(key, None) if row is None else row
+        return self._unpark(key) if row is None else row
 
     def evict(self, count: int) -> list[tuple[OffloadKey, int]]:
         victims: list[tuple[OffloadKey, int]] = []
-        refs, rows = self._refs, self._rows
-        while rows and len(victims) < count:
-            key, row = rows.popitem(last=False)
-            if refs[row]:
-                self._parked[key] = row
-            else:
-                victims.append((key, row))
+        while len(victims) < count and (victim := self._pop_coldest()) is not None:
+            victims.append(victim)
         return victims
 
     def clear(self) -> None:
-        self._rows.clear()
-        self._parked.clear()
+        for part in (self._rows, self._parked, self._due, self._heap):
+            part.clear()
+
+    def _pop_coldest(self) -> tuple[OffloadKey, int] | None:
+        """Forget and return the least recently used block that can be evicted, and its row; None: there is none."""
+        refs = self._refs
+        while self._heap:
+            place, row, key = heapq.heappop(self._heap)
+            if self._due.get(key) != (place, row):
+                continue  # used or removed since
+            del self._due[key]
+            if not refs[row]:
+                return key, row
+            self._parked[key] = (place, row)
+        while self._rows:
+            key, row = self._rows.popitem(last=False)
+            if not refs[row]:
+                return key, row
+            self._last_place += 1
+            self._parked[key] = (self._last_place, row)
+        return None
+
+    def _unpark(self, key: OffloadKey) -> int | None:
+        entry = self._parked.pop(key, None) or self._due.pop(key, None)
+        return None if entry is None else entry[1]
 
 
 class ARCCachePolicy(CachePolicy):

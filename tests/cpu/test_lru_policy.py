@@ -17,14 +17,16 @@ def test_evict_prefix_leaves_last() -> None:
     assert policy.evict(4) == [(KEYS[2], 2), (KEYS[1], 1), (KEYS[0], 0)]
 
 
-def test_evict_released_blocks_first_in_prefix_order() -> None:
+def test_evict_released_blocks_regain_their_places() -> None:
     refs = [0, 1, 1, 0]
     policy = LRUCachePolicy(4, refs)
     policy.insert(KEYS[3::-1], [3, 2, 1, 0])  # coldest first: 0, 1, 2, 3
     assert policy.evict(2) == [(KEYS[0], 0), (KEYS[3], 3)]  # 1 and 2 are parked
     policy.insert([KEYS[4]], [0])
-    refs[1] = refs[2] = 0
-    policy.release([KEYS[2], KEYS[1]])
+    refs[2] = 0
+    policy.release([KEYS[2]])
+    refs[1] = 0
+    policy.release([KEYS[1]])
     assert policy.evict(3) == [(KEYS[1], 1), (KEYS[2], 2), (KEYS[4], 0)]
 
 
@@ -74,33 +76,27 @@ def test_lru_policy_equals_a_plain_list(steps: list[tuple[str, int]]) -> None:
     refs = [0] * 8
     policy = LRUCachePolicy(8, refs)
     model: list[int] = []  # coldest first
-    parked: set[int] = set()
     for step, number in steps:
         key = KEYS[number]
         if step == "use":
-            if number in model or number in parked:
+            if number in model:
                 policy.touch([key])
+                model.remove(number)
             else:
                 policy.insert([key], [number])
-            model = [*(other for other in model if other != number), number]
-            parked.discard(number)
+            model.append(number)
         elif step == "take out":
-            assert policy.discard(key) == (number if number in model or number in parked else None)
+            assert policy.discard(key) == (number if number in model else None)
             model = [other for other in model if other != number]
-            parked.discard(number)
         elif step == "protect":
             refs[number] += 1
         elif step == "release" and refs[number]:
             refs[number] -= 1
-            policy.release([key])
-            if not refs[number] and number in parked:
-                parked.remove(number)
-                model.insert(0, number)
+            if not refs[number]:
+                policy.release([key])
         elif step == "evict":
             expected = next((other for other in model if not refs[other]), None)
             assert policy.evict(1) == ([] if expected is None else [(KEYS[expected], expected)])
-            passed = model if expected is None else model[: model.index(expected)]
-            parked.update(passed)
-            model = [other for other in model if other not in parked and other != expected]
-        assert len(policy) == len(model) + len(parked)
-        assert all((KEYS[other] in policy) == (other in model or other in parked) for other in range(8))
+            model = [other for other in model if other != expected]
+        assert len(policy) == len(model)
+        assert all((KEYS[other] in policy) == (other in model) for other in range(8))

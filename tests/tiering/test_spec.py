@@ -51,7 +51,7 @@ def test_tiers_by_name(tmp_path: Path) -> None:
         ({"type": "tape"}, "secondary_tiers type: 'tape' .* one of example, persistent"),
         ({"type": "example", "max_block": 3}, "tier example option max_block: 3 .* one of max_blocks, simulate_async"),
         ({"type": "example", "max_blocks": 0}, "tier example option max_blocks: 0"),
-        ({"type": "persistent", "uri": "x"}, "tier persistent option uri: 'x' .* one of codec, .* url, "),
+        ({"type": "persistent", "uri": "x"}, "tier persistent option uri: 'x' .* one of adopt, codec, .* url, "),
     ],
 )
 def test_what_is_wrong_is_named(config: dict[str, Any], message: str) -> None:

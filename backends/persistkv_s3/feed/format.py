@@ -7,7 +7,6 @@ the object's name. Nothing is trusted: sizes are checked against a limit before 
 
 from __future__ import annotations
 
-import math
 import re
 import struct
 from collections.abc import Iterator, Sequence
@@ -46,7 +45,9 @@ _Id = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
 _Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 _Term = Annotated[bytes, msgspec.Meta(min_length=TERM_BYTES, max_length=TERM_BYTES)]
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
-_Time = Annotated[float, msgspec.Meta(ge=0, le=1 << 40)]  # seconds since the epoch
+LATEST = 1 << 40
+"""Latest time in a record: seconds since the epoch."""
+_Time = Annotated[float, msgspec.Meta(ge=0, le=LATEST)]
 _Name = Annotated[str, msgspec.Meta(pattern=r"\A[a-z0-9/-]{1,128}\Z")]
 
 
@@ -242,13 +243,13 @@ class NamespaceHead(msgspec.Struct, array_like=True, kw_only=True):
     snapshot_position: _Number = 0
     num_bytes: int = 0
     """Total bytes of the namespace's packs, pack tables and manifests."""
-    oldest: float = 0.0
+    oldest: _Time = 0.0
     """Time of the least recent use of a pack or manifest that may be evicted; 0: none may."""
-    swept: float = 0.0
+    swept: _Time = 0.0
     """Start of the last complete sweep (deletion of objects that nothing refers to); before it, time of a merge."""
-    expires: float = math.inf
+    expires: _Time = LATEST
     """Earliest time at which a manifest expires by its own ttl, unless it is used again: seconds since the epoch, by
-    the server's clock; infinity if no manifest has one."""
+    the server's clock; ``LATEST`` if no manifest has one."""
 
     def term_of(self, position: int) -> bytes | None:
         """Return the term of the feed object at a position; None if ``spans`` does not contain the position."""

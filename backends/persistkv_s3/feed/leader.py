@@ -25,6 +25,7 @@ import msgspec
 from persistkv_s3.client.bucket import Bucket
 from persistkv_s3.client.transport import ABSENT, ConditionFailedError, ObjectInfo, ObjectMissingError
 from persistkv_s3.feed.format import (
+    LATEST,
     MAX_FEED_BYTES,
     MAX_INBOX_BYTES,
     NONCE_BYTES,
@@ -317,7 +318,8 @@ class Leader:
         head.position = feed.position
         head.spans = extended(head.spans, feed.position, feed.term)
         catalogue = session.catalogue
-        head.num_bytes, head.oldest, head.expires = catalogue.disk_bytes(), catalogue.oldest, catalogue.expires
+        head.num_bytes, head.oldest = catalogue.disk_bytes(), catalogue.oldest
+        head.expires = min(catalogue.expires, LATEST)
         head.swept = max(head.swept, held.swept) or self._bucket.now()
         if held.snapshot:
             head.snapshot, head.snapshot_position = held.snapshot, held.snapshot_position

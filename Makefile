@@ -68,7 +68,7 @@ test: lint
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not slow" --numprocesses auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 test-slow: setup
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m slow --numprocesses auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 lint: setup
 	$(BIN)/ruff format --check .

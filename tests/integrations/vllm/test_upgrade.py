@@ -36,8 +36,8 @@ def test_newer_release_adopts_the_chunks_of_the_older_one(start_engine, url, pla
     newer = start_engine(tier(url))
     for number in range(2):  # computed and compared
         assert newer.generate(PROMPTS[number]) == {"tokens": [cold[number]], "cached": [0]}
+    newer.generate(SHORT)  # a step that ends the requests
     wait_stored(url, len(PROMPTS) + 2)
-    newer.generate(SHORT)
     assert newer.generate(*PROMPTS[2:]) == {"tokens": cold[2:], "cached": [CACHED] * (len(PROMPTS) - 2)}
     assert "adopted the blocks of namespace" in newer.log
     newer.close()

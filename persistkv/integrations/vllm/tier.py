@@ -311,7 +311,8 @@ def is_only_source(engine: Any) -> bool:
     if transfer is None or transfer.kv_connector != "OffloadingConnector":
         return False
     tiers = (transfer.kv_connector_extra_config or {}).get("secondary_tiers") or ()
-    return all(tier.get("type") in ("persistkv", "persistkv-prewarm", "PersistKVTier") for tier in tiers)
+    names = ("persistkv", "persistkv-prewarm", "PersistKVTier", "PersistKVPrewarm")
+    return all(tier.get("type") in names for tier in tiers)
 
 
 def persistent_tiers(offloading_spec: Any) -> list[PersistentTier]:

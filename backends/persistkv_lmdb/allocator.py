@@ -32,7 +32,7 @@ _SPACE = struct.Struct("<QQQ")
 
 SEGMENT_BYTES = 1 << 30  # 1 GiB
 _MOST_SEGMENTS = 64
-"""A store with more than 64 GiB of segments has larger segments instead of more: each takes two descriptors."""
+"""Maximum number of segments, because each takes two descriptors. A store of more than 64 GiB has larger segments."""
 _STEPS = 16  # a file grows by 1/16 of the present size, at most by 1/16 of the limit
 _STEP_BYTES = (1 << 20, 128 << 20)  # 1 MiB to 128 MiB: bounds of a step
 _LARGE_BYTES = 16 << 20  # 16 MiB
@@ -66,7 +66,7 @@ class Space(NamedTuple):
 
 
 def read_space(rows: Rows) -> Space:
-    """Return the recorded totals; zeros if the row is missing or invalid."""
+    """Return the recorded counts of pages; zeros if the row is missing or invalid."""
     row = rows.get(META, SPACE_ROW)
     return Space() if row is None or len(row) != _SPACE.size else Space(*_SPACE.unpack(row))
 
@@ -108,7 +108,7 @@ class Allocator:
     def take(self, pages: int) -> list[Extent]:
         """Allocate free pages: the smallest single extent that is large enough, otherwise several extents.
 
-        :raises CorruptStoreError: fewer pages are free than the totals say.
+        :raises CorruptStoreError: fewer pages are free than the recorded counts say.
         """
         taken: list[Extent] = []
         while pages:
@@ -204,7 +204,7 @@ class Allocator:
         return tail.pages if tail is not None and tail.end == pages else 0
 
     def finish(self) -> None:
-        """Record the totals of pages if they changed."""
+        """Record the counts of pages if they changed."""
         totals = (self.total, self.free, self.aging)
         if totals != self._before:
             self._rows.put(META, SPACE_ROW, _SPACE.pack(*totals))

@@ -41,7 +41,7 @@ class S3Options(msgspec.Struct, frozen=True):
     sse: Literal["AES256", "aws:kms"] | None = None
     """Server-side encryption to request. None: the bucket's default."""
     sse_kms_key_id: str | None = None
-    """Key for ``sse=aws:kms``. None: the account's default key."""
+    """Id of the KMS key for ``sse=aws:kms``. None: the account's default key."""
     sse_bucket_key: bool | None = None
     """Whether objects with ``sse=aws:kms`` use a bucket key, which saves most requests to KMS. None: the bucket's
     default."""
@@ -76,7 +76,7 @@ class S3Options(msgspec.Struct, frozen=True):
     """File with the key that authenticates the store (see ``authentication``): at least 32 bytes; surrounding white
     space is ignored. None: nothing is authenticated, unless ``key_env`` is set."""
     key_env: str | None = None
-    """Name of an environment variable that holds the key, instead of a file."""
+    """Name of an environment variable with the key that authenticates the store, instead of ``key_file``."""
     cache: str | bool | None = None
     """Directory of the local catalogues, which are kept between runs; ``no``: a temporary one. None: ``persistkv/s3``
     in the user's cache directory."""

@@ -1,4 +1,4 @@
-"""Memory by its address, and system calls for it that the mmap module lacks or makes while it holds the GIL."""
+"""Access to memory by address, and calls that the mmap module lacks or does not release the GIL for."""
 
 from __future__ import annotations
 

@@ -496,7 +496,10 @@ class Leader:
         feed.collected = max(feed.collected, garbage[-1][0])
 
     def _sweep(self, namespace: bytes, session: NamespaceSession, target: NamespaceHead) -> None:
-        """Continue the daily sweep: of the next 1,000 objects, delete those over a day old that nothing refers to."""
+        """Start or continue the daily sweep: of the next 1,000 objects, delete those over a day old without references.
+
+        :param target: the namespace's part of the published head.
+        """
         now = self._bucket.now()
         if namespace in self._behind:  # commits in the inbox may name old objects
             return

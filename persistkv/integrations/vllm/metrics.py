@@ -107,7 +107,9 @@ class MetricsReader:
         return reading
 
     def growth(self, now: Mapping[str, float]) -> dict[str, float]:
-        """Return the growth of each total since the last call, without zeros. A total that shrank restarted at 0.
+        """Return the growth of each total since the last call (at first, since 0). Leave out totals that did not grow.
+
+        A smaller total was reset: its growth is counted from 0.
 
         :param now: the present totals by name.
         """

@@ -21,7 +21,8 @@ _LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC")
 """Supported values of ``kv_cache_layout``: orders of layers (L), blocks (B), heads (H), tokens (N) and numbers (C) in
 which one block is contiguous in each tensor."""
 _CONSTANT_SCALES = (0, 1)
-"""Values of ``kv_quant_mode`` without scales that depend on the content: none, and one constant scale per tensor."""
+"""Values of ``kv_quant_mode`` without scales that depend on the content: not quantized, and one constant scale per
+tensor."""
 _LATENT_PART = 64
 """Largest count of numbers in one part of MLA's latent vector, which is compared in parts of equal length, because RoPE
 rotates only its end."""

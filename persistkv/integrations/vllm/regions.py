@@ -39,9 +39,9 @@ class _Mapping(NamedTuple):
     stop: int
     offset: int
     file: FileId
-    """The inode is 0 for memory without a file."""
+    """File that is mapped; the inode is 0 for memory without a file."""
     path: str
-    """Empty for memory without a file; ends in ``(deleted)`` if the file was unlinked."""
+    """Path of this file; empty for memory without a file. Ends in ``(deleted)`` if the file was unlinked."""
 
 
 def open_region(rows: memoryview) -> tuple[int, ...]:

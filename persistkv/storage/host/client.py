@@ -462,7 +462,7 @@ class StoreClient:
         most recently used ones. ``take_recent`` returns them once they arrive.
 
         :param max_blocks: maximum number of keys to return, over all requests.
-        :param only_asked: leave out the recently used ones; ignored if ``choice`` is set.
+        :param only_asked: return only those that ``persistkv warm`` asked for; ignored if ``choice`` is set.
         :param choice: return only the recently used ones that this filter includes; None: no filter.
         :returns: False if the store is not open; nothing was requested.
         """

@@ -202,13 +202,13 @@ def recent_contexts(
 ) -> list[list[bytes]]:
     """Return the keys of stored requests to prewarm, one list per stored request, at most ``max_blocks`` keys in all.
 
-    Stored requests of pending warm requests come first, then the recently used ones, most recent first. The keys of
+    Stored requests that pending warm requests name come first, then the others, most recently used first. The keys of
     each are in token order, one KV cache group after the other. Left out are keys that are not held, and keys that an
     earlier list contains.
 
     :param holds: returns whether a key is stored.
     :param engine: name of this engine; its answers to the warm requests are published. Empty: publish no answers.
-    :param only_asked: return only stored requests of pending warm requests; ignored if ``choice`` is set.
+    :param only_asked: return only stored requests that pending warm requests name; ignored if ``choice`` is set.
     :param choice: return only stored requests that this filter includes, latest used first; pending warm requests are
         neither read nor answered. None: no filter.
     """

@@ -108,14 +108,16 @@ class AskStats(_Message):
 
 
 class AskRecent(_Message):
-    """Answer with keys of stored requests to prewarm (``Recent``): those of warm requests, and recently used ones."""
+    """Answer with keys of stored requests to prewarm (``Recent``): first those chosen with ``persistkv warm``, then the
+    most recently used ones.
+    """
 
     max_blocks: int
     """Bound on the number of keys in the answer."""
     only_asked: bool = False
-    """Leave out requests that were only recently used; ignored if ``choice`` is set."""
+    """Answer only with stored requests chosen with ``persistkv warm``; ignored if ``choice`` is set."""
     choice: Choice | None = None
-    """Answer only with stored requests that this filter includes, and ignore warm requests; None: no filter."""
+    """Answer only with stored requests that this filter includes, regardless of ``persistkv warm``; None: no filter."""
 
 
 class Ping(_Message):

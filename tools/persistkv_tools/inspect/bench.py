@@ -268,7 +268,11 @@ def _seconds(call: Callable[..., None], *arguments: object) -> float:
 
 
 def verdict(name: str, ratio: float | None) -> str:
-    """Return a text that judges an operation's ratio, None if unknown; parameters as the fields of ``Figure``."""
+    """Return a text that judges the speed of an operation.
+
+    :param name: as in ``Figure``.
+    :param ratio: share of the plain medium's speed; None: unknown.
+    """
     if ratio is None:
         return "no limit to hold it against"
     if ratio >= _GOOD[name]:

@@ -190,7 +190,7 @@ class Watch:
 
 
 def hit_rate(counters: StoreCounters) -> float | None:
-    """Return the rate that ``EngineView.hit_rate`` describes; None if no blocks were loaded or computed yet."""
+    """Return ``EngineView.hit_rate``: the share of loaded among loaded, stored and dropped blocks; None: no blocks."""
     needed = counters.loaded_blocks + counters.stored_blocks + counters.dropped_blocks
     return round(counters.loaded_blocks / needed, 4) if needed else None
 

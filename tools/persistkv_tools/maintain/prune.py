@@ -56,7 +56,7 @@ class Quarantine(msgspec.Struct):
 
     directories: tuple[str, ...] = ()
     num_bytes: int = 0
-    """Bytes that they take on disk before the deletion."""
+    """Bytes that these directories take on disk before the deletion."""
     deleted_bytes: int = 0
     """Bytes on disk that were deleted."""
 

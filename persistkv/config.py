@@ -317,9 +317,9 @@ class RowLayout(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class OffloadingConfig:
-    """Configuration of a secondary tier that describes its engine.
+    """Description of an engine for a secondary tier: its identity, blocks and rows.
 
-    :raises ConfigurationError: at construction, naming the number that is not positive.
+    :raises ConfigurationError: at construction, if a number is not positive; the error names it.
     """
 
     identity: Mapping[str, Any]

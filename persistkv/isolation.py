@@ -31,7 +31,9 @@ class Isolation:
 
     @contextmanager
     def guard(self, call: str, consequence: str) -> Iterator[Guard]:
-        """Return a context manager around one call of the component; its target shows whether the call raised.
+        """Return a context manager around one call of the component that logs and suppresses its exception.
+
+        The target, a ``Guard``, shows whether the call raised.
 
         :param call: name of the call in the log line.
         :param consequence: effect of an exception of the call, for the log line.

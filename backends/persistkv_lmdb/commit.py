@@ -41,10 +41,11 @@ from persistkv_lmdb.files import met_the_maps_end
 from persistkv_lmdb.layout import Placement, Transaction, read_ttl, write_catalogue_bytes
 
 _EVICTED_AT_ONCE = 512
-"""Maximum of packs and manifests that one transaction evicts, or of manifests that it deletes for a deleted pack: takes
-tens of milliseconds."""
+"""Maximum number of packs and manifests that one transaction evicts, or of manifests that it deletes for a deleted
+pack. It takes tens of milliseconds."""
 _TRANSACTIONS = 8
-"""Maximum of transactions that evict for one batch. After the capacity was lowered, many commits shrink the store."""
+"""Maximum number of transactions that evict for one batch. After the capacity was lowered, many commits shrink the
+store."""
 _MORE = (0, 2, 8, 32)
 """Amounts to evict, tried in order, for a batch that does not fit. 0: as much as the capacity requires. Others:
 additionally this multiple of the batch's bytes, because free pages may be too fragmented."""
@@ -297,7 +298,7 @@ class Room:
         """Upper bound on ``used`` after a commit that adds content."""
         self._growth = max(0, segments - self._segments)
         self.need = Amount(0, 0)
-        """Upper estimate of the bytes that the batch adds; the reserve for deletions covers the remainder."""
+        """Upper estimate of the bytes that the batch adds. Any further ones use the reserve for deletions."""
 
     @property
     def _segments(self) -> int:

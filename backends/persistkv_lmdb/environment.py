@@ -49,7 +49,7 @@ LOCK_FILE_BYTES = 64 << 10  # 64 KiB: upper bound for lock.mdb (512 readers) and
 MIN_CATALOGUE = 1 << 20  # 1 MiB: twice the pages of a few transactions
 CATALOGUE_AHEAD = 2 << 20  # 2 MiB: pages that a commit rewrites, and those of the last two, not reusable yet
 _CATALOGUE_SHARE, _SMALL_SHARE, _SMALL = 256, 32, 8 << 20
-"""Initial share of ``data.mdb``: 1/256 of the capacity. In a small store: 1/32, at most 8 MiB."""
+"""Initial bound of ``data.mdb``: 1/256 of the capacity, and at least the smaller of 1/32 of it and 8 MiB."""
 _YOUNG, _MOST_YOUNG, _MOST = 8, 32, 4
 """While payloads fill less than 1/8 of a store, their ratio to the catalogue says little about a full store: at most
 1/32 of the store is reserved for the catalogue. Later it is at most 1/4."""
@@ -76,7 +76,7 @@ class Shares(NamedTuple):
     recorded: int
     """Recorded bound of ``data.mdb`` in bytes (placement ``extents``); used if it exceeds the share of the capacity."""
     segments: int
-    """Bytes of all segments; 0 if the bound does not depend on them."""
+    """Bytes of all segments (placement ``inline``). 0 with placement ``extents``: the bound does not depend on them."""
 
     @property
     def catalogue_bytes(self) -> int:
@@ -106,7 +106,7 @@ def wanted_catalogue_bytes(transaction: Transaction, whole: int) -> int:
     """Return the estimated size of ``data.mdb`` in bytes when the store is full of content like the present one.
 
     The estimate is half as large again as the present share of the catalogue, because requests that share stored blocks
-    add rows to a full store, too. It is limited to bounds that depend on ``whole``.
+    add rows to a full store, too. It is kept within bounds that depend on ``whole``.
 
     :param whole: capacity of the store in bytes.
     """
@@ -138,7 +138,7 @@ class Environment:
         """Bytes that recent commits of this process took in the segments: an estimate for the next."""
         self._map_lock = _MapLock()
         self._stuck = 0
-        """Readers with a snapshot of this transaction number or an older one are not waited for: a wait timed out."""
+        """Readers with a snapshot of this transaction or an older one are not waited for: an earlier wait timed out."""
         self._is_open = False
         self._fitted: Shares | None = None
         self.map_bytes = 0

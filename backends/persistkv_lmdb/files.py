@@ -126,7 +126,10 @@ def _reason(error: lmdb.Error) -> str:
 
 
 def free_disk_bytes(path: Path) -> int:
-    """Return the bytes by which ``data.mdb`` may grow: free disk space, within the process's file size limit."""
+    """Return the bytes by which ``data.mdb`` may grow: free disk space, within the process's file size limit.
+
+    64 MiB, which counts as nearly full, if the directory or the file cannot be read.
+    """
     longest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         status = os.statvfs(path)

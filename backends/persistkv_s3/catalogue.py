@@ -73,7 +73,7 @@ VERSION = 1
 _WAIT_S = 60.0  # for another thread's transaction, which may load a snapshot
 
 OBJECTS = "objects"
-"""Table: namespace, pack id → nonce, u64 size in the bucket in bytes (object, plus table in the feed), tags."""
+"""Table: namespace, pack id → nonce, u64 bytes in the bucket (object, and table in the feed), tags."""
 PENDING = "pending"
 """Table of commits that are not in the feed yet: u64 big-endian row number → writer, u64 number, f64 time,
 sealed commit."""
@@ -204,7 +204,7 @@ class LocalRows(Rows):
     def _record(self, table: str, key: bytes) -> bool:
         """Save a table row before its change, for undo and for the log of changes.
 
-        :returns: False if the change must be skipped: ``_log_changes`` writes the log of changes.
+        :returns: False if the row must not be written, because ``_log_changes`` writes the log of changes later.
         """
         if self.nonces is not None:
             if table == LOG:
@@ -560,7 +560,9 @@ class Catalogue(Catalog):
             self._log_changes(rows, sequence)
 
     def _reapply(self, rows: LocalRows) -> None:
-        """Apply pending commits again after a feed object; delete merged ones and those of ``drop`` that are done."""
+        """Apply pending commits again after a feed object; delete merged ones, and removals by ``drop``
+        that the feed has made, too.
+        """
         for key, value in list(rows.range(PENDING, b"")):
             entry, at = unseal(value[_PENDING.size :], Entry), _PENDING.unpack_from(value)[2]
             held = any(_nonce(rows, self._namespace + pack_id) == nonce for pack_id, nonce in entry.gone)

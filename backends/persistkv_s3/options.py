@@ -61,7 +61,7 @@ class S3Options(msgspec.Struct, frozen=True):
     """Maximum time in seconds for which uses of packs wait for the next commit. Then they are published by a commit of
     their own."""
     connections: int = 8
-    """Maximum of concurrent requests per call."""
+    """Maximum number of concurrent requests per call."""
     capacity: int | None = None
     """Bound on the bytes of a new store, enforced within seconds. None: unbounded. An existing store
     keeps its recorded capacity (``persistkv set`` changes it)."""

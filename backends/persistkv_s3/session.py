@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_COMMIT_S = 12 * 3600.0  # 12 hours from the first upload to the commit's object; a sweep spares younger objects
 _TRIES = 4
-"""Maximum of attempts to reach the head's position: listed objects may be deleted before they are fetched."""
+"""Maximum number of attempts to reach the head's position: listed objects may be deleted before they are fetched."""
 _AT_ONCE = 4
 """Feed objects or segments in memory at a time."""
 

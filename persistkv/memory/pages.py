@@ -90,7 +90,7 @@ def map_aligned(fds: Sequence[int], num_bytes: int) -> int:
 
 
 def huge_memory(num_bytes: int) -> mmap.mmap:
-    """Allocate private memory, zeroed and page-aligned, in huge pages if the kernel has some.
+    """Allocate private memory, zeroed and page-aligned, in huge pages if the kernel supports them and has some free.
 
     :returns: at least ``num_bytes`` bytes, a multiple of ``HUGE_PAGE_BYTES``.
     """

@@ -70,7 +70,7 @@ class Staging:
         return key in self._pack_of
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether ``num_bytes`` more raw bytes may be added within the bound."""
+        """Return whether ``num_bytes`` more raw bytes may be added within the bound."""
         return self.num_bytes + num_bytes <= self._max_bytes
 
     def add(self, request: str, segments: Iterable[Segment], *, whole: bool = False) -> None:
@@ -261,7 +261,10 @@ def _parts(blocks: Blocks, cut: int) -> Iterator[Blocks]:
 
 
 def _segments(rows: Rows, blocks: Blocks, places: Iterable[int]) -> list[Segment]:
-    """Divide the blocks at these places into runs of one group with consecutive depths, as frames require."""
+    """Return blocks as segments: runs of blocks of one group with consecutive depths, as frames require.
+
+    :param places: indices in ``blocks`` of the blocks to return.
+    """
     runs: list[list[int]] = []
     expected = None
     for group, depth, place in sorted((blocks.groups[place], blocks.depths[place], place) for place in places):

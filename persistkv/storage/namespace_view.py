@@ -1,5 +1,5 @@
-"""One namespace of an open backend: its blocking calls, the index of durable keys, pending news, and the construction
-of manifests.
+"""One namespace of an open backend: its blocking calls, the index of durable keys, ``News`` for the engine, and the
+construction of manifests.
 
 Coroutines that commit or refresh must run as flows of ``Executor.begin_write``, so that the index applies changes in
 order. ``holders`` may run in any flow.

@@ -69,8 +69,11 @@ class BotoClient(Transport):
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._ahead_s: float | None = None
-        """Server's clock minus ``time.monotonic``: the greatest value of answers whose values differ by less than 5 s,
-        because dates have whole seconds and answers take time. None: no answer yet."""
+        """Server's clock minus ``time.monotonic`` in seconds, by the dates of answers; None: no answer yet.
+
+        A greater value replaces it, because dates have whole seconds and answers take time; so does one that is smaller
+        by 5 s or more, because the server's clock was changed.
+        """
         self._client.meta.events.register("before-send.s3", self._count_one)
         self._client.meta.events.register("after-call.s3", self._compare_clocks)
         server = urlsplit(self._client.meta.endpoint_url)

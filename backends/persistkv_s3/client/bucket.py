@@ -11,8 +11,8 @@ States of the breaker:
     open       no request passes, for a pause that doubles each time, up to 30 s
     half-open  one request passes. Good answer: closed. Bad answer: open again
 
-A bad answer is a failure caused by the server, or an answer that took longer than ``slow_s`` and the time of its bytes
-at 1 MiB/s.
+A bad answer is a failure caused by the server, or an answer that took longer than ``slow_s`` plus the time that its
+bytes take at 1 MiB/s.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Bucket:
 
     :param transport: makes single attempts; closed with the bucket.
     :param deadline_s: maximum time of each operation in seconds, including retries.
-    :param connections: maximum of concurrent operations in one call of ``all``.
+    :param connections: maximum number of concurrent operations in one call of ``all``.
     :param clock: source of monotonic time, pauses and random numbers.
     """
 

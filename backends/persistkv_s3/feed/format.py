@@ -246,7 +246,7 @@ class NamespaceHead(msgspec.Struct, array_like=True, kw_only=True):
     oldest: _Time = 0.0
     """Time of the least recent use of a pack or manifest that may be evicted; 0: none may."""
     swept: _Time = 0.0
-    """Start of the last complete sweep (deletion of objects that nothing refers to); before it, time of a merge."""
+    """Start of the last complete sweep (deletion of objects that nothing refers to). Time of a merge until then."""
     expires: _Time = LATEST
     """Earliest time at which a manifest expires by its own ttl, unless it is used again: seconds since the epoch, by
     the server's clock; ``LATEST`` if no manifest has one."""

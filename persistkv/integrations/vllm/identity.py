@@ -103,7 +103,7 @@ class SharedLayout(NamedTuple):
 
 
 def shared_layout(spec: Any) -> SharedLayout | None:
-    """Return the layout of rows if it is independent of the parallel sizes; None: they are part of the identity.
+    """Return the layout of rows if it is independent of the parallel sizes. None: these are part of the identity.
 
     For the direct layout, vLLM's declaration that it is independent covers only the bytes of one block and one layer:
     vLLM 0.32 declares it for ``LBHNC`` (layers before heads), although with several layers a row of two workers differs

@@ -1,4 +1,4 @@
-"""Promotes recently used contexts of a store before a request looks them up.
+"""Promotion of recently used contexts of a store before a request looks them up.
 
 vLLM promotes chunks that are looked up, and a tier cannot look up its own chunks. However, a tier may serve external
 requests, for which it looks up chunks of the *other* tiers. This tier holds no chunks, and looks up the most recently

@@ -1,4 +1,4 @@
-"""Differences between the supported releases of vLLM, 0.31 to 0.33. The rest of the plugin uses only what all have.
+"""Differences between the supported releases of vLLM, 0.31 to 0.33. The rest of the plugin uses what all of them have.
 
 Hooks that only newer releases call need nothing here: older ones ignore the method or the argument.
 """

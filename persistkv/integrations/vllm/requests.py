@@ -60,7 +60,7 @@ def request_options(
 
     Hints take precedence over ``kv_transfer_params``. An invalid hint, or an invalid option ``prefetch`` of the
     parameters, is ignored with a warning. If another parameter is invalid, log a warning and disable stores and loads
-    for the request. The default would be wrong for it, and a request must not fail because of its options.
+    for the request. Defaults could store what the request excludes, and a request must not fail because of its options.
 
     :param parameters: the request's ``kv_transfer_params``, or None.
     :param actions: the ``KvHintAction`` objects of the request; those for other components are skipped.
@@ -150,8 +150,10 @@ class LiveRequest:
 
 
 class _Description(RequestDescription):
-    """Keys of a request, which arrive in any order. vLLM's positions determine their order and their depths: the number
-    of blocks of the same group before each. Parameters as for ``LiveRequest``.
+    """Keys of a request, added in any order, and sorted by their positions in the request, which vLLM reports.
+
+    The depth of a key, the number of its group's blocks before it, also follows from its position. Parameters as for
+    ``LiveRequest``.
     """
 
     def __init__(self, position: Position, group_tokens: Sequence[int], labels: Mapping[str, str]) -> None:

@@ -4,7 +4,7 @@
 |---|---|
 | ``LookupResult.HIT``, ``MISS`` | ``True``, ``False`` |
 | ``TransferJob.chunk_ids`` | ``JobMetadata.block_ids`` |
-| ``JobResult.successful_keys`` | ``JobResult.failed_keys``, the others |
+| ``JobResult.successful_keys`` | ``JobResult.failed_keys``: all other keys |
 | positions of keys, as requests grow | ``RequestDescription`` |
 
 vLLM makes one call at a time, in 0.33 also from its second thread. Only the constructor, ``drain_jobs`` and
@@ -228,8 +228,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         return request
 
     def _prefetch(self, prefetch: Prefetch) -> None:
-        """Queue contexts for promotion. A filter selects contexts of the first store; of a context given by token ids,
-        those blocks are queued that any store holds.
+        """Queue contexts for promotion: those of the first store that the filter includes, or, if token ids are given,
+        the blocks of their context that a store holds.
         """
         if not prefetch.token_ids:
             self._tier.prefetch(prefetch.choice)

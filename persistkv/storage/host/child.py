@@ -1,8 +1,8 @@
 """Program of the host process. Never imports torch.
 
-It outlives the engine, whose pidfd, socket and primary tier's memory it receives as descriptors. When the engine ends,
-it releases the memory, commits accepted work and exits. The kernel ends it if that takes too long: an orphan that
-hangs must pin neither memory nor the writer lock, for which the next engine waits.
+It inherits descriptors of the engine's pidfd, the socket to the engine, and the memory of the primary tier. When the
+engine ends, it releases the memory, commits accepted work and exits. An alarm of the kernel ends it if that takes too
+long: an orphan that hangs must keep neither memory nor the writer lock, for which the next engine waits.
 """
 
 from __future__ import annotations
@@ -79,8 +79,9 @@ def _reset() -> None:
 
     With this class (SCHED_BATCH), a message of the engine that wakes this process does not preempt the engine.
 
-    Without that class, the kernel often ran this process instead of the sender. On two busy cores, sending a job then
-    took the scheduler 6 ms at the 99th percentile, with it 0.2 ms; jobs took the same time (benchmarks.busy_scheduler).
+    Without it, the kernel often ran this process instead of the sender. On two busy cores, the engine's scheduler took
+    6 ms to send a job without it, and 0.2 ms with it (99th percentile). The jobs themselves took the same time
+    (benchmarks.busy_scheduler).
     """
     for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:  # Python ignores these two
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -121,7 +122,7 @@ def _ready(address: int, num_bytes: int, released: threading.Event) -> None:
     """Move the rows into huge pages if the engine did not, then map all their pages into this process's page table.
 
     Otherwise the first job that uses a row maps them: 32 MiB of rows took 10 ms, and the first promotion after a start
-    matters most. A gigabyte of small pages takes 0.1 s, and 2 MiB of page table, which it needs in any case.
+    matters most. Mapping a gigabyte of small pages takes 0.1 s, and 2 MiB of page table, needed in any case.
 
     :param released: set before the rows are unmapped; this ends the mapping of pages early.
     """

@@ -7,8 +7,8 @@ at the same time share one transaction.
 A job is answered when its rows are no longer read or written: a load when all its parts have ended, a store job when
 none of its keys is in flight.
 
-At the end, loads and jobs without an answer are dropped, except those that a transaction or a read has begun. When no
-row is in use any more, the rows are released and the engine gets ``Ended``; then accepted work is committed.
+At the end, jobs without an answer are dropped, except those whose transaction or read has begun. When no row is in use
+any more, the rows are released and the engine gets ``Ended``; then accepted work is committed.
 
 Opening the store is also a call of the executor. If the executor has threads, the server answers messages meanwhile
 and reports how long opening has taken so far.

@@ -2,8 +2,8 @@
 
 1. The engine sends nothing before it holds a pidfd of the host process, so a process that it cannot kill and watch
    never uses a row.
-2. A host that owes an answer or is opening, and sends nothing, is killed, unless its loop answers that it waits for its
-   medium.
+2. A host that owes an answer or opens the store must send messages: if it sends none for the time limit, not even the
+   answer to a ``Ping``, it is killed. While it answers, a call of its medium may take ten times as long.
 3. From the end of its connection until it is certainly dead, the host's state is ``DYING``: it may still use rows.
 """
 

@@ -4,8 +4,9 @@
 2. The engine's blocks are compared only if it computed them from blocks that it computed. A store job shows this: all
    blocks of its request from the first on were offered, and the store held none of them when they were offered. (A
    block that was loaded from this store is held; the engine reports keys that other tiers loaded.)
-3. After the adoption, loaded prefixes are proven equal, so a request may continue from them: its blocks beyond the
-   compared depths are compared if the store does not hold them, and extend the depths. The rest of rule 2 holds.
+3. After the adoption, loaded prefixes are proven equal, so the engine may also compute from them. Blocks that are
+   deeper in their context than all compared ones are compared if the store does not hold them; equal ones raise the
+   depths up to which the candidate serves lookups. The rest of rule 2 holds.
 4. A block that differs refuses the candidate; after its adoption, it stops the growth of the depths. No differing
    block, but too few equal ones: undecided, nothing is recorded.
 5. Verdicts are recorded in the store for each pair of namespaces. Adopted blocks that the engine uses are stored in its
@@ -82,7 +83,7 @@ class _Request:
 
 @dataclass
 class _Evidence:
-    """Totals of the comparisons with one candidate that agreed."""
+    """Totals of the comparisons with one candidate in which the blocks agreed."""
 
     tokens: list[int]
     """For each KV cache group, the number of compared tokens."""
@@ -104,7 +105,7 @@ class _Evidence:
 class Canary:
     """Compares the engine's blocks with those of a candidate, and serves the blocks of an adopted namespace.
 
-    Belongs to the thread of the store. Failures of the medium are logged and leave the candidate undecided.
+    Used by the store's thread only. Failures of the medium are logged and leave the candidate undecided.
     """
 
     def __init__(self, own: NamespaceView, identity: Identity, rows: Rows, options: StoreOptions) -> None:

@@ -9,7 +9,7 @@ depends on the dtype.
 units in the last place, and all numbers of a vector move independently, so the vector's length and direction hardly
 change. Measured with Llamas of 12 layers (prefill in one piece, in pieces of 1 to 100 tokens, in batches of 1 to 3, on
 1 and 2 threads; standard deviation of the weights 0.02, 0.06, 0.15): in the worst cell of 16 tokens, 90 % of the tokens
-had errors up to 1.4e-5 in float32, 4.1e-3 in float16 (without 0.15) and 5.6e-2 in bfloat16. Numbers that 4 layers
+had errors up to 1.4e-5 in float32, 4.1e-3 in float16 (0.15 excluded) and 5.6e-2 in bfloat16. Numbers that 4 layers
 computed in bfloat16 and stored in float8 had errors up to 0.045 (e4m3fn) and 0.071 (e5m2). The limits are at least
 twice as large. The other 10 % are tokens in which rounding was amplified (the largest error in bfloat16 was 0.13).
 
@@ -107,7 +107,7 @@ def _slices(layout: VectorLayout) -> list[VectorLayout]:
 
 def _errors(ours: ByteArray, theirs: ByteArray, layout: VectorLayout, dtype: str) -> tuple[Floats, Floats]:
     """Return two numbers for each cell: the error that 90 % of its tokens do not exceed, as the module defines it, and
-    the median length of its vectors, of which each token's longer one counts.
+    the median over its tokens of the length of the longer vector.
 
     Cells with numbers that are not finite have an infinite error.
     """

@@ -326,7 +326,9 @@ class _Tensor(msgspec.Struct, frozen=True):
 
 
 def _read_header(path: Path, descriptor: int, size: int) -> tuple[int, dict[str, _Tensor]]:
-    """Return the end of a file's header in bytes, and the tensors by name, in order. They cover the rest without gaps.
+    """Return the byte offset of the end of a file's header, and the tensors by name, in the order of their bytes.
+
+    Their bytes cover the rest of the file without gaps.
 
     :param size: bytes of the file.
     :raises ConfigurationError: the file is not a valid safetensors file.

@@ -99,7 +99,12 @@ def why(
 
 
 def _against(url: str, against: str, namespace: str | None) -> list[list[ComparisonView]]:
-    """Return, for each model or namespace that ``--against`` names, its comparisons with the store's namespaces."""
+    """Compare the store's namespaces with what ``--against`` names; one list per compared model or namespace.
+
+    :param against: directory of a model, namespace of the same store, or another store: each of its namespaces.
+    :param namespace: compare only this namespace of the store; None: all.
+    :raises NotFoundError: ``against`` is a store without namespaces.
+    """
     path = Path(against)
     is_model = path.is_dir() and not (path / "data.mdb").exists()  # a store may be named by its path, too
     other_store = not is_model and ("://" in against or against.startswith(("/", "~")))

@@ -57,7 +57,7 @@ _ATTEMPTS = 100
 
 
 class Summary(Tally, kw_only=True):
-    """Outcome of one run of ``persistkv verify``."""
+    """Result of one run of ``persistkv verify``: totals, findings and repairs."""
 
     url: str
     sample: float
@@ -115,7 +115,7 @@ class RepairPlan(msgspec.Struct):
 
 
 class Repaired(msgspec.Struct):
-    """Outcome of a repair so far, updated after its commits."""
+    """Ids of the packs and requests that a repair has deleted or shortened so far, updated after each commit."""
 
     packs: list[bytes] = []
     """Ids of deleted packs."""
@@ -337,7 +337,7 @@ def plan_repair(backend: InspectableBackend, findings: Iterable[Finding]) -> Rep
 def repair_packs(backend: InspectableBackend, findings: Iterable[Finding], done: Repaired) -> None:
     """Delete the packs of ``findings`` that are still bad, and shorten the requests that name them.
 
-    :param done: outcome, updated after the commits.
+    :param done: ids of the repaired packs and requests, updated after each commit.
     :raises StoreError: a commit failed, or other processes wrote during each attempt; earlier commits stay in effect.
     """
     bad = sorted({(found.namespace, found.pack) for found in findings if found.namespace and found.pack})

@@ -65,8 +65,8 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_age_s: Annotated[float, msgspec.Meta(ge=0)] = 2.0
     """Maximum seconds that a small job waits to be written together with others."""
     durability: str = "commit"
-    """``commit``, or ``interval:5s``: a crash of the host loses at most that interval. See
-    ``persistkv.config.parse_durability``."""
+    """``commit``: stores of 4 MiB and more are durable when they end, smaller ones when their request ends or after
+    ``max_age_s``. ``interval:5s``: blocks are written every 5 s, and a crash of the machine loses at most these."""
     io_threads: Annotated[int, msgspec.Meta(ge=1, le=MAX_IO_THREADS)] = 2
     """Threads of the store's host that read, verify, encode and decode, in addition to the one that writes."""
     open_timeout_s: Annotated[float, msgspec.Meta(ge=1)] = 60.0

@@ -143,8 +143,6 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         numbers = None
         if self.options.adopt == "canary" and is_only_source(engine):
             numbers = number_layout(engine, spec, find_kv_cache_config(), device=str(facts["device"]))
-        if self.options.adopt == "canary" and numbers is None:
-            logger.info("chunks of other vLLM releases are not adopted: this configuration does not allow to compare")
         layout = RowLayout(stride, (GroupLayout(((0, used),)),) * len(self._group_tokens), numbers)
         events = bool(offloading.enable_kv_cache_events)
         return OffloadingConfig(identity, tokens, layout, len(rows), self._region_fds, events)

@@ -353,3 +353,18 @@ def test_prefetch_hint_promotes_a_context_before_its_request(start, url, payload
     engine.settle()
     assert engine.look_up(chosen, engine.request(chosen)) == [LookupResult.HIT] * 4
     assert LookupResult.HIT not in engine.look_up(other, engine.request(other))
+
+
+def test_prefetch_hint_of_an_engine_with_two_stores_is_queued_once(start, tmp_path):
+    from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+    from persistkv.integrations.vllm.tier import persistent_tiers
+
+    engine = start(tier_entry(f"lmdb://{tmp_path}/second"))
+    action = KvHintAction("a", "persistkv.prefetch", "1", {"labels": {"session": "7"}})
+    engine.request([], kv_hints=KvHintsEnvelope("1", "m", [action]))
+    first, second = persistent_tiers(engine.spec)
+    assert first.prefetch_waits
+    assert not second.prefetch_waits
+    first.ask_recent(1 << 20, only_asked=True)
+    assert not first.prefetch_waits

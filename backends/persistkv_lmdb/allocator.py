@@ -144,7 +144,7 @@ class Allocator:
         self.free -= taken.pages
         return [taken]
 
-    def untake(self, extents: Iterable[Extent]) -> None:
+    def free_now(self, extents: Iterable[Extent]) -> None:
         """Make extents free at once, without aging. Only for pages that no reader can see."""
         for extent in extents:
             self._join(extent)
@@ -165,7 +165,7 @@ class Allocator:
             self.aging += extent.pages
         return True
 
-    def ripen(self, oldest: int) -> None:
+    def free_aged(self, oldest: int) -> None:
         """Make those aging extents free that no snapshot can see.
 
         :param oldest: number of the last transaction that the oldest snapshot includes.
@@ -178,7 +178,7 @@ class Allocator:
                 extent = Extent(segment, page, *_unpack(_PAGES, cursor.value()))
                 cursor.delete()
                 self.aging -= extent.pages
-                self.untake([extent])
+                self.free_now([extent])
 
     def resize(self, segment: int, before: int, pages: int) -> None:
         """Record a new number of pages of a segment. Added pages become free; removed pages must be free.
@@ -190,7 +190,7 @@ class Allocator:
         self._rows.put(SEGMENTS, _SEGMENT.pack(segment), _PAGES.pack(pages))
         self.total += pages - before
         if pages > before:
-            self.untake([Extent(segment, before, pages - before)])
+            self.free_now([Extent(segment, before, pages - before)])
             return
         tail = self._last_free(segment)
         if tail is None or tail.end != before or tail.page > pages:
@@ -327,7 +327,7 @@ class Payloads:
             if count:
                 kept.append(extent._replace(pages=count))
             if count < extent.pages:
-                self.allocator.untake([extent._replace(page=extent.page + count, pages=extent.pages - count)])
+                self.allocator.free_now([extent._replace(page=extent.page + count, pages=extent.pages - count)])
         self.allocator.publish(name, kept)
 
     def delete(self, name: bytes, length: int) -> None:
@@ -350,7 +350,7 @@ class Payloads:
             return False
         payload = memoryview(bytearray(length))
         if self._files.read([(extents, 0, [payload])]) != [True]:
-            self.allocator.untake(taken)
+            self.allocator.free_now(taken)
             return False
         self._files.write(taken, iter([payload]))
         self.allocator.retire(name)

@@ -36,7 +36,7 @@ from persistkv_lmdb.files import (
     STATUS_DIRECTORY,
     STORE_FILES,
     allocated_bytes,
-    met_the_maps_end,
+    map_is_full,
     open_regular,
     prepare_directory,
     translated_io,
@@ -173,7 +173,7 @@ class LmdbBackend(CatalogBackend):
         except StaleError:  # the changes since ``seen`` include packs evicted meanwhile
             return CommitResult(batch.seen or b"", stale=True)
         except StoreFullError as error:
-            if met_the_maps_end(error):
+            if map_is_full(error):
                 self.environment.suspect()
             raise
 

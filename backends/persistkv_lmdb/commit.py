@@ -37,7 +37,7 @@ from persistkv_lmdb.environment import (
     Environment,
     wanted_catalogue_bytes,
 )
-from persistkv_lmdb.files import met_the_maps_end
+from persistkv_lmdb.files import map_is_full
 from persistkv_lmdb.layout import Placement, Transaction, read_ttl, write_catalogue_bytes
 
 _EVICTED_AT_ONCE = 512
@@ -109,7 +109,7 @@ class BatchCommit:
             if commit.grew:
                 environment.taken.append(room.need.payload)
                 room.widen(Amount(0, 0))
-                room.evict(commit, room.spared(), _EVICTED_AT_ONCE)
+                room.evict(commit, room.low_watermark(), _EVICTED_AT_ONCE)
             commit.finish()
             if commit.grew and not room.used().within(room.limit):  # checked while the disk writes
                 raise room.full()
@@ -130,7 +130,7 @@ class BatchCommit:
                 environment.age()
                 self._drop_shared_manifests(1)
                 return self.write()
-            while met_the_maps_end(full) and self._widen():
+            while map_is_full(full) and self._widen():
                 try:
                     return self.write()
                 except StoreFullError as error:
@@ -260,11 +260,11 @@ class BatchCommit:
 
         :param more: as in ``_evict_some``.
         """
-        spared, need = room.spared(), room.need
-        catalogue = spared.catalogue - need.catalogue
+        low_watermark, need = room.low_watermark(), room.need
+        catalogue = low_watermark.catalogue - need.catalogue
         if more:
             catalogue = min(catalogue, room.used().catalogue - more * need.catalogue)
-        return Amount(catalogue, spared.payload - need.payload)
+        return Amount(catalogue, low_watermark.payload - need.payload)
 
 
 class Amount(NamedTuple):
@@ -338,7 +338,7 @@ class Room:
 
     def widen(self, need: Amount) -> None:
         """Make room for ``need`` in the catalogue: raise its bound, or shrink the segments if they leave too little."""
-        lacks = self.used().catalogue + need.catalogue - self.spared().catalogue
+        lacks = self.used().catalogue + need.catalogue - self.low_watermark().catalogue
         if lacks > 0 and not self._is_inline and not self.widen_by(2 * lacks + lacks // 8):
             self.payloads.shrink(self._segments - lacks)
 
@@ -366,7 +366,7 @@ class Room:
             f"{environment.path}: {sum(self.need)} bytes do not fit a capacity of {environment.shares.capacity}"
         )
 
-    def spared(self) -> Amount:
+    def low_watermark(self) -> Amount:
         """Return the used bytes down to which a commit evicts: ``limit`` less a reserve for later commits.
 
         In the segments, the reserve is at most the largest number of bytes that a recent commit of this process took.

@@ -156,7 +156,7 @@ class Environment:
                 self.files = SegmentFiles(path, read_only=read_only)
             undone.callback(self.files.close)
             if not read_only:
-                with self._suspecting(), translated(path):
+                with self._suspect_on_error(), translated(path):
                     self._remap()
             undone.pop_all()
 
@@ -173,7 +173,7 @@ class Environment:
         guard = self._guard if write else None
         lock = None if guard is None else guard.lock
         locked = nullcontext() if guard is None else guard.lock.held(recover=guard.recover)
-        with self._suspecting(), locked, translated(self.path):
+        with self._suspect_on_error(), locked, translated(self.path):
             for _ in range(_BEGIN_ATTEMPTS):
                 with self._map_lock.shared():
                     begun = self._begin(write)
@@ -226,7 +226,7 @@ class Environment:
             payloads = Payloads(transaction, placement, self.files, limit)
             self.files.fit(payloads.allocator.segments())  # an aborted transaction of a dead process may have grown it
             if payloads.allocator.aging:
-                payloads.allocator.ripen(self._oldest_snapshot(transaction.txn.id() - 1))
+                payloads.allocator.free_aged(self._oldest_snapshot(transaction.txn.id() - 1))
             inline = placement is Placement.INLINE
             payloads.shrink(0 if inline else self.shares.capacity - LOCK_FILE_BYTES - self.map_bytes)
             self._payloads = payloads
@@ -337,7 +337,7 @@ class Environment:
             self._guard.close()
 
     @contextmanager
-    def _suspecting(self) -> Iterator[None]:
+    def _suspect_on_error(self) -> Iterator[None]:
         """Mark the store as possibly damaged if the ``with`` block raises a ``StoreError`` other than busy or full."""
         try:
             yield
@@ -354,7 +354,7 @@ class Environment:
         """
         read_only = self.read_only if read_only is None else read_only
         with translated_at_open(self.path):
-            is_there = file_id(self.path) is not None
+            exists = file_id(self.path) is not None
             env = open_lmdb(self.path, read_only=read_only)
             try:
                 env.reader_check()
@@ -364,7 +364,7 @@ class Environment:
                 else:
                     with env.begin(write=True, buffers=True) as txn:
                         self._databases = create_databases(env, txn, self._policy)
-                if not is_there:
+                if not exists:
                     files.sync_directory(self.path)
             except BaseException:
                 env.close()
@@ -417,7 +417,7 @@ class Environment:
         if not write:
             return begun
         try:
-            self._take_back(begun)
+            self._revert_failed_commit(begun)
             fits = _read_shares(Transaction(begun, self._databases)) == self._fitted
         except BaseException:
             begun.abort()  # not left to garbage collection: it holds LMDB's write lock
@@ -427,7 +427,7 @@ class Environment:
         begun.abort()
         return self._remap
 
-    def _take_back(self, begun: lmdb.Transaction[memoryview]) -> None:
+    def _revert_failed_commit(self, begun: lmdb.Transaction[memoryview]) -> None:
         """Remove from ``data.mdb`` the snapshot of a failed commit, if there is one.
 
         If the last write of a commit failed, and LMDB's attempt to undo it failed, too, the file holds a snapshot that

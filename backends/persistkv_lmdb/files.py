@@ -112,7 +112,7 @@ def translated_io(path: Path) -> Iterator[None]:
         raise kind(f"{path}: {error.strerror or error}") from error
 
 
-def met_the_maps_end(error: StoreFullError) -> bool:
+def map_is_full(error: StoreFullError) -> bool:
     """Return whether the error means that LMDB's memory map is full, although the driver expected free pages.
 
     The reason is damage, or fragmentation of the free pages.

@@ -132,7 +132,7 @@ class Guard:
         :raises StoreError: the disk refuses the write.
         """
         try:
-            self._write_what_was_left()
+            self._sync_leftover()
         except OSError as error:  # also ENOSPC: eviction would not help
             raise StoreError(f"{self._directory}: {error.strerror or error}") from error
         self.lock.mark(begun=False)
@@ -173,7 +173,7 @@ class Guard:
                 exists = False
             else:
                 logger.info("%s: unclean shutdown, integrity check: %s", self._directory, found.reason)
-                self._write_what_was_left()
+                self._sync_leftover()
         if before is None and exists:
             opened()
             return
@@ -195,7 +195,7 @@ class Guard:
                 self._write(before)
             raise
 
-    def _write_what_was_left(self) -> None:
+    def _sync_leftover(self) -> None:
         """Make durable the last commit and the names of new files, which a killed process may not have synced.
 
         :raises OSError: the disk refuses it.

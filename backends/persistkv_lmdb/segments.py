@@ -145,7 +145,7 @@ class SegmentFiles:
         :raises StoreFullError: the disk has no space for a lost file.
         """
         with translated_io(self._path):
-            for segment in {*segments, *self._there()}:
+            for segment in {*segments, *self._existing()}:
                 expected = segments.get(segment, 0) * PAGE_BYTES
                 fd = self._descriptors(segment, create=True).buffered
                 held = os.fstat(fd).st_size
@@ -270,7 +270,7 @@ class SegmentFiles:
         """
         with translated_io(self._path):
             return {
-                segment: allocated_bytes(os.fstat(self._descriptors(segment).buffered)) for segment in self._there()
+                segment: allocated_bytes(os.fstat(self._descriptors(segment).buffered)) for segment in self._existing()
             }
 
     def make_writable(self) -> None:
@@ -298,7 +298,7 @@ class SegmentFiles:
         with translated_io(self._path):
             for run in runs:
                 fds, part = self._descriptors(run.segment), front(buffers, run.length)
-                buffers = behind(buffers, run.length)
+                buffers = after_bytes(buffers, run.length)
                 if fds.direct is not None and self._direct:
                     try:
                         write_all(fds.direct, part, run.offset, PAGE_BYTES)
@@ -387,7 +387,7 @@ class SegmentFiles:
         finally:
             os.close(descriptor)
 
-    def _there(self) -> list[int]:
+    def _existing(self) -> list[int]:
         """Return the segment numbers of the existing files."""
         try:
             with self._directory() as directory:
@@ -428,7 +428,7 @@ def _placed_pieces(
             yield _Piece(number, run, rest)
             return
         yield _Piece(number, run, front(rest, run.length))
-        rest = behind(rest, run.length)
+        rest = after_bytes(rest, run.length)
 
 
 def _neighbours_of(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
@@ -462,7 +462,7 @@ def front(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
     return found
 
 
-def behind(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
+def after_bytes(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
     """Return views of a sequence of buffers without its first ``count`` bytes."""
     for index, buffer in enumerate(buffers):
         if count < len(buffer):
@@ -488,7 +488,7 @@ def write_all(fd: int, buffers: Sequence[memoryview], offset: int, unit: int = 1
         done -= done % unit
         if not done:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        rest = behind(rest, done)
+        rest = after_bytes(rest, done)
         offset += done
 
 
@@ -504,7 +504,7 @@ def read_all(fd: int, buffers: Sequence[memoryview], offset: int, unit: int = 1)
             return False
         if len(rest) <= _MOST_BUFFERS and done == sum(map(len, rest)):
             return True
-        rest = behind(rest, done)
+        rest = after_bytes(rest, done)
         offset += done
     return True
 

@@ -358,9 +358,9 @@ class Catalogue(Catalog):
         except BaseException:
             with suppress(sqlite3.Error):
                 db.execute("ROLLBACK")
-            self._give_back(db)
+            self._return_connection(db)
             raise
-        self._give_back(db)
+        self._return_connection(db)
 
     def _connect(self) -> sqlite3.Connection:
         db = sqlite3.connect(self.path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
@@ -377,7 +377,7 @@ class Catalogue(Catalog):
         kind = StoreBusyError if "locked" in text else StoreFullError if "full" in text else StoreError
         return kind(f"{self.path}: {text}")
 
-    def _give_back(self, db: sqlite3.Connection) -> None:
+    def _return_connection(self, db: sqlite3.Connection) -> None:
         self._idle.append(db)
         if self._closed:
             self._release()

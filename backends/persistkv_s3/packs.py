@@ -109,7 +109,7 @@ class PackObjects:
 
             ranges = [(frames[number].offset, frames[number].stored_length) for number in run]
             try:
-                self._bucket.pour(self._names.pack(pack_id, held.nonce), FrameSink(ranges, buffer, check))
+                self._bucket.download_into(self._names.pack(pack_id, held.nonce), FrameSink(ranges, buffer, check))
             except ObjectMissingError:
                 self._missing(pack_id, held.nonce)
                 return

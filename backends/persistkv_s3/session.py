@@ -69,7 +69,7 @@ class NamespaceSession:
     ) -> None:
         self.objects = objects
         self.catalogue = catalogue
-        self.packs = PackObjects(objects, catalogue, self._lose)
+        self.packs = PackObjects(objects, catalogue, self._mark_missing)
         self._bucket = objects.bucket
         self._clock = objects.bucket.clock
         self._store_names = store_names
@@ -217,7 +217,7 @@ class NamespaceSession:
             self._publish(Entry(writer=self.writer, number=number, time=now, uses=uses, gone=list(self._lost)))
             self._written_at = self._clock.monotonic()
 
-    def _lose(self, pack_id: bytes, nonce: bytes) -> None:
+    def _mark_missing(self, pack_id: bytes, nonce: bytes) -> None:
         """Remove a pack whose object is missing: now from the local catalogue, with the next commit from the feed.
 
         Thread-safe.

@@ -66,10 +66,10 @@ class GroupBlocks(NamedTuple):
     geometry: GroupGeometry
     keys: Sequence[bytes]
     """Keys of the offloaded blocks, starting with the first."""
-    is_there: Callable[[Any], bool]
+    is_available: Callable[[Any], bool]
     """Function that returns whether the block of a key can be loaded."""
     prefix: Callable[[Sequence[Any]], int] | None = None
-    """Function that returns how many of the first keys have loadable blocks; faster than calls of ``is_there``."""
+    """Function that returns how many of the first keys have loadable blocks; faster than calls of ``is_available``."""
 
 
 def longest_match(groups: Sequence[GroupBlocks], unit: int, start: int, limit: int) -> int:
@@ -82,12 +82,12 @@ def longest_match(groups: Sequence[GroupBlocks], unit: int, start: int, limit: i
     """
     length = min(limit, *(len(group.keys) * group.geometry.offloaded_tokens for group in groups))
     length -= length % unit
-    for geometry, keys, is_there, prefix in groups:
+    for geometry, keys, is_available, prefix in groups:
         if geometry.spec.sliding_window is None:
             size = geometry.offloaded_tokens
             first = start // size
             wanted = keys[first : length // size]
-            served = prefix(wanted) if prefix else len(list(takewhile(is_there, wanted)))
+            served = prefix(wanted) if prefix else len(list(takewhile(is_available, wanted)))
             length = min(length, (first + served) * size)
             length -= length % unit
     runs = [_WindowRun(group, unit, start) for group in groups if group.geometry.spec.sliding_window is not None]
@@ -131,11 +131,11 @@ class _WindowRun:
 
         The result is ``length`` or a smaller multiple of ``unit``. A prefix of up to ``start`` tokens needs no block.
         """
-        geometry, keys, is_there, _ = self._group
+        geometry, keys, is_available, _ = self._group
         while length > self._start:
             needed = geometry.offloaded_blocks(length, self._start)
             self._first = min(self._first, needed.stop)
-            while self._first > needed.start and is_there(keys[self._first - 1]):
+            while self._first > needed.start and is_available(keys[self._first - 1]):
                 self._first -= 1
             if self._first <= needed.start:
                 break

@@ -52,7 +52,7 @@ class _Offer(NamedTuple):
     positions: Sequence[int]
     """For each key, the index of its block among the group's offloaded blocks of the request; ascending."""
 
-    def front_half(self) -> _Offer:
+    def first_half(self) -> _Offer:
         """Return an offer of the first half of the blocks, rounded down."""
         half = len(self.keys) // 2
         return _Offer(self.keys[:half], self.positions[:half])
@@ -305,7 +305,7 @@ class OffloadingConnectorScheduler:
         waiting = set[OffloadKey]()
         lookup, context, waits = self.manager.lookup, state.context, not state.gave_up_waiting
 
-        def is_there(key: OffloadKey) -> bool:
+        def is_available(key: OffloadKey) -> bool:
             answer = lookup(key, context)
             if answer is None and waits:
                 waiting.add(key)
@@ -320,7 +320,7 @@ class OffloadingConnectorScheduler:
         chains, limit = state.description.group_keys, max(state.description.num_tokens - 1, 0)
         geometries, unit = self._geometries, self._match_unit
         probe = prefix if waits else None
-        groups = [GroupBlocks(*pair, is_there, probe) for pair in zip(geometries, chains, strict=True)]
+        groups = [GroupBlocks(*pair, is_available, probe) for pair in zip(geometries, chains, strict=True)]
         if self._max_load_blocks is not None:
             limit = longest_that_fits(geometries, unit, num_computed_tokens, limit, self._max_load_blocks)
         matched = longest_match(groups, unit, num_computed_tokens, limit)
@@ -453,7 +453,7 @@ class OffloadingConnectorScheduler:
             output = self.manager.prepare_store([key for offer in offers for key in offer.keys], state.context)
             if output is not None:
                 break
-            offers = [offer.front_half() for offer in offers]
+            offers = [offer.first_half() for offer in offers]
             asked = sum(len(offer.keys) for offer in offers)
         self.stats.dropped_blocks += offered - asked
         if output is None or not output.keys_to_store:

@@ -65,7 +65,7 @@ def keep_out_of_collections() -> None:
     gc.freeze()
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Return freed memory to the operating system with ``malloc_trim``, if the C library has it.
 
     Freed memory between live objects may stay with the process.

@@ -66,7 +66,7 @@ Ints = npt.NDArray[np.int64]
 _fingerprint = xxhash.xxh3_64_intdigest  # of a whole key, in 40 ns
 
 
-def _all_of(keys: Sequence[bytes]) -> Fps:
+def _stored_fingerprints(keys: Sequence[bytes]) -> Fps:
     """Return the fingerprints of keys, as a table stores them."""
     return _stored(np.fromiter(map(_fingerprint, keys), np.uint64, len(keys)))
 
@@ -160,7 +160,7 @@ class LookupTable:
         if len(keys) < _FEW:
             return list(map(self.contains, keys))
         table, slots = self._table
-        wanted = _all_of(keys)
+        wanted = _stored_fingerprints(keys)
         found: list[bool] = _matches(np.frombuffer(table, np.uint64), slots, wanted)[0].tolist()
         if self._collided:
             return [is_held and key not in self._collided for is_held, key in zip(found, keys, strict=True)]
@@ -437,7 +437,7 @@ class Index:
         if len(keys) < _FEW:
             return [next(iter(self.candidates(key)), None) for key in keys]
         table = self._table
-        wanted = _all_of(keys)
+        wanted = _stored_fingerprints(keys)
         found, place = _matches(table.fingerprints, table.slots, wanted)
         numbers = np.where(found, table.packs[place], 0)
         first = list(map(self._packs.id, numbers.tolist()))
@@ -493,7 +493,7 @@ class Index:
             self._insert_all(some, numbers, counts)
 
     def _insert_all(self, some: list[PackedKeys], numbers: list[int], counts: list[int]) -> None:
-        fingerprints = _all_of(PackedKeys.unpack_all(some))
+        fingerprints = _stored_fingerprints(PackedKeys.unpack_all(some))
         self._insert(fingerprints, np.repeat(np.array(numbers, np.uint32), counts))
 
     def _number(self, pack_id: bytes) -> int:
@@ -542,7 +542,7 @@ class Index:
         """Add keys of another namespace's packs as hints, so that lookups find them."""
         if keys:
             self._hints += len(keys)
-            self._insert(_all_of(keys), np.full(len(keys), _HINT, np.uint32))
+            self._insert(_stored_fingerprints(keys), np.full(len(keys), _HINT, np.uint32))
 
     def remove_hints(self, fingerprints: bytes | None = None) -> None:
         """Remove the hints of keys.

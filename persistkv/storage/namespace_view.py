@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 from persistkv.base import Retention
 from persistkv.config import RowLayout
 from persistkv.errors import StoreError, StoreFullError
-from persistkv.memory.budget import give_back, no_collections
+from persistkv.memory.budget import no_collections, trim_heap
 from persistkv.storage.backend import Backend, Changes, CommitBatch, CommitResult, ManifestWrite
 from persistkv.storage.executor import Executor
 from persistkv.storage.extensions import InspectableBackend, SupportsIndexFile, SupportsPolicy
@@ -33,7 +33,7 @@ from persistkv.storage.records import News, RequestEnd, StoreCounters, StoreOpti
 
 logger = logging.getLogger(__name__)
 
-_COMPLAIN_S = 60.0  # seconds between warnings that blocks are dropped
+_FAILURE_LOG_S = 60.0  # seconds between warnings that blocks are dropped
 _QUARANTINE_ATTEMPTS = 3
 _MOST_RECENT_KEYS = 16_384  # keys of the packs whose tables are kept: 2 MB
 SHORTENED_AT_ONCE = 64
@@ -78,7 +78,7 @@ class NamespaceView:
         self._distrusted: dict[bytes, PackTable] = {}
         """Packs that were removed from the index because a read of them failed, by id. They stay here until the backend
         reports their removal or replacement, or ``quarantine`` decides about them."""
-        self._complained_at: float | None = None
+        self._failure_logged_at: float | None = None
         self._dropped = False
         """Whether packs were removed from the index that the store may still hold."""
         self._file: Path | None = None
@@ -91,7 +91,7 @@ class NamespaceView:
             self.index.close()
             raise
         self.news = News()
-        give_back()  # about 50 bytes per block
+        trim_heap()  # about 50 bytes per block
 
     def _load(self) -> Changes:
         """Load the index from its file, if there is one, and return what changed since then."""
@@ -126,11 +126,11 @@ class NamespaceView:
         """
         return self.call(partial(_commit, self.backend, self.namespace, batch))
 
-    def complain(self, error: StoreError) -> None:
+    def log_failure(self, error: StoreError) -> None:
         """Log a failure as a warning that new blocks are dropped, at most once per minute: a full store fails often."""
         now = time.monotonic()
-        if self._complained_at is None or now - self._complained_at >= _COMPLAIN_S:
-            self._complained_at = now
+        if self._failure_logged_at is None or now - self._failure_logged_at >= _FAILURE_LOG_S:
+            self._failure_logged_at = now
             kind = "the store is full" if isinstance(error, StoreFullError) else "the store failed"
             logger.warning("%s (%s): new blocks are dropped", kind, str(error))  # str: the error references rows
 
@@ -146,7 +146,7 @@ class NamespaceView:
         try:
             await self.refresh()
         except StoreError as error:
-            self.complain(error)
+            self.log_failure(error)
 
     def _learn(self, changes: Changes) -> None:
         if changes.reset:
@@ -327,7 +327,7 @@ class NamespaceView:
             try:
                 await self.refresh()
             except StoreError as error:  # unknown whether the packs are unchanged
-                self.complain(error)
+                self.log_failure(error)
                 self._add(list(self._distrusted.values()))
                 return
             bad = list(self._distrusted)
@@ -348,7 +348,7 @@ class NamespaceView:
                 return False
             result = await self.commit(replace(batch, bad=bad, seen=self.cursor))
         except StoreError as error:
-            self.complain(error)
+            self.log_failure(error)
         else:
             if result.stale:
                 return False

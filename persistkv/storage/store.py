@@ -187,7 +187,7 @@ class Store:
             held = {key for key, pack in zip(keys, holders, strict=True) if pack is not None}
             self._touch({pack.pack_id: None for pack in holders if pack is not None})
         except StoreError as error:  # probably held
-            self.catalogue.complain(error)
+            self.catalogue.log_failure(error)
             held = set(keys).difference(self.catalogue.index.absent(keys))
         borrowed = self.in_flight(keys)
         position_of = {
@@ -199,10 +199,10 @@ class Store:
         if len(position_of) < len(keys):
             blocks = Blocks._make([column[position] for position in position_of.values()] for column in blocks)
         for segments in plan_packs(self.rows, blocks, self._shares.transaction):
-            self._take_in(request, segments)
+            self._stage_or_queue(request, segments)
         then(self._flying.isdisjoint(keys), borrowed)
 
-    def _take_in(self, request: str, segments: Sequence[Segment]) -> None:
+    def _stage_or_queue(self, request: str, segments: Sequence[Segment]) -> None:
         """Copy a pack to staging memory if it is small, or if commits are delayed or remote.
 
         Other packs, and packs for which staging memory has no room, are queued to be written directly from their rows.
@@ -320,7 +320,7 @@ class Store:
         self._commit_waits = False
         everything, self._everything = self._everything, False
         then, self._when_committed = self._when_committed, []
-        waiting = self._take_out(everything)
+        waiting = self._take_due(everything)
         if any(waiting[0][:2]) or self._touched or not self._seconds_to_upkeep():
             uses, self._touched = list(self._touched), {}
             while waiting:
@@ -356,7 +356,7 @@ class Store:
                     break
                 await catalogue.refresh()
         except StoreError as error:
-            catalogue.complain(error)
+            catalogue.log_failure(error)
             await catalogue.refresh_or_complain()  # the failed commit may have evicted packs
             return False
         await catalogue.committed(writers, result, followed=seen is not None)
@@ -371,7 +371,7 @@ class Store:
         keys = writer.keys.unpack()
         return not self.index.absent(keys) and None not in await self.catalogue.holders(keys)
 
-    def _take_out(self, everything: bool) -> deque[Transaction]:
+    def _take_due(self, everything: bool) -> deque[Transaction]:
         ends, self._ends, self._ends_bytes = self._ends, [], 0
         staging = self._staging
         due = dict.fromkeys(staging.due(everything=everything))
@@ -419,7 +419,7 @@ class Store:
         try:
             holders = await catalogue.holders(keys)
         except StoreError as error:
-            catalogue.complain(error)
+            catalogue.log_failure(error)
             holders = [None] * count
         reads, missing = self._plan(catalogue, holders, keys, block_ids, size)
         adopted = None if self.canary is None else self.canary.adopted
@@ -431,7 +431,7 @@ class Store:
                 more, missing = self._plan(adopted, await adopted.usable_holders(some), some, rows, size)
                 reads += more
             except StoreError as error:
-                catalogue.complain(error)
+                catalogue.log_failure(error)
         outcome = ReadOutcome(missing)
         for part in await catalogue.executor.read(reads):
             outcome.add(part)

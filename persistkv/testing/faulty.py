@@ -24,7 +24,7 @@ class FaultyBackend(InspectableBackend, Generic[B]):
         backend.fail("commit", StoreFullError("no room"), times=1)  # the next commit fails, and commits nothing
         backend.before("read", lambda namespace, spans: time.sleep(5))  # reads are slow
         backend.after("read", lambda filled, namespace, spans: [False for _ in filled])  # and find nothing
-        backend.heal()
+        backend.clear_faults()
 
     Calls that the wrapped backend makes to itself have no faults.
     """
@@ -70,7 +70,7 @@ class FaultyBackend(InspectableBackend, Generic[B]):
         """Raise an error instead of calling the method.
 
         :param error: each call raises a copy, as a traceback keeps buffers of its call.
-        :param times: number of calls that fail; None: all, until ``heal``.
+        :param times: number of calls that fail; None: all, until ``clear_faults``.
         :raises ValueError: the backend has no such method.
         """
         errors = repeat(error) if times is None else repeat(error, times)
@@ -81,7 +81,7 @@ class FaultyBackend(InspectableBackend, Generic[B]):
 
         self.before(method, raise_next)
 
-    def heal(self, method: str | None = None) -> None:
+    def clear_faults(self, method: str | None = None) -> None:
         """Remove all faults of a method; None: of all methods. Calls that are already running keep their faults."""
         for faults in (self._before, self._after):
             if method is None:

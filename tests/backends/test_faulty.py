@@ -61,11 +61,11 @@ def test_fail_without_times_lasts_until_heal(backend: FaultyBackend[MemoryBacken
     for _ in range(3):
         with pytest.raises(StoreError):
             backend.stats()
-    backend.heal("stats")
+    backend.clear_faults("stats")
     assert backend.stats().packs == 0
     with pytest.raises(StoreError):
         backend.namespaces()
-    backend.heal()
+    backend.clear_faults()
     assert list(backend.namespaces()) == []
 
 
@@ -100,7 +100,7 @@ def test_after_replaces_the_result(backend: FaultyBackend[MemoryBackend], namesp
     backend.after("read", tear)
     assert backend.read(namespace, [span]) == [False]
     assert span.buffers[0][5] == payload[5] ^ 1
-    backend.heal("read")
+    backend.clear_faults("read")
     assert backend.read(namespace, [span]) == [True]
     assert bytes(span.buffers[0]) == payload
 

@@ -51,11 +51,11 @@ def probes(
     groups: Sequence[GroupGeometry], present: Sequence[set[int]], tokens: int, asked: Counter[tuple[int, bytes]]
 ) -> list[GroupBlocks]:
     def probe(group: int) -> Callable[[bytes], bool]:
-        def is_there(key: bytes) -> bool:
+        def is_available(key: bytes) -> bool:
             asked[group, key] += 1
             return key[0] in present[group]
 
-        return is_there
+        return is_available
 
     return [
         GroupBlocks(geometry, [bytes([index]) for index in range(tokens // geometry.offloaded_tokens)], probe(group))
@@ -108,10 +108,10 @@ def test_asks_only_for_what_lies_under_a_window(missing: set[int], length: int, 
     group = GroupGeometry(KVCacheGroupSpec(4, sliding_window=8), factor=1)
     order = []
 
-    def is_there(key: bytes) -> bool:
+    def is_available(key: bytes) -> bool:
         order.append(key[0])
         return key[0] not in missing
 
     keys = [bytes([index]) for index in range(10)]
-    assert longest_match([GroupBlocks(group, keys, is_there)], 4, 0, 41) == length
+    assert longest_match([GroupBlocks(group, keys, is_available)], 4, 0, 41) == length
     assert order == asked

@@ -36,7 +36,7 @@ def test_a_bad_pack_shortens_its_request_and_costs_no_other(
     (where,) = store.index.candidates(lost[0])
     flip_reads(backend, where)
     assert store.read(names, rows) == lost
-    backend.heal()
+    backend.clear_faults()
     good = [key for key in names if key not in lost]
     assert store.read(good, rows[:8]) == []
     found = list(backend.manifests(store.namespace))
@@ -73,7 +73,7 @@ def test_nothing_is_deleted_where_the_catalogue_cannot_be_looked_at(
     flip_reads(backend)
     backend.fail("changes", StoreError("it does not answer"))
     assert store.read(names, range(64))
-    backend.heal()
+    backend.clear_faults()
     assert all(map(store.contains, names))
     assert store.read(names, range(64)) == []
 
@@ -97,7 +97,7 @@ def test_what_was_replaced_between_look_and_deletion_is_not_deleted(
     flip_reads(backend)
     backend.before("commit", replace_before)
     assert ours.read(names, range(64))
-    backend.heal()
+    backend.clear_faults()
     assert not left
     assert all(map(theirs.contains, names))
     assert theirs.read(names, range(64)) == []

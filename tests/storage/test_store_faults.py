@@ -75,7 +75,7 @@ def test_a_failed_read_is_a_miss_and_deletes_nothing(failing: Failing, keys: Key
     store.flush()
     backend.fail("read", StoreError("the disk does not answer"))
     assert store.read(names, range(64)) == names
-    backend.heal()
+    backend.clear_faults()
     assert store.read(names, range(64)) == []
 
 
@@ -93,7 +93,7 @@ def test_a_flipped_byte_is_a_miss_and_the_pack_is_deleted(
     flip_reads(backend)
     with caplog.at_level(logging.WARNING):
         failed = store.read(names, range(32))
-    backend.heal()
+    backend.clear_faults()
     assert failed, "a flipped byte was served"
     assert set(failed) < set(names)
     assert "do not verify" in caplog.text

@@ -111,7 +111,7 @@ class ChaosTier(SecondaryTierManager):
         self.on_submit(job)
         self.waiting.append(job)
 
-    def work(self, number: int, failing: Sequence[bool], lose_all: bool) -> None:
+    def work(self, number: int, failing: Sequence[bool], fail_all: bool) -> None:
         """Run one pending job; overwrite the rows of failed loads with garbage."""
         job = self.waiting.pop(number % len(self.waiting))
         failed = [key for index, key in enumerate(job.keys) if failing[index % len(failing)]]
@@ -122,11 +122,11 @@ class ChaosTier(SecondaryTierManager):
                 self.rows[row] = GARBAGE if key in failed else np.frombuffer(self.blocks[key], dtype=np.uint8)
             elif key not in failed:
                 self.blocks[key] = self.rows[row].tobytes()
-        if lose_all and job.is_promotion:
+        if fail_all and job.is_promotion:
             for row in job.block_ids:
                 self.rows[row] = GARBAGE
         self.on_end(job)
-        self.finished.append(JobResult(job.job_id, not lose_all, tuple(dict.fromkeys(failed))))
+        self.finished.append(JobResult(job.job_id, not fail_all, tuple(dict.fromkeys(failed))))
 
     def get_finished_jobs(self) -> list[JobResult]:
         self.check("get_finished_jobs")
@@ -146,7 +146,7 @@ class ChaosTier(SecondaryTierManager):
 
     def drain_jobs(self, timeout_s: float) -> bool:
         while self.waiting:
-            self.work(0, [False], lose_all=False)
+            self.work(0, [False], fail_all=False)
         return True
 
     def shutdown(self) -> None:
@@ -251,7 +251,7 @@ class TieringMachine(RuleBasedStateMachine):
             case "end_transfer" if self.transfers:
                 self.end_transfer(number, success=flags[0] or flags[1])
             case "tier_works" if any(tier.waiting for tier in self.tiers):
-                self.tier_works(number, [flag and flags[0] for flag in flags], lose_all=other == 7)
+                self.tier_works(number, [flag and flags[0] for flag in flags], fail_all=other == 7)
             case "finish" if self.requests:
                 self.finish(number)
             case "reset":
@@ -321,9 +321,9 @@ class TieringMachine(RuleBasedStateMachine):
         self.release(transfer.rows, writing=True)
         self.manager.complete_store(transfer.keys, transfer.req, success)
 
-    def tier_works(self, number: int, failing: list[bool], lose_all: bool) -> None:
+    def tier_works(self, number: int, failing: list[bool], fail_all: bool) -> None:
         busy = [tier for tier in self.tiers if tier.waiting]
-        busy[number % len(busy)].work(number, failing, lose_all)
+        busy[number % len(busy)].work(number, failing, fail_all)
 
     def finish(self, number: int) -> None:
         req = self.pick(number)

@@ -172,7 +172,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def opened_if_there(url: str) -> Iterator[InspectableBackend | None]:
+def open_if_exists(url: str) -> Iterator[InspectableBackend | None]:
     """Open a store read-only until the ``with`` statement ends.
 
     Yield None if it is absent or cannot be opened; in the latter case, opening it for writing reports the reason.

@@ -110,7 +110,7 @@ def _write(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        _nobody_reads()
+        _exit_on_closed_pipe()
 
 
 def say(text: str, *, stderr: bool = False) -> None:
@@ -225,7 +225,7 @@ def plain(text: str, style: str = "") -> Text:
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        _nobody_reads()
+        _exit_on_closed_pipe()
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -234,7 +234,7 @@ def console(*, stderr: bool = False) -> Console:
     return made if made.is_terminal else _Console(stderr=stderr, width=_PLAIN_WIDTH)
 
 
-def _nobody_reads() -> NoReturn:
+def _exit_on_closed_pipe() -> NoReturn:
     """Exit after the reader of the output closed it, as ``head`` does; the exit code must not mean a finding."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest of the buffer is discarded
     raise SystemExit(PIPE_CLOSED)

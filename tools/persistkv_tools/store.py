@@ -24,7 +24,7 @@ from persistkv_tools.options import (
     chosen_namespaces,
     chosen_requests,
     find_request,
-    opened_if_there,
+    open_if_exists,
 )
 from persistkv_tools.progress import Throttle, counted
 
@@ -297,7 +297,7 @@ class StoreHandle:
             Source.of(self.backend, space, filter(selection.takes, self.backend.manifests(space.id)))
             for space in chosen_namespaces(self.backend, namespace)
         ]
-        with opened_if_there(target) as there:
+        with open_if_exists(target) as there:
             transfer = Transfer(sources, there, target, everything=selection == _ALL)
             place, capacity, choice = transfer.place(there, self.backend.stats().capacity, newest=newest)
         if dry_run:

@@ -234,7 +234,7 @@ class Bucket:
         """
         self._get(key, start, start + sum(buffer.nbytes for buffer in buffers), RowSink(buffers))
 
-    def pour(self, key: str, sink: FrameSink) -> None:
+    def download_into(self, key: str, sink: FrameSink) -> None:
         """Download ranges of an object into a sink, with one request; errors as in ``fill``."""
         self._get(key, sink.start, sink.stop, sink)
 

@@ -49,14 +49,14 @@ def load_model(
     try:
         saved = None if find_adapter_config_file(source) else AutoConfig.from_pretrained(source)
         if saved is not None and saved.is_encoder_decoder:  # the causal class would load the decoder alone
-            raise UnsupportedModelError(_encoder_decoder(_saved_as(saved)))
+            raise UnsupportedModelError(_encoder_decoder(_saved_model_class(saved)))
         model, loading = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **extra)
         directory = Path(source) if Path(source).is_dir() else Path(cached_file(str(source), "config.json")).parent
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigurationError("model", str(source), f"a decoder-only checkpoint ({reason})") from error
     if loading["missing_keys"]:  # they would be random
-        name = _saved_as(saved or model.config)
+        name = _saved_model_class(saved or model.config)
         missing = ", ".join(sorted(loading["missing_keys"])[:_SHOWN_KEYS])
         raise UnsupportedModelError(f"{source} holds a {name} without {missing}: not a whole {type(model).__name__}")
     if device is not None:
@@ -65,7 +65,7 @@ def load_model(
     return model, None if adapted else directory
 
 
-def _saved_as(config: Any) -> str:
+def _saved_model_class(config: Any) -> str:
     """Return the name of the model class in a checkpoint's configuration, or else its model type."""
     return str((config.architectures or [config.model_type])[0])
 

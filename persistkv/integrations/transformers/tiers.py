@@ -55,7 +55,7 @@ class Tiers:
         """
         caches = device.canonical()
         remove_leftover_regions()  # file names are unique per engine, so no engine replaces a killed engine's file
-        with _named_as_here():
+        with _translated_option():
             spec = TieringOffloadingSpec(
                 extra_config={
                     "cpu_bytes_to_use": cpu_bytes,
@@ -75,7 +75,7 @@ class Tiers:
             )
         self.num_blocks = spec.num_blocks
         try:
-            with _named_as_here():
+            with _translated_option():
                 manager = spec.get_manager()
             self._worker = OffloadingConnectorWorker(list(spec.get_handlers(caches)))
             self.scheduler = OffloadingConnectorScheduler(manager, device.specs(), max_load_blocks=spec.num_blocks)
@@ -167,7 +167,7 @@ class Tiers:
 
 
 @contextmanager
-def _named_as_here() -> Iterator[None]:
+def _translated_option() -> Iterator[None]:
     """Raise errors about the spec's option ``cpu_bytes_to_use`` under the engine's name of it, ``cpu_bytes``."""
     try:
         yield

@@ -118,7 +118,7 @@ class InFlight:
         return len(self._jobs)
 
     @property
-    def owed(self) -> bool:
+    def expects_reply(self) -> bool:
         """Whether the host still has to answer a job or a request end."""
         return bool(self._jobs or self._ending)
 
@@ -179,7 +179,7 @@ class InFlight:
         self._ending_bytes -= self._ending.pop(request, 0)
         self._persisted[request] = whole
 
-    def lose_all(self) -> None:
+    def fail_all(self) -> None:
         """Fail all jobs and request ends in flight. Call it once the host is dead and no longer uses rows."""
         self._counters.lost_jobs += len(self._jobs)
         now = time.monotonic()
@@ -276,7 +276,7 @@ class StoreClient:
                 if supervisor.state is State.OPENING and supervisor.host.restartable:
                     logger.warning("the store did not open within %s s; lookups miss until it has", timeout_s)
                     return
-                if not self._may_be_mended(attempt):
+                if not self._may_retry_open(attempt):
                     break
                 if not supervisor.host.wait(KILL_S):
                     break
@@ -288,7 +288,7 @@ class StoreClient:
             supervisor.abandon()
             raise
 
-    def _may_be_mended(self, attempt: int) -> bool:
+    def _may_retry_open(self, attempt: int) -> bool:
         """Return whether another host process may be able to open the store after attempt ``attempt`` (from 0) failed.
 
         It may if the last process died or its PID is in use. If it found damage, one more start is tried, which checks
@@ -346,7 +346,7 @@ class StoreClient:
             return
         depth_bytes = b"" if depths is None else _joined(depths)
         message = protocol.StoreJob(job_id, request, PackedKeys.of(keys), _joined(block_ids), depth_bytes)
-        self._owe()
+        self._expect_reply()
         self._in_flight.begin(job_id, keys, num_bytes, is_store=True)
         self.supervisor.connection.send(message)
 
@@ -361,7 +361,7 @@ class StoreClient:
             self._in_flight.refuse(job_id, keys, 0)
             return
         message = protocol.LoadJob(job_id, PackedKeys.of(keys), _joined(block_ids))
-        self._owe()
+        self._expect_reply()
         self._in_flight.begin(job_id, keys, 0, is_store=False)
         self.supervisor.connection.send(message)
 
@@ -391,33 +391,33 @@ class StoreClient:
         if self.state is not State.OPEN:
             self._in_flight.refuse_end(end.request)
             return
-        self._owe()
+        self._expect_reply()
         if self._in_flight.begin_end(end.request, end.num_bytes):
             self.supervisor.connection.send(end)
 
-    def _owe(self) -> None:
+    def _expect_reply(self) -> None:
         """Start the watchdog for the next answer, unless an earlier answer is still due."""
-        if not self._in_flight.owed:
-            self.supervisor.watchdog.hear()
+        if not self._in_flight.expects_reply:
+            self.supervisor.watchdog.restart_timer()
 
     # The step
 
     def poll(self) -> list[JobOutcome]:
         """Process messages, supervise the host, and return the results of ended jobs. Call once per scheduler step."""
         self._check_process()
-        if self._may_rest():
+        if self._may_skip_poll():
             return []
         if self.state in (State.OPENING, State.OPEN) and self._receive():
             self._next_look = 0.0  # more messages may be waiting
-        self._tell_touched()
+        self._send_touched()
         self.table.release_some()
         if self.supervisor.has_exited():
-            self._in_flight.lose_all()
+            self._in_flight.fail_all()
         elif self.supervisor.maybe_restart():
             self.counters.restarts += 1
         return self._in_flight.take_outcomes()
 
-    def _may_rest(self) -> bool:
+    def _may_skip_poll(self) -> bool:
         """Return whether this step can skip the poll: no work is in flight or to be sent, and the last poll was recent.
 
         A decoding engine takes dozens of steps with nothing in flight.
@@ -428,7 +428,7 @@ class StoreClient:
         self._next_look = now + self.supervisor.host.idle_look_s if self.state is State.OPEN else now
         return False
 
-    def _tell_touched(self) -> None:
+    def _send_touched(self) -> None:
         """Send some keys recorded by ``touch``, unless the connection is congested: its outbox must stay bounded."""
         if self.state is State.OPEN and not self.supervisor.connection.congested:
             touched = [self._touched.pop() for _ in range(min(len(self._touched), _TOUCHED_A_STEP))]
@@ -481,17 +481,17 @@ class StoreClient:
         """Handle the messages that have arrived; return whether there were any."""
         supervisor, messages = self.supervisor, list[Any]()
         try:
-            if supervisor.uses_rows or supervisor.greet():
+            if supervisor.uses_rows or supervisor.send_hello():
                 messages = supervisor.connection.receive()
             if messages:
-                supervisor.watchdog.hear()
+                supervisor.watchdog.restart_timer()
             for message in messages:
                 self._take(message)
         except (ValueError, TypeError, PersistKVError) as error:
             logger.error("the host sent a malformed message: %s", error)
-            self._lose()
-        if supervisor.is_lost(owes=self._in_flight.owed):
-            self._lose()
+            self._mark_lost()
+        if supervisor.is_lost(owes=self._in_flight.expects_reply):
+            self._mark_lost()
         return bool(messages)
 
     def _take(self, message: Any) -> None:
@@ -519,10 +519,10 @@ class StoreClient:
             case protocol.OpenFailed():
                 self._open_error = message.error()
                 logger.warning("the store does not open: %s", self._open_error)
-                self._lose()
+                self._mark_lost()
             case protocol.Pong():
                 if self.supervisor.watchdog.call_hangs(message.longest_s):
-                    self._lose()
+                    self._mark_lost()
             case protocol.Notice():
                 logger.log(message.level, "%s", message.text)
 
@@ -541,7 +541,7 @@ class StoreClient:
             self.notices.append(opened.notice)
             logger.warning("%s", opened.notice)
 
-    def _lose(self) -> None:
+    def _mark_lost(self) -> None:
         self.supervisor.mark_lost()
         self.table.clear()
         self._touched.clear()
@@ -601,7 +601,7 @@ class StoreClient:
         self.table.clear()
         exited = self.supervisor.close(max(1.0, deadline - time.monotonic()))
         if not self.supervisor.uses_rows:
-            self._in_flight.lose_all()
+            self._in_flight.fail_all()
         return exited
 
 

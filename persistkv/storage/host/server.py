@@ -230,10 +230,10 @@ class StoreServer:
         """
         if self._store is None:
             return None
-        if self._may_take(self._store):
+        if self._may_process_next(self._store):
             return 0.0
         seconds = self._store.seconds_to_work()
-        return seconds if self._is_told(self._store) else min(_CONGESTED_S, seconds or _CONGESTED_S)
+        return seconds if self._is_up_to_date(self._store) else min(_CONGESTED_S, seconds or _CONGESTED_S)
 
     def step(self) -> None:
         """Continue all queued and running work that can proceed without waiting."""
@@ -245,25 +245,25 @@ class StoreServer:
             return
         while self._loads and self._loading <= self._executor.threads:
             self._load(store, self._loads.popleft())
-        while self._may_take(store):
+        while self._may_process_next(store):
             self._take(store, self._queue.popleft())
         store.tick()
         self._settle_jobs(store)
-        self._tell(store)
-        while self._flushed and self._is_told(store):
+        self._send_news(store)
+        while self._flushed and self._is_up_to_date(store):
             self._send(protocol.Flushed(self._flushed.pop(0).token))
         if self._status is not None:
             loading = self._loading + len(self._loads)
             self._status.tick(waiting_jobs=len(self._queue), writing_jobs=len(self._writing), loading_jobs=loading)
 
-    def _may_take(self, store: Store) -> bool:
+    def _may_process_next(self, store: Store) -> bool:
         """Return whether the next queued message may be processed.
 
         The store must have accepted the previous one, have memory left, and run no flush.
         """
         return bool(self._queue) and not self._taking and self._flushing is None and store.has_room
 
-    def _tell(self, store: Store) -> None:
+    def _send_news(self, store: Store) -> None:
         """Send the engine the new lookup table and the store's news, unless the connection is congested.
 
         An idle engine may receive nothing for hours, and the outbox must not grow meanwhile.
@@ -280,7 +280,7 @@ class StoreServer:
         fd, slots = store.index.share()
         return protocol.Table(slots, fd)
 
-    def _is_told(self, store: Store) -> bool:
+    def _is_up_to_date(self, store: Store) -> bool:
         """Return whether all changes of the store were sent to the engine."""
         return store.news == News() and store.index.version == self._table_version
 
@@ -290,7 +290,7 @@ class StoreServer:
         def done(outcome: ReadOutcome) -> None:
             self._loading -= 1
             if outcome.failed:
-                self._tell(store)  # collisions first: the engine skips stores of keys that it counts as held
+                self._send_news(store)  # collisions first: the engine skips stores of keys that it counts as held
             self._send(protocol.JobDone(message.job_id, PackedKeys.of(outcome.failed), outcome.raw_bytes))
 
         self._loading += 1

@@ -83,7 +83,7 @@ class Host(ABC):
     def wait(self, timeout_s: float) -> bool:
         """Wait up to ``timeout_s`` seconds until the host has ended and accesses no row; return whether it has."""
 
-    def starved_s(self) -> float:
+    def cpu_wait_s(self) -> float:
         """Return how long the host's main thread has waited for a CPU since its start, in seconds; 0 if unknown."""
         return 0.0
 
@@ -178,7 +178,7 @@ class ProcessHost(Host):
             os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
         return True
 
-    def starved_s(self) -> float:
+    def cpu_wait_s(self) -> float:
         try:
             nanoseconds = Path(f"/proc/{self.pid}/schedstat").read_text().split()[1]
         except (OSError, IndexError):  # the process has ended, or the kernel does not count
@@ -322,17 +322,17 @@ class Watchdog:
     an overloaded machine a host is slow, and killing it would lose accepted work.
     """
 
-    def __init__(self, patience_s: float, starved_s: Callable[[], float]) -> None:
+    def __init__(self, patience_s: float, cpu_wait_s: Callable[[], float]) -> None:
         """:param patience_s: time limit: seconds that the host may be silent.
-        :param starved_s: returns how long the host has waited for a CPU since its start, in seconds.
+        :param cpu_wait_s: returns how long the host has waited for a CPU since its start, in seconds.
         """
         self.patience_s = patience_s
         """Time limit, which the owner may change."""
-        self._starved_s = starved_s
+        self._cpu_wait_s = cpu_wait_s
         self._heard = 0.0
         self._asked: float | None = None
 
-    def hear(self) -> None:
+    def restart_timer(self) -> None:
         """Restart the timer. Call it when the host has sent a message, or when an answer becomes due."""
         self._heard = time.monotonic()
         self._asked = None
@@ -345,10 +345,10 @@ class Watchdog:
         now = time.monotonic()
         if self._asked is None:
             if now - self._heard > self.patience_s / 2:
-                self._asked = now - self._starved_s()
+                self._asked = now - self._cpu_wait_s()
                 ping()
             return False
-        if now - self._starved_s() - self._asked <= self.patience_s / 2:
+        if now - self._cpu_wait_s() - self._asked <= self.patience_s / 2:
             return False
         logger.error("the host has not answered for %.1f s; killing it", self.patience_s)
         return True
@@ -397,7 +397,7 @@ class Supervisor:
         self.state = State.DOWN
         self.watchdog_s = watchdog_s
         self.opening_watchdog_s = max(watchdog_s, least_start_s)
-        self.watchdog = Watchdog(watchdog_s, host.starved_s)
+        self.watchdog = Watchdog(watchdog_s, host.cpu_wait_s)
         self._backoff_s = _FIRST_BACKOFF_S
         self._start_at = 0.0
         self.uses_rows = False
@@ -406,16 +406,16 @@ class Supervisor:
     # Life
 
     def start(self) -> None:
-        """Start the host. The caller must then call ``greet`` until it returns True; that opens the store.
+        """Start the host. The caller must then call ``send_hello`` until it returns True; that opens the store.
 
         :raises HostError: the host cannot be started.
         """
         self.connection = self.host.start()
         self.state, self.uses_rows = State.OPENING, False
         self.watchdog.patience_s = self.opening_watchdog_s
-        self.watchdog.hear()
+        self.watchdog.restart_timer()
 
-    def greet(self) -> bool:
+    def send_hello(self) -> bool:
         """Send the host its first message if it is ready and has not received it; return whether it has been sent."""
         if not self.uses_rows and self.host.ready():
             self.connection.send(self.hello)

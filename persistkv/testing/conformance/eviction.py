@@ -66,7 +66,7 @@ class EvictionTests(BackendSuite):
         for _ in range(50):
             small.commit(name, CommitBatch(deletions=[bytes(16)], pins=[("nobody", True)]))
         small.commit(name, CommitBatch(touches=[ids[2], ids[0], ids[3], ids[1], bytes(16)]))
-        gone = _press(small, name, until=ids[0])
+        gone = _write_until_evicted(small, name, until=ids[0])
         assert [pack_id for pack_id in gone if pack_id in ids] == ids[::-1]
 
     def test_prefix_stays_as_long_as_what_depends_on_it(self, small: InspectableBackend, name: bytes) -> None:
@@ -76,16 +76,16 @@ class EvictionTests(BackendSuite):
         other = _pack(name, 7)
         small.commit(name, CommitBatch([other]))
         small.commit(name, CommitBatch(manifests=[sample_manifest("second", packs=chain)]))
-        gone = _press(small, name, until=prefix.pack_id)
+        gone = _write_until_evicted(small, name, until=prefix.pack_id)
         assert [pack_id for pack_id in gone if pack_id in {other.pack_id, *chain}] == [other.pack_id, *chain[::-1]]
 
     def test_deeper_goes_first_and_manifests_last(self, small: InspectableBackend, name: bytes) -> None:
         depths = [0, 16, 8, UNKNOWN_DEPTH, 24]
         packs = [_pack(name, seed, blocks=2, depth=depth) for seed, depth in enumerate(depths)]
         small.commit(name, CommitBatch(packs, [sample_manifest("r")]))
-        gone = _press(small, name, until=packs[0].pack_id)
+        gone = _write_until_evicted(small, name, until=packs[0].pack_id)
         assert gone[:5] == [packs[number].pack_id for number in (3, 4, 1, 2, 0)]
-        _press(small, name, rounds=3)
+        _write_until_evicted(small, name, rounds=3)
         assert not list(small.manifests(name))
 
     def test_evicted_is_exact(self, small: InspectableBackend, name: bytes) -> None:
@@ -124,7 +124,7 @@ class EvictionTests(BackendSuite):
         held = [_pack(name, seed) for seed in range(3)]
         for pack in held:
             small.commit(name, CommitBatch([pack]))
-        _press(small, name, rounds=6)
+        _write_until_evicted(small, name, rounds=6)
         manifest = sample_manifest("r", packs=[held[0].pack_id, held[1].pack_id])
         batch = CommitBatch([_pack(name, 50, blocks=20)], [manifest], touches=[held[2].pack_id])
         gone = [table.pack_id for table in small.commit(name, batch).evicted]
@@ -145,7 +145,7 @@ class EvictionTests(BackendSuite):
         ids = [pack.pack_id for pack in packs]
         small.commit(name, CommitBatch(packs, [sample_manifest("long", packs=ids)]))
         small.commit(name, CommitBatch(manifests=[sample_manifest("short", packs=ids[:1])]))
-        gone = _press(small, name, until=ids[2])
+        gone = _write_until_evicted(small, name, until=ids[2])
         assert gone[0] == ids[2]
         assert [manifest.id for manifest in small.manifests(name)] == ["short"]
         assert small.manifest_keys(name, ["long"])[0] is None
@@ -222,18 +222,18 @@ class EvictionTests(BackendSuite):
         ids = [pack.pack_id for pack in packs]
         batch = CommitBatch(packs, [sample_manifest("r", packs=ids)], pins=[("r", True), ("nobody", True)])
         small.commit(name, batch)
-        _press(small, name, rounds=30)
+        _write_until_evicted(small, name, rounds=30)
         assert [manifest.id for manifest in small.manifests(name)] == ["r"]
         for pack in packs:
             assert read_pack(small, name, pack.table) == payload_of(pack)
         check_totals(small)
 
         small.commit(name, CommitBatch(manifests=[sample_manifest("r", 1, packs=ids[:1])]))
-        gone = _press(small, name, rounds=30)
+        gone = _write_until_evicted(small, name, rounds=30)
         assert ids[1] in gone, "the new manifest does not name it"
         assert ids[0] not in gone, "the new manifest is pinned, as the old one was"
         small.commit(name, CommitBatch(pins=[("r", False)]))
-        assert ids[0] in _press(small, name, rounds=30)
+        assert ids[0] in _write_until_evicted(small, name, rounds=30)
         assert not list(small.manifests(name))
 
     def test_two_pins_on_one_pack(self, small: InspectableBackend, name: bytes) -> None:
@@ -241,9 +241,9 @@ class EvictionTests(BackendSuite):
         manifests = [sample_manifest(number, packs=[pack.pack_id]) for number in "ab"]
         small.commit(name, CommitBatch([pack], manifests, pins=[("a", True), ("b", True), ("b", True)]))
         small.commit(name, CommitBatch(pins=[("a", False), ("a", False)]))
-        assert pack.pack_id not in _press(small, name, rounds=30)
+        assert pack.pack_id not in _write_until_evicted(small, name, rounds=30)
         small.commit(name, CommitBatch(pins=[("b", False)]))
-        assert pack.pack_id in _press(small, name, rounds=30)
+        assert pack.pack_id in _write_until_evicted(small, name, rounds=30)
 
     def test_store_full_of_pins_refuses_and_changes_nothing(self, small: InspectableBackend, name: bytes) -> None:
         packs = [_pack(name, seed, blocks=8) for seed in range(3)]
@@ -262,7 +262,7 @@ class EvictionTests(BackendSuite):
         ours, theirs = _pack(name, 1), _pack(other, 1)
         cursor = small.commit(other, CommitBatch([theirs], [sample_manifest("r", packs=[theirs.pack_id])])).cursor
         small.commit(name, CommitBatch([ours]))
-        gone = _press(small, name, until=ours.pack_id)
+        gone = _write_until_evicted(small, name, until=ours.pack_id)
         assert gone[:2] == [theirs.pack_id, ours.pack_id]
         assert small.changes(other, cursor).removed == {theirs.pack_id: theirs.table.keys.fingerprints}
         assert not list(small.manifests(other))
@@ -282,7 +282,7 @@ class EvictionTests(BackendSuite):
                 backend.commit(name, CommitBatch(touches=[packs[used].pack_id]))
             backend.close()
         backend = self.open(small_url)
-        gone = _press(backend, name, until=packs[0].pack_id)
+        gone = _write_until_evicted(backend, name, until=packs[0].pack_id)
         ids = [pack.pack_id for pack in packs]
         assert [pack_id for pack_id in gone if pack_id in ids] == ids[::-1]
         backend.close()
@@ -347,7 +347,7 @@ class EvictionTests(BackendSuite):
             batch = sample_manifest(f"batch{number}", packs=[shared.pack_id, pack.pack_id], priority="low")
             small.commit(name, CommitBatch([pack], [batch]))
         small.commit(name, CommitBatch(touches=[low.pack_id]))
-        gone = _press(small, name, until=shared.pack_id)
+        gone = _write_until_evicted(small, name, until=shared.pack_id)
         ours = [pack_id for pack_id in gone if pack_id in {pack.pack_id for pack in (shared, normal, low, last)}]
         assert ours == [pack.pack_id for pack in (last, low, normal, shared)]
 
@@ -358,7 +358,7 @@ class EvictionTests(BackendSuite):
             small.commit(name, CommitBatch([pack], [manifest]))
         small.commit(name, CommitBatch(manifests=[sample_manifest("normal", packs=[first.pack_id])]))
         small.commit(name, CommitBatch(manifests=[sample_manifest("low", packs=[first.pack_id], priority="low")]))
-        gone = _press(small, name, until=second.pack_id)
+        gone = _write_until_evicted(small, name, until=second.pack_id)
         assert first.pack_id not in gone
 
     def test_low_priority_expires_no_later(
@@ -392,7 +392,9 @@ def _pack(namespace: bytes, seed: int, *, blocks: int = 3, depth: int = 0) -> Pa
     return sample_pack(namespace, seed, blocks=blocks, block_bytes=_BLOCK_BYTES, depth=depth)
 
 
-def _press(backend: InspectableBackend, namespace: bytes, *, until: bytes = b"", rounds: int = 100) -> list[bytes]:
+def _write_until_evicted(
+    backend: InspectableBackend, namespace: bytes, *, until: bytes = b"", rounds: int = 100
+) -> list[bytes]:
     """Write up to ``rounds`` new packs, one per commit; return the ids of the evicted packs, in order.
 
     :param until: id of the pack whose eviction ends this; fail if it is not evicted. Empty: write all packs.

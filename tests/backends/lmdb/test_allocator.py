@@ -86,7 +86,7 @@ class SpaceMachine(RuleBasedStateMachine):
             if keep:
                 space.publish(self.number.to_bytes(32, "big"), taken)
             else:
-                space.untake(taken)
+                space.free_now(taken)
             return taken, single
 
         taken, single = self.change(work)
@@ -114,9 +114,9 @@ class SpaceMachine(RuleBasedStateMachine):
         self.held.remove(number)
 
     @rule(ago=st.integers(0, 5))
-    def ripen(self, ago: int) -> None:
+    def free_aged(self, ago: int) -> None:
         def work(space: Allocator, txn: lmdb.Transaction[memoryview]) -> Any:
-            space.ripen(txn.id() - 1 - ago)
+            space.free_aged(txn.id() - 1 - ago)
             return txn.id() - 1 - ago
 
         oldest = self.change(work)

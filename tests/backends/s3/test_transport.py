@@ -147,7 +147,7 @@ def test_ranges_come_through_one_buffer_though_the_body_breaks() -> None:
         lambda number, data: came.append((number, bytes(data))),
     )
     client = Scripted(3, 0, 8, 40)
-    reliable(client).pour("k", sink)
+    reliable(client).download_into("k", sink)
     assert came == [(0, DATA[5:15]), (1, DATA[15:16]), (2, DATA[40:60]), (3, DATA[200:207])]
     assert [call[2] for call in client.calls] == [5, 8, 8, 16, 56]
     with pytest.raises(BrokenError):

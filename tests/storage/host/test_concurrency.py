@@ -184,7 +184,7 @@ def test_rows_are_free_only_when_the_slowest_part_has_ended(hosted: Any, client:
             fails.set()
             raise StoreError("this part is gone")
 
-    medium.backend.heal("read")
+    medium.backend.clear_faults("read")
     medium.backend.before("read", fail_first_part)
     medium.reads = Gate(medium.backend, "read")
     medium.reads.shut()
@@ -262,7 +262,7 @@ def test_no_memory_costs_blocks_and_nothing_else(hosted: Any, client: StoreClien
     backend.fail("commit", no_memory)
     store(client, 1, names(64))
     assert hosted.finish(client, 1).failed == names(64)
-    backend.heal()
+    backend.clear_faults()
     store(client, 2, names(64))
     assert hosted.finish(client, 2).failed == []
     assert client.flush(PATIENCE_S)
@@ -271,7 +271,7 @@ def test_no_memory_costs_blocks_and_nothing_else(hosted: Any, client: StoreClien
     assert hosted.finish(client, 3).failed == names(64)
     backend.fail("stats", no_memory)
     assert client.stats(PATIENCE_S).host is not None
-    backend.heal()
+    backend.clear_faults()
     client.submit_load(4, names(64), range(64))
     assert hosted.finish(client, 4).failed == []
 

@@ -27,6 +27,6 @@ def test_a_row_that_failed_is_followed_by_the_next(
     assert caplog.text.count("the disk is full") == 1
     assert isinstance(backend.inner, SupportsStatus)
     assert backend.inner.statuses() == {}
-    backend.heal()
+    backend.clear_faults()
     publisher.tick(waiting_jobs=0, writing_jobs=0, loading_jobs=0)
     assert len(backend.inner.statuses()) == 1

@@ -48,22 +48,22 @@ def never() -> float:
 
 def test_who_is_silent_is_asked_once_and_then_given_up(clock: Clock) -> None:
     dog = Watchdog(60.0, never)
-    dog.hear()
+    dog.restart_timer()
     assert looks(dog, clock, 0.0, 30.0, 0.5, 29.0, 2.0) == [FINE, FINE, ASK, FINE, SILENT]
 
 
 def test_an_answer_begins_all_anew(clock: Clock) -> None:
     dog = Watchdog(60.0, never)
-    dog.hear()
+    dog.restart_timer()
     assert looks(dog, clock, 31.0, 29.0) == [ASK, FINE]
-    dog.hear()
+    dog.restart_timer()
     assert looks(dog, clock, 29.0, 2.0) == [FINE, ASK]
 
 
 def test_time_without_a_cpu_is_no_silence(clock: Clock) -> None:
     starved = iter([100.0, 160.0, 190.0, 190.0])
     dog = Watchdog(60.0, lambda: next(starved))
-    dog.hear()
+    dog.restart_timer()
     assert looks(dog, clock, 31.0, 61.0, 58.0, 2.0) == [ASK, FINE, FINE, SILENT]
 
 

@@ -156,7 +156,7 @@ def show(
     _print(context)
     if top is not None:
         tree_of = f"{render.count(top.requests, 'request')} of namespace {context.request.namespace[:8]}"
-        render.console().print(_drawn(top, f"prefix tree of {tree_of}, by the keys of group {longest}"))
+        render.console().print(_rich_tree(top, f"prefix tree of {tree_of}, by the keys of group {longest}"))
 
 
 def _print(context: ContextView) -> None:
@@ -188,7 +188,7 @@ def _print(context: ContextView) -> None:
             render.show_table(_KEYS, group.keys, title=title)
 
 
-def _drawn(top: TreeNode, title: str) -> Tree:
+def _rich_tree(top: TreeNode, title: str) -> Tree:
     drawn = Tree(render.plain(title))
     waiting = [(drawn, top)]
     while waiting:

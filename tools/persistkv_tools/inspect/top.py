@@ -121,7 +121,7 @@ def top(
                 watch.look()  # not shown: rates need two
                 while True:
                     time.sleep(pause_s)
-                    live.update(_drawn(watch.look()), refresh=True)
+                    live.update(_screen(watch.look()), refresh=True)
             return
         watch.look()
         for _ in range(count or 1):
@@ -129,10 +129,10 @@ def top(
             if json:
                 render.print_json(watch.look())
             else:
-                console.print(_drawn(watch.look()))
+                console.print(_screen(watch.look()))
 
 
-def _drawn(look: Snapshot) -> Group:
+def _screen(look: Snapshot) -> Group:
     full = "" if look.fill is None else f" ({look.fill:.1%} of {render.format_size(look.capacity or 0)})"
     held = f"{render.count(look.requests, 'request')}, {render.count(look.packs, 'pack')}"
     lines = [

@@ -17,7 +17,7 @@ from persistkv.storage.format.manifest import ManifestKeys
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.identity import Identity
 from persistkv_tools import options, render
-from persistkv_tools.options import opened_if_there
+from persistkv_tools.options import open_if_exists
 from persistkv_tools.packs import OtherReleaseError, Packs, Took, all_keys, check_payload
 from persistkv_tools.progress import byte_progress, counted
 from persistkv_tools.transfer.archive import ArchiveReader, PackRecord, RequestRecord
@@ -42,7 +42,7 @@ def import_(
     begin = time.monotonic()
     with closing(ArchiveReader(file)) as archive, byte_progress() as progress:
         sources = verify_archive(archive, counted(progress, "verify", file.stat().st_size))
-        with opened_if_there(url) as there:
+        with open_if_exists(url) as there:
             transfer = Transfer(sources, there, url)
             place, _, _ = transfer.place(there, None, newest=newest)
         with closing(open_inspectable(place)) as backend:

@@ -21,7 +21,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Return a function that runs the command line in this process, which saves the start of an interpreter."""
+    """Return a function that runs the command line in this process, which is faster than a new process."""
     monkeypatch.chdir(tmp_path)
 
     def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -59,7 +59,7 @@ def start(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
-    """URL of a store with inline payloads, which ``damage`` can reach."""
+    """URL of a store with inline payloads, the placement that most methods of ``Damage`` require."""
     return f"lmdb://{tmp_path}/store?capacity=1GiB&placement=inline"
 
 

@@ -1,4 +1,4 @@
-"""Contexts that share prefixes, stored as engines store them; the commands are tested on them."""
+"""Contexts that share prefixes, stored as engines store them: input for tests of the commands."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Contexts:
         self._groups = groups
         self._codec = codec or RawCodec()
         self._block_bytes = block_bytes
-        self._where: dict[bytes, bytes] = {}
+        self._pack_of_key: dict[bytes, bytes] = {}
 
     def add(
         self, name: str, text: str, *, labels: dict[str, str] | None = None, age_s: float = 60.0, manifest: bool = True
@@ -65,14 +65,14 @@ class Contexts:
     def _packs(self, name: str, chains: Sequence[list[bytes]]) -> list[PackWriter]:
         segments = []
         for group, keys in enumerate(chains):
-            new = [key for key in keys if key not in self._where]
+            new = [key for key in keys if key not in self._pack_of_key]
             if new:
                 segments.append(Segment(group, self._block_bytes, new, self._blocks(new), keys.index(new[0])))
         if not segments:
             return []
         pack = PackWriter(self.namespace, self._codec, segments)
         self.packs[name] = pack.pack_id
-        self._where.update((key, pack.pack_id) for segment in segments for key in segment.keys)
+        self._pack_of_key.update((key, pack.pack_id) for segment in segments for key in segment.keys)
         return [pack]
 
     def _blocks(self, keys: Sequence[bytes]) -> ArraySource:
@@ -97,5 +97,5 @@ class Contexts:
             labels=labels,
             context=context_digest(keys),
         )
-        packs = dict.fromkeys(self._where[key] for keys in zip(*chains, strict=True) for key in keys)
+        packs = dict.fromkeys(self._pack_of_key[key] for keys in zip(*chains, strict=True) for key in keys)
         return ManifestWrite(manifest, keys, list(packs))

@@ -21,7 +21,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "null": type(None),
 }
 _FREE = ("labels", "identity", "by_problem", "requests_sent", "children")
-"""Objects whose names are data, and the nested nodes of the tree."""
+"""Objects whose field names are data, and the nested nodes of the prefix tree."""
 
 
 def documented() -> dict[str, dict[str, str]]:
@@ -51,8 +51,8 @@ def documented_codes() -> set[tuple[str, int]]:
 def check_documented(command: str, value: object, *, left_out: Set[str] = frozenset(), complete: bool = False) -> None:
     """Check that all fields of a command's JSON are documented with their types, and that no top-level one is missing.
 
-    :param left_out: documented fields that need not be there.
-    :param complete: all documented fields must be there, nested ones included.
+    :param left_out: documented fields that may be absent.
+    :param complete: all documented fields must be present, nested ones included.
     """
     types, found = documented()[command], fields(value)
     for name, inner in found:

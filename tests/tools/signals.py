@@ -54,7 +54,7 @@ import os, signal, sys, threading, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def interrupt_in(seconds):
-    '''Ctrl-C for this process, while it waits.'''
+    '''Send SIGINT to this process after a delay.'''
     def press():
         time.sleep(seconds)
         os.kill(os.getpid(), signal.SIGINT)

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 TESTED_CODE = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
-"""Environment of commands that run in processes of their own: they import what this process imports."""
+"""Environment with which commands in other processes import the same code as this process."""
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
 
 

@@ -26,33 +26,33 @@ def one_line_error(done, *parts, code=2):
         assert part in done.stderr
 
 
-class TestBadInput:
-    def test_an_unknown_scheme_names_the_known_ones(self, start):
+class TestCliErrors:
+    def test_url_unknown_scheme_exits_2_listing_known_schemes(self, start):
         one_line_error(start("ls", "tape:///kv"), "tape", "lmdb")
 
-    def test_what_is_no_url(self, start):
+    def test_url_without_scheme_exits_2(self, start):
         one_line_error(start("stat", "somewhere"), "scheme://")
 
-    def test_a_negative_capacity(self, start, tmp_path):
+    def test_url_negative_capacity_exits_2(self, start, tmp_path):
         one_line_error(start("ls", f"lmdb://{tmp_path}/store?capacity=-1GiB"), "capacity", "-1GiB")
 
-    def test_an_unknown_option(self, start, tmp_path):
+    def test_url_unknown_option_exits_2(self, start, tmp_path):
         one_line_error(start("ls", f"lmdb://{tmp_path}/store?color=red"), "color")
 
-    def test_a_store_that_is_not_there(self, start, tmp_path):
+    def test_stat_absent_store_exits_3_and_creates_nothing(self, start, tmp_path):
         one_line_error(start("stat", f"lmdb://{tmp_path}/absent"), "absent", code=3)
         assert not (tmp_path / "absent").exists()
 
-    def test_a_file_where_a_directory_belongs(self, start, tmp_path):
+    def test_ls_file_instead_of_directory_exits_3(self, start, tmp_path):
         (tmp_path / "file").write_text("hello")
         one_line_error(start("ls", f"lmdb://{tmp_path}/file"), "file", code=3)
 
-    def test_a_directory_with_something_else(self, start, tmp_path):
+    def test_ls_garbage_data_mdb_exits_3(self, start, tmp_path):
         (tmp_path / "other").mkdir()
         (tmp_path / "other" / "data.mdb").write_bytes(os.urandom(100_000))
         one_line_error(start("ls", f"lmdb://{tmp_path}/other"), "other", code=3)
 
-    def test_directory_of_other_files_is_no_store_and_stays_as_it_was(self, run, filled, tmp_path):
+    def test_commands_directory_of_other_files_exit_3_and_keep_it(self, run, filled, tmp_path):
         (tmp_path / "home").mkdir()
         (tmp_path / "home" / "notes.txt").touch()
         (tmp_path / "trace.jsonl").write_text('{"hash_ids": [1, 2]}\n')
@@ -66,15 +66,15 @@ class TestBadInput:
             one_line_error(run(*made), "notes.txt", code=3)
         assert [entry.name for entry in (tmp_path / "home").iterdir()] == ["notes.txt"]
 
-    def test_empty_directory_is_no_store(self, run, tmp_path):
+    def test_ls_empty_directory_exits_3(self, run, tmp_path):
         (tmp_path / "empty").mkdir()
         one_line_error(run("ls", f"{tmp_path}/empty"), "empty", "no store", code=3)
 
-    def test_relative_path_is_refused_with_the_likely_one(self, run, tmp_path):
+    def test_url_relative_path_exits_2_suggesting_absolute_paths(self, run, tmp_path):
         one_line_error(run("ls", "lmdb://var/cache/kv"), "lmdb:///var/cache/kv", f"lmdb://{tmp_path}/var/cache/kv")
         assert not (tmp_path / "var").exists()
 
-    def test_a_path_without_permission(self):
+    def test_ls_path_without_permission_exits_3(self):
         """The command runs as an ordinary user, because root can open every path."""
         with tempfile.TemporaryDirectory() as home:
             Path(home).chmod(0o755)
@@ -85,7 +85,7 @@ class TestBadInput:
         one_line_error(done, "closed", "ermission", code=3)
 
     @pytest.mark.parametrize("arguments", [("ls",), ("no-such-command",), ("ls", "lmdb:///x", "--no-such-option")])
-    def test_wrong_usage(self, start, arguments):
+    def test_cli_wrong_usage_exits_2(self, start, arguments):
         done = start(*arguments)
         assert done.returncode == 2
         assert "Traceback" not in done.stderr
@@ -100,7 +100,7 @@ class TestBadInput:
             (("--store", "lmdb://{tmp}/store?capacity=-5"), "capacity"),
         ],
     )
-    def test_the_demo_refuses_before_it_works(self, start, tmp_path, arguments, part):
+    def test_demo_bad_option_exits_2_before_creating_model(self, start, tmp_path, arguments, part):
         (tmp_path / "file").touch()
         one_line_error(start("demo", *(argument.format(tmp=tmp_path) for argument in arguments)), part)
         assert not (tmp_path / ".persistkv-demo" / "model").exists()
@@ -134,7 +134,7 @@ class TestBadInput:
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
-def test_error_names_what_is_wrong_and_what_to_do(run, filled, sqlite_plug_in, tmp_path, arguments, sentence):
+def test_command_bad_argument_prints_cause_and_remedy(run, filled, sqlite_plug_in, tmp_path, arguments, sentence):
     (tmp_path / "here").write_text("mine")
     with closing(open_backend(f"sqlite://{tmp_path}/db")):
         pass
@@ -142,8 +142,8 @@ def test_error_names_what_is_wrong_and_what_to_do(run, filled, sqlite_plug_in, t
     one_line_error(done, sentence.format(tmp=tmp_path))
 
 
-class TestStoreNamedOnce:
-    """``PERSISTKV_STORE`` takes the place of a store that is left out, wherever the command has it."""
+class TestStoreVariable:
+    """``PERSISTKV_STORE`` is the default of the store argument of each command, at any position."""
 
     @pytest.fixture
     def here(self, monkeypatch, filled, tmp_path):
@@ -169,37 +169,37 @@ class TestStoreNamedOnce:
         ],
         ids=lambda arguments: arguments[0],
     )
-    def test_left_out_store_is_that_of_the_environment(self, run, here, arguments):
+    def test_command_without_store_uses_variable(self, run, here, arguments):
         done = run(*(argument.format(here=here) for argument in arguments))
         assert done.returncode == 0, done.stderr
 
-    def test_pull_and_import_write_to_the_store_of_the_environment(self, run, here, monkeypatch):
+    def test_pull_and_import_without_store_write_to_variable_store(self, run, here, monkeypatch):
         assert run("export", "--all", "-o", f"{here}/all.pkv").returncode == 0
         monkeypatch.setenv("PERSISTKV_STORE", f"lmdb://{here}/new")
         assert run("import", f"{here}/all.pkv").returncode == 0
         assert run("pull", f"{here}/store").returncode == 0
         assert "3 requests" in run("ls").stdout
 
-    def test_given_store_has_priority(self, run, here):
+    def test_command_with_store_ignores_variable(self, run, here):
         one_line_error(run("ls", f"{here}/other"), "other", code=3)
         one_line_error(run("show", f"{here}/other", "engine-0-0"), "other", code=3)
 
-    def test_replay_never_writes_to_the_store_of_the_environment(self, run, here):
+    def test_replay_without_store_ignores_variable_and_exits_2(self, run, here):
         done = run("replay", f"{here}/trace.jsonl")
         assert (done.returncode, "TRACE" in done.stderr) == (2, True)
 
-    def test_without_variable_the_error_names_it(self, run, monkeypatch):
+    def test_command_without_store_or_variable_exits_2_naming_variable(self, run, monkeypatch):
         monkeypatch.delenv("PERSISTKV_STORE", raising=False)
         one_line_error(run("ls"), "ls requires a store", "PERSISTKV_STORE")
         one_line_error(run("show", "0c4d"), "'0c4d'", "scheme://")
 
-    def test_home_directory_and_plain_paths_name_a_store(self, run, filled, monkeypatch, tmp_path):
+    def test_ls_tilde_or_plain_path_opens_store(self, run, filled, monkeypatch, tmp_path):
         monkeypatch.setenv("HOME", str(tmp_path))
         for store in ("~/store", "lmdb://~/store", f"{tmp_path}/store", f"{tmp_path}/store?capacity=1GiB"):
             assert "3 requests" in run("ls", store).stdout
 
 
-def test_debug_shows_causes(start, tmp_path):
+def test_debug_absent_store_prints_causes(start, tmp_path):
     for arguments in (("--debug", "ls", f"{tmp_path}/absent"), ("ls", f"{tmp_path}/absent", "--debug")):
         done = start(*arguments)
         assert done.returncode == 3
@@ -209,7 +209,7 @@ def test_debug_shows_causes(start, tmp_path):
 
 
 @pytest.mark.parametrize("option", ["-h", "--help"])
-def test_help_has_a_short_option(run, option):
+def test_help_short_and_long_option_print_usage(run, option):
     for command in ((), ("show",)):
         done = run(*command, option)
         assert (done.returncode, "Usage: persistkv" in done.stdout) == (0, True)
@@ -248,28 +248,28 @@ main()
 """
 
 
-class TestWithoutTheExtra:
+class TestWithoutTransformersExtra:
     @pytest.mark.parametrize("arguments", [("--help",), ("demo", "--help"), ("--version",)])
-    def test_help_works(self, arguments):
+    def test_help_and_version_exit_0(self, arguments):
         done = run_script(WITHOUT_THE_EXTRA, *arguments)
         assert done.returncode == 0, done.stderr
 
-    def test_a_store_can_be_looked_into(self, filled):
+    def test_ls_exits_0(self, filled):
         assert run_script(WITHOUT_THE_EXTRA, "ls", filled).returncode == 0
 
-    def test_the_demo_says_what_to_install(self):
+    def test_demo_exits_2_naming_extra_to_install(self):
         one_line_error(run_script(WITHOUT_THE_EXTRA, "demo"), "pip install 'persistkv[transformers]'")
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("demo", "--help"), ("ls", "lmdb:///absent")])
-def test_imports_no_torch(start, arguments):
+def test_help_and_ls_import_no_torch(start, arguments):
     done = start(*arguments, python=("-X", "importtime"))
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "persistkv_tools.cli" in imported
     assert not {"torch", "transformers"} & imported
 
 
-def test_help_names_the_commands(start):
+def test_help_lists_every_command(start):
     done = start("--help")
     assert all(command in done.stdout for command in COMMANDS)
     assert start("--version").stdout.startswith("persistkv 0.")

@@ -1,4 +1,4 @@
-"""Ends of a command: damaged stores, signals, closed output; and the end of its child process."""
+"""Exits of a command and of its child process: damaged stores, signals, closed output."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def store(url):
 
 
 @pytest.mark.parametrize("command", [("stat",), ("ls",), ("verify",), ("show", "r3")])
-def test_a_catalogue_that_was_cut_is_an_error_of_the_store(start, store, command):
+def test_command_truncated_catalogue_exits_3(start, store, command):
     """The command opens the store in a child process, because reads of a truncated catalogue end with SIGBUS."""
     file = Path(StoreUrl.parse(store).location) / "data.mdb"
     os.truncate(file, 3 * 4096)
@@ -41,7 +41,7 @@ def test_a_catalogue_that_was_cut_is_an_error_of_the_store(start, store, command
 
 @pytest.fixture
 def slow(store, tmp_path):
-    """A command that runs for long, and its child process that does the work."""
+    """A long-running command, and its child process that does the work."""
     command = [sys.executable, "-m", "persistkv_tools", "verify", store, "--rate", "4KiB", "--resume", "state"]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: (tmp_path / "state").exists() and children(process.pid))
@@ -72,9 +72,9 @@ def wait_until(holds) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.skipif(not Path(f"/proc/self/task/{os.getpid()}/children").exists(), reason="the kernel tells no children")
+@pytest.mark.skipif(not Path(f"/proc/self/task/{os.getpid()}/children").exists(), reason="the kernel lists no children")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_who_ends_it_ends_what_works_for_it(slow, number):
+def test_command_terminated_or_killed_ends_child_process(slow, number):
     process, child = slow
     process.send_signal(number)
     assert process.wait(60) == -number
@@ -82,7 +82,7 @@ def test_who_ends_it_ends_what_works_for_it(slow, number):
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
-def test_output_that_nobody_reads_is_no_finding(store, options):
+def test_ls_closed_output_exits_141_silently(store, options):
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "persistkv_tools", "ls", store, *options]
@@ -92,7 +92,7 @@ def test_output_that_nobody_reads_is_no_finding(store, options):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "stands_back"),
+    ("arguments", "is_lowered"),
     [
         (["ls", "lmdb:///kv"], True),
         (["verify", "lmdb:///kv", "--rate", "1MiB"], True),
@@ -103,14 +103,14 @@ def test_output_that_nobody_reads_is_no_finding(store, options):
         ([], False),
     ],
 )
-def test_who_only_looks_stands_back(arguments, stands_back):
+def test_lower_priority_applies_only_to_reading_commands(arguments, is_lowered):
     program = f"import os, persistkv_tools.entry as s; s.lower_priority({arguments!r}); print(os.nice(0))"
     before = os.nice(0)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
-    assert (int(done.stdout) > before) == stands_back
+    assert (int(done.stdout) > before) == is_lowered
 
 
-def test_ctrl_c_before_the_command_begins_tells_of_no_import():
+def test_command_interrupted_during_imports_ends_silently():
     program = """
 import os, signal, sys
 class CtrlC:
@@ -127,7 +127,7 @@ main()
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
-def test_command_whose_thread_hangs_ends_at_once():
+def test_command_with_hanging_thread_exits_at_once():
     program = """
 import sys, time
 from concurrent.futures import ThreadPoolExecutor

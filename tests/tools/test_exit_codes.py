@@ -36,10 +36,10 @@ HUGE = "999PiB"  # more than any address space
 
 
 class Case(NamedTuple):
-    """A command, and how it ends."""
+    """A command with its expected exit code and output."""
 
     arguments: tuple[str, ...]
-    """``{made}``: directory of ``made``; ``{tmp}``: directory of the test."""
+    """``{made}``: directory of the fixture ``made``; ``{tmp}``: directory of the test."""
     code: int
     part: str = ""
     """Part of the output, or of the error."""
@@ -166,7 +166,7 @@ def files_below(*places: Path) -> set[Path]:
 
 
 def filled_in(text: str, made: Path, tmp_path: Path) -> str:
-    """Replace the names of places; ``{copy}``, ``{other}`` and ``{damaged}`` are copies that the command may change."""
+    """Replace directory names; ``{copy}``, ``{other}`` and ``{damaged}`` are copies that the command may change."""
     for name, source in (("copy", "store"), ("other", "other"), ("damaged", "damaged")):
         if f"{{{name}}}" in text:
             shutil.copytree(made / source, tmp_path / name)
@@ -175,7 +175,7 @@ def filled_in(text: str, made: Path, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("case", [*FINDINGS, *SUCCESSES], ids=name_of)
-def test_command_that_ends_writes_documented_json(run: Run, made: Path, tmp_path: Path, case: Case) -> None:
+def test_command_completed_writes_documented_json(run: Run, made: Path, tmp_path: Path, case: Case) -> None:
     done = run(*(filled_in(text, made, tmp_path) for text in case.arguments), "--json")
     assert (done.returncode, done.stderr) == (case.code, "")
     assert filled_in(case.part, made, tmp_path) in done.stdout
@@ -183,7 +183,7 @@ def test_command_that_ends_writes_documented_json(run: Run, made: Path, tmp_path
 
 
 @pytest.mark.parametrize("case", REFUSALS, ids=name_of)
-def test_command_that_is_refused_writes_an_error_and_nothing_else(
+def test_command_refused_prints_error_and_writes_no_files(
     run: Run, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Case
 ) -> None:
     monkeypatch.delenv("PERSISTKV_STORE", raising=False)
@@ -195,14 +195,14 @@ def test_command_that_is_refused_writes_an_error_and_nothing_else(
     assert files_below(made, tmp_path) == before
 
 
-def test_every_documented_case_of_an_exit_code_is_tested() -> None:
+def test_documented_exit_codes_all_have_test_cases() -> None:
     elsewhere = {("serve-metrics", 0), ("top", 0)}  # test_metrics.py and test_top.py
     elsewhere |= {("bench", 0), ("warm", 1)}  # below
     tested = {(case.arguments[0], case.code) for case in (*FINDINGS, *SUCCESSES, *REFUSALS)}
     assert tested >= documented_codes() - elsewhere
 
 
-def test_doctor_exits_1_only_for_a_warning_or_a_problem(run: Run, made: Path) -> None:
+def test_doctor_exits_1_only_for_warning_or_problem(run: Run, made: Path) -> None:
     done = run("doctor", f"{made}/store", "--json")
     found = json.loads(done.stdout)
     check_documented("doctor", found, complete=True)
@@ -234,7 +234,9 @@ def test_doctor_exits_1_only_for_a_warning_or_a_problem(run: Run, made: Path) ->
     ],
     ids=lambda arguments: arguments[0],
 )
-def test_json_has_every_documented_field(run: Run, made: Path, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_command_json_has_every_documented_field(
+    run: Run, made: Path, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
     if arguments[0] == "serve-metrics":
         pytest.importorskip("prometheus_client")
     done = run(*(filled_in(text, made, tmp_path) for text in arguments), "--json")
@@ -245,12 +247,12 @@ def test_json_has_every_documented_field(run: Run, made: Path, tmp_path: Path, a
 
 @pytest.fixture
 def engine(contexts: tuple[str, Contexts]) -> Iterator[str]:
-    """URL of a store with a request ``one`` and an engine, which lacks a block of what it is asked to promote."""
+    """URL of a store with a request ``one`` and an engine that lacks one of the blocks that it is asked to promote."""
     url, writer = contexts
     writer.add("one", "a b c d")
     stop = threading.Event()
 
-    def show(backend: Backend) -> None:
+    def publish(backend: Backend) -> None:
         assert isinstance(backend, SupportsStatus)
         status = make_status("e1", namespace=writer.namespace.hex(), time=time.time())
         backend.publish_status("e1", status.encode())
@@ -258,12 +260,12 @@ def engine(contexts: tuple[str, Contexts]) -> Iterator[str]:
     def run_engine() -> None:
         with closing(open_backend(url)) as backend:
             while not stop.is_set():
-                show(backend)
+                publish(backend)
                 for asked in pending_warm(backend, writer.namespace, "e1"):
                     acknowledge_warm(backend, asked, "e1", blocks=3, missing=1)
                 time.sleep(0.01)
 
-    show(writer.backend)
+    publish(writer.backend)
     thread = threading.Thread(target=run_engine)
     thread.start()
     try:
@@ -276,7 +278,7 @@ def engine(contexts: tuple[str, Contexts]) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("command", "options", "code"), [("top", ("--interval", "0.4s"), 0), ("warm", ("one", "--wait", "100s"), 1)]
 )
-def test_json_about_an_engine_has_every_documented_field(
+def test_top_and_warm_json_with_engine_has_every_documented_field(
     run: Run, engine: str, command: str, options: tuple[str, ...], code: int
 ) -> None:
     done = run(command, engine, *options, "--json")
@@ -284,7 +286,7 @@ def test_json_about_an_engine_has_every_documented_field(
     check_documented(command, json.loads(done.stdout), complete=True)
 
 
-def test_bench_exits_0_with_every_documented_field(run: Run, made: Path) -> None:
+def test_bench_json_has_every_documented_field(run: Run, made: Path) -> None:
     before = files_below(made)
     done = run("bench", f"{made}/store", *SMALL, "--json")
     assert (done.returncode, done.stderr) == (0, "")
@@ -292,7 +294,7 @@ def test_bench_exits_0_with_every_documented_field(run: Run, made: Path) -> None
     assert files_below(made) == before
 
 
-def test_bench_of_a_damaged_store_exits_0_and_notes_it(run: Run, made: Path) -> None:
+def test_bench_damaged_store_exits_0_with_note(run: Run, made: Path) -> None:
     done = run("bench", f"{made}/cut", *SMALL, "--json")
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
@@ -301,7 +303,7 @@ def test_bench_of_a_damaged_store_exits_0_and_notes_it(run: Run, made: Path) -> 
     assert any("codecs were not compared" in note and "truncated" in note for note in found["notes"])
 
 
-def test_bench_exits_3_where_its_host_does_not_start(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_host_process_failing_to_start_exits_3(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "absent"))
     done = run("bench", f"{tmp_path}/new", *SMALL, "--json")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (3, "", 1)
@@ -309,8 +311,8 @@ def test_bench_exits_3_where_its_host_does_not_start(run: Run, tmp_path: Path, m
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bench_exits_3_where_the_disk_is_full(tmp_path: Path) -> None:
-    """A limit on file sizes stops the plain file as a full disk does; the store evicts before it is as large."""
+def test_bench_full_disk_exits_3(tmp_path: Path) -> None:
+    """A limit on file sizes acts like a full disk for the plain file; the store evicts before it reaches the limit."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (18 << 20, 18 << 20))
@@ -331,7 +333,7 @@ def pipe(made: Path) -> Iterator[subprocess.Popen[bytes]]:
         yield process
 
 
-def test_import_of_a_pipe_exits_2(pipe: subprocess.Popen[bytes], tmp_path: Path) -> None:
+def test_import_pipe_exits_2(pipe: subprocess.Popen[bytes], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "persistkv_tools", "import", "/dev/stdin", f"{tmp_path}/new", "--json"]
     done = subprocess.run(command, stdin=pipe.stdout, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr

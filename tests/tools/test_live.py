@@ -1,4 +1,4 @@
-"""Every command on a store that is written to continuously and evicts."""
+"""Commands on a store that another thread writes continuously and that evicts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def busy(tmp_path):
     assert not failures
 
 
-def test_all_of_them_work(start, busy, tmp_path):
+def test_commands_succeed_while_store_is_written_and_evicts(start, busy, tmp_path):
     commands = [
         ("ls", busy),
         ("stat", busy),

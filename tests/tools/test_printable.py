@@ -70,7 +70,7 @@ def is_safe(text):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_command_text_of_others_is_escaped(run, store, name):
+def test_command_hostile_text_is_escaped(run, store, name):
     arguments = [part.format(**store) for part in COMMANDS[name]]
     done = run(*arguments)
     assert done.returncode in (0, 1, 2), done.stderr
@@ -80,7 +80,7 @@ def test_command_text_of_others_is_escaped(run, store, name):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_command_json_text_of_others_is_exact(run, store, name):
+def test_command_json_hostile_text_is_escaped_and_parses_back(run, store, name):
     arguments = [part.format(**store) for part in COMMANDS[name]]
     done = run(*arguments, "--json")
     assert is_safe(done.stdout)
@@ -93,11 +93,11 @@ def test_command_json_text_of_others_is_exact(run, store, name):
             ]
 
 
-def test_ls_unprintable_characters_are_shown(run, store):
+def test_ls_unprintable_characters_are_printed_as_escapes(run, store):
     assert f"user={SHOWN}" in run("ls", store["url"]).stdout
 
 
-def test_error_text_of_others_is_escaped(run, store):
+def test_error_hostile_id_is_escaped(run, store):
     done = run("show", store["url"], "anna")
     assert done.returncode == 2
     assert r"anna\x1b[2J" in done.stderr
@@ -105,14 +105,14 @@ def test_error_text_of_others_is_escaped(run, store):
     assert done.stderr.count("\n") == 1
 
 
-def test_report_text_of_others_is_escaped(run, store, tmp_path):
+def test_report_hostile_text_is_escaped(run, store, tmp_path):
     assert run("report", store["url"], "-o", "report.html").returncode == 0
     page = (tmp_path / "report.html").read_text()
     assert f"bert{SHOWN}" in page
     assert is_safe(page)
 
 
-def test_log_text_of_others_is_escaped():
+def test_log_hostile_text_is_escaped():
     """Log lines of drivers quote paths and rows."""
     script = f"""
 import logging
@@ -126,27 +126,27 @@ except SystemExit:
     assert done.stderr == f"row of {SHOWN}\n"
 
 
-def test_terminal_gets_no_escape_of_others(store, tmp_path):
+def test_ls_on_terminal_hostile_text_is_escaped(store, tmp_path):
     text, code = on_terminal(200, "ls", store["url"], cwd=tmp_path)
     assert code == 0
     assert is_safe(ESCAPES.sub("", text).replace("\r", ""))
     assert not re.search(r"\x1b\[2J|\x1b\]0", text)
 
 
-def test_ids_on_a_terminal_are_escaped(store, tmp_path):
+def test_ls_ids_on_terminal_hostile_ids_are_escaped(store, tmp_path):
     text, code = on_terminal(200, "ls", store["url"], "--ids", cwd=tmp_path)
     assert code == 0
     assert f"anna{SHOWN}" in text
     assert is_safe(text.replace("\r", ""))
 
 
-def test_metrics_hold_no_escape_of_others(store, tmp_path):
+def test_serve_metrics_hostile_text_is_escaped(store, tmp_path):
     pytest.importorskip("prometheus_client")
     metrics, code = on_terminal(200, "serve-metrics", store["url"], "--once", cwd=tmp_path)
     assert code == 0
     assert is_safe(metrics)
 
 
-def test_printable_leaves_printable_text_alone():
+def test_printable_safe_text_is_returned_unchanged():
     for text in ("", "plain text", "naïve 漢字 🙂", "a → b ÷ c", "back\\slash"):
         assert printable(text) is text

@@ -18,5 +18,5 @@ from persistkv_tools.render import format_size
         (1 << 62, "4096.0 PiB"),
     ],
 )
-def test_sizes_for_people(num_bytes, text):
+def test_format_size_returns_number_with_binary_unit(num_bytes, text):
     assert format_size(num_bytes) == text

@@ -57,7 +57,7 @@ def shown(run, command, url, *options, code=0):
     return json.loads(done.stdout)
 
 
-def test_what_is_there(run, store, tmp_path):
+def test_inspection_commands_s3_store_match_its_content(run, store, tmp_path):
     found = {request["id"]: request for request in shown(run, "ls", store)["requests"]}
     assert found.keys() == {"one", "two", "three"}
     assert (found["one"]["shared_by"], found["three"]["shared_by"]) == (1, 0)
@@ -71,7 +71,7 @@ def test_what_is_there(run, store, tmp_path):
     assert shown(run, "report", store, "-o", "r.html")["bytes"] == (tmp_path / "r.html").stat().st_size
 
 
-def test_what_is_changed(run, store, tmp_path):
+def test_pin_label_and_prune_s3_store_change_requests(run, store, tmp_path):
     assert shown(run, "pin", store, "three")["pinned"]
     assert shown(run, "label", store, "three", "user=bert")["labels"] == {"user": "bert"}
     found = {request["id"]: request for request in shown(run, "ls", store)["requests"]}
@@ -82,7 +82,7 @@ def test_what_is_changed(run, store, tmp_path):
     assert shown(run, "verify", store)["problems"] == 0
 
 
-def test_repair_keeps_what_stands_before_a_bad_pack(run, store, endpoint):
+def test_verify_repair_s3_bad_middle_pack_keeps_blocks_before_it(run, store, endpoint):
     url = store.replace("/kv?", "/middle?")
     context = MiddlePack(url)
     client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
@@ -99,7 +99,7 @@ def test_repair_keeps_what_stands_before_a_bad_pack(run, store, endpoint):
     context.check_repair(run)
 
 
-def test_there_and_back(run, store, tmp_path):
+def test_pull_export_import_and_push_s3_store_keep_requests(run, store, tmp_path):
     here = f"lmdb://{tmp_path}/here"
     assert shown(run, "pull", here, store)["received"]["requests"] == 3
     assert run("export", here, "--all", "-o", "all.pkv").returncode == 0
@@ -110,7 +110,7 @@ def test_there_and_back(run, store, tmp_path):
     assert {(r["id"], r["blocks"], r["created"]) for r in one} == {(r["id"], r["blocks"], r["created"]) for r in other}
 
 
-def test_what_else_there_is(run, store):
+def test_unpin_why_doctor_metrics_and_compact_s3_store_succeed(run, store):
     assert not shown(run, "unpin", store, "one")["pinned"]
     assert shown(run, "why", store, "--against", store)["comparisons"][0]["matches"]
     findings = {
@@ -124,7 +124,7 @@ def test_what_else_there_is(run, store):
     assert shown(run, "prune", store, "--compact", "--yes")["freed_bytes"] == 0
 
 
-def test_replay_counts_requests(run, store, tmp_path):
+def test_replay_s3_store_counts_requests_sent(run, store, tmp_path):
     (tmp_path / "trace.jsonl").write_text('{"hash_ids": [1, 2]}\n{"hash_ids": [1, 2, 3]}\n')
     found = shown(run, "replay", store.replace("/kv?", "/replay?"), "trace.jsonl")
     (replayed,) = found["runs"]
@@ -133,7 +133,7 @@ def test_replay_counts_requests(run, store, tmp_path):
     assert replayed["loaded_bytes"] == 2 * found["block_bytes"]
 
 
-def test_warm_asks_engines(run, store):
+def test_warm_s3_request_is_pending_until_withdrawn(run, store):
     (asked,) = shown(run, "warm", store, "three", "--ttl", "10m")["requests"]
     assert (asked["request"], asked["blocks"]) == ("three", 2)
     with closing(open_backend(store)) as backend:
@@ -142,7 +142,7 @@ def test_warm_asks_engines(run, store):
     assert shown(run, "warm", store, "three", "--withdraw")["withdrawn"] == 1
 
 
-def test_bench_compares_with_a_plain_client(run, store, endpoint):
+def test_bench_s3_store_compares_with_plain_client_and_cleans_up(run, store, endpoint):
     found = shown(run, "bench", store, "--size", "4MiB", "--rounds", "1")
     assert [figure["name"] for figure in found["figures"]] == ["store", "load, warm"]
     for figure in found["figures"]:

@@ -44,7 +44,7 @@ def test_open_store_path_opens_the_same_store(filled: str) -> None:
         assert len(ids(store)) == 4
 
 
-def test_requests_returns_the_selected_ones_in_order(filled: str) -> None:
+def test_requests_selection_returns_matches_in_order(filled: str) -> None:
     with open_store(filled) as store:
         assert ids(store) == ["carl", "anna-2", "anna-1", "bert-1"]
         assert ids(store, Selection.parse(["user=anna"])) == ["anna-2", "anna-1"]
@@ -54,7 +54,7 @@ def test_requests_returns_the_selected_ones_in_order(filled: str) -> None:
             store.requests(sort="colour")
 
 
-def test_wrong_arguments_are_named_as_in_python(filled: str) -> None:
+def test_store_handle_bad_argument_raises_naming_python_parameter(filled: str) -> None:
     with open_store(filled) as store:
         with pytest.raises(ConfigurationError, match=r"^rate"):
             store.verify(rate="fast")
@@ -97,7 +97,7 @@ def test_pin_and_label_return_the_changed_request(filled: str) -> None:
             store.pin("anna")
 
 
-def test_prune_deletes_what_it_planned(filled: str) -> None:
+def test_prune_plan_run_deletes_planned_requests(filled: str) -> None:
     with open_store(filled, read_only=False) as store:
         planned = store.prune(Selection.parse(["user=anna"]), dry_run=True)
         assert [request.id for request in planned.plan.requests] == ["anna-1", "anna-2"]
@@ -140,7 +140,7 @@ def test_export_and_push_copy_the_selected_requests(filled: str, tmp_path: Path,
             assert ids(store) == ["anna-2", "anna-1"]
 
 
-def test_requests_are_those_of_the_command(filled: str, run: Any) -> None:
+def test_requests_match_ls_command(filled: str, run: Any) -> None:
     with open_store(filled) as store:
         listed = json.loads(run("ls", filled, "--json").stdout)["requests"]
         assert [request["id"] for request in listed] == ids(store)

@@ -22,7 +22,7 @@ LONG_LABEL = "a value that is longer than most, so that it has to be broken some
 
 @pytest.fixture
 def terminal(tmp_path):
-    """Return a function that runs the command on a terminal of ``width`` columns, for its text and its exit code."""
+    """Return a function that runs a command on a terminal of ``width`` columns and returns its text and exit code."""
 
     def run(width: int, *arguments: str, answer: str = "") -> tuple[str, int]:
         shown, code = on_terminal(width, *arguments, cwd=tmp_path, answer=answer)
@@ -69,7 +69,7 @@ SHOWN = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 160])
-def test_what_is_shown_fits_the_terminal_and_ids_are_whole(terminal, store, width, tmp_path):
+def test_commands_on_terminal_fit_width_and_keep_ids_whole(terminal, store, width, tmp_path):
     (tmp_path / "trace.jsonl").write_text('{"hash_ids": [1, 2]}\n' * 10)
     assert {command[0] for command in SHOWN} == {*TOOLS}
     for command in SHOWN:
@@ -86,7 +86,7 @@ def test_what_is_shown_fits_the_terminal_and_ids_are_whole(terminal, store, widt
 
 
 @pytest.mark.parametrize(("answer", "left"), [("n", 2), ("y", 1)])
-def test_repair_asks_before_it_deletes(terminal, run, url, answer, left):
+def test_verify_repair_on_terminal_deletes_only_after_yes(terminal, run, url, answer, left):
     store_with_a_bad_pack(url)
     text, code = terminal(80, "verify", url, "--repair", answer=f"{answer}\n")
     assert "Delete 1 bad pack" in text
@@ -99,7 +99,7 @@ def test_repair_asks_before_it_deletes(terminal, run, url, answer, left):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOOLS)
-def test_help_has_an_example_and_fits(terminal, name):
+def test_help_has_example_and_fits_80_columns(terminal, name):
     text, code = terminal(80, name, "--help")
     assert code == 0
     assert f"Example: persistkv {name} " in re.sub(r"\s+", " ", text.replace("│", " "))
@@ -108,13 +108,13 @@ def test_help_has_an_example_and_fits(terminal, name):
 
 
 @pytest.mark.slow
-def test_nothing_but_a_terminal_gets_colours(start, store):
+def test_commands_without_terminal_write_no_colours(start, store):
     for command in SHOWN[:4]:
         done = start(*(part.format(url=store) for part in command))
         assert "\x1b" not in done.stdout + done.stderr
 
 
-def test_completion_is_to_be_had(start):
+def test_shell_completion_partial_command_returns_its_name(start):
     asked = start(_PERSISTKV_COMPLETE="complete_bash", COMP_WORDS="persistkv ver", COMP_CWORD="1")
     assert asked.stdout.split() == ["verify"]
 
@@ -146,8 +146,8 @@ def test_completion_is_to_be_had(start):
     ],
     ids=lambda command: command[0],
 )
-def test_json_has_the_fields_that_are_documented(run, store, tmp_path, command):
-    needs_of(command)
+def test_command_json_has_documented_fields(run, store, tmp_path, command):
+    skip_if_extra_is_missing(command)
     (tmp_path / "trace.jsonl").write_text('{"hash_ids": [1, 2]}\n' * 100)
     assert run("export", store, "--all", "-o", str(tmp_path / "given.pkv")).returncode == 0
     done = run(*(part.format(url=store, tmp=tmp_path) for part in command), "--json")
@@ -155,7 +155,7 @@ def test_json_has_the_fields_that_are_documented(run, store, tmp_path, command):
     check_documented(command[0], json.loads(done.stdout), left_out={"address"} if "--once" in command else set())
 
 
-def needs_of(command: tuple[str, ...]) -> None:
+def skip_if_extra_is_missing(command: tuple[str, ...]) -> None:
     """Skip a command that needs an extra which is not installed."""
     if command[0] == "serve-metrics":
         pytest.importorskip("prometheus_client")
@@ -165,8 +165,8 @@ STORE_COMMANDS = [command for command in SHOWN if command[0] not in ("doctor", "
 
 
 @pytest.mark.parametrize("command", STORE_COMMANDS, ids=lambda command: " ".join(command[::2]))
-def test_exit_code_tells_bad_input_from_a_store_that_does_not_open(run, tmp_path, command):
-    needs_of(command)
+def test_command_bad_url_exits_2_and_absent_store_exits_3(run, tmp_path, command):
+    skip_if_extra_is_missing(command)
     for url, code in (("tape:///kv", 2), (str(tmp_path / "absent"), 3)):
         done = run(
             *(part.format(url=url, tmp=tmp_path) for part in command), *("--yes",) * (command[0] == "prune"), "--json"
@@ -175,13 +175,13 @@ def test_exit_code_tells_bad_input_from_a_store_that_does_not_open(run, tmp_path
     assert not (tmp_path / "absent").exists()
 
 
-def test_exit_code_1_is_documented_where_help_names_it(run):
+def test_help_exit_code_1_matches_documentation(run):
     listed = {name for name, code in documented_codes() if code == 1}
     named = {name for name in TOOLS if "code 1" in re.sub(r"[\s│]+", " ", run(name, "--help").stdout)}
     assert listed == named | {"pull"}
 
 
-def test_every_command_is_documented():
+def test_commands_are_all_documented():
     assert documented().keys() >= set(TOOLS)
     text = (DOCS / "operating.md").read_text()
     assert all(f"persistkv {name}" in text or f"`{name}" in text for name in TOOLS)

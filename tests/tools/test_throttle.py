@@ -30,7 +30,7 @@ def clock(monkeypatch):
     return made
 
 
-def test_without_a_bound_it_never_sleeps(clock):
+def test_throttle_without_bound_never_sleeps(clock):
     free = Throttle()
     clock.now += 5
     free.took(1 << 40)
@@ -38,7 +38,7 @@ def test_without_a_bound_it_never_sleeps(clock):
     assert not free.bounded
 
 
-def test_bytes_a_second(clock):
+def test_throttle_rate_limits_bytes_per_second(clock):
     bounded = Throttle(1000)
     for _ in range(10):
         clock.now += 0.1
@@ -47,8 +47,8 @@ def test_bytes_a_second(clock):
     assert bounded.bounded
 
 
-def test_a_share_of_the_time(clock):
-    """After a piece of any duration, the pause is so long that the work takes the given share of the total time."""
+def test_throttle_share_sleeps_for_rest_of_time(clock):
+    """After a piece of any duration, the pause is just long enough that work takes the given share of the time."""
     shared = Throttle(share=0.05)
     for seconds in (0.001, 0.02, 0.04):
         clock.now += seconds
@@ -57,14 +57,14 @@ def test_a_share_of_the_time(clock):
     assert shared.bounded
 
 
-def test_one_slow_piece_is_not_waited_for_for_minutes(clock):
+def test_throttle_share_slow_piece_sleeps_1_second_at_most(clock):
     shared = Throttle(share=0.05)
     clock.now += 30
     shared.took(1)
     assert clock.slept == [1.0]
 
 
-def test_the_stricter_of_both_bounds_counts(clock):
+def test_throttle_rate_and_share_apply_stricter_bound(clock):
     both = Throttle(1000, share=0.5)
     clock.now += 0.1
     both.took(1000)

@@ -43,7 +43,7 @@ def open_engine(checkpoint, url, **options):
 
 
 @pytest.mark.parametrize("way", ["file", "push"])
-def test_a_context_that_was_carried_is_restored(start, url, checkpoint, tmp_path, way):
+def test_engine_transferred_context_is_restored_exactly(start, url, checkpoint, tmp_path, way):
     with open_engine(checkpoint, url) as first:
         cold = first.generate(PROMPT, 8)
         resident = first.generate(PROMPT, 8, store=False)
@@ -66,7 +66,7 @@ def test_a_context_that_was_carried_is_restored(start, url, checkpoint, tmp_path
         assert second.notices == ()
 
 
-def test_why_knows_the_model_it_was_stored_for(start, url, checkpoint, tmp_path):
+def test_why_against_checkpoint_matches_store_of_engine(start, url, checkpoint, tmp_path):
     with open_engine(checkpoint, url) as engine:
         assert engine.wait_persisted(engine.generate(PROMPT, 4))
     done = start("why", url, "--against", str(checkpoint), "--json")
@@ -80,7 +80,7 @@ def test_why_knows_the_model_it_was_stored_for(start, url, checkpoint, tmp_path)
     assert comparison["differences"] == [{"field": "config.num_key_value_heads", "ours": 4, "theirs": 2}]
 
 
-def test_a_context_that_was_pruned_is_computed_again(start, url, checkpoint):
+def test_engine_pruned_context_is_computed_again(start, url, checkpoint):
     with open_engine(checkpoint, url) as engine:
         result = engine.generate(PROMPT, 8)
         assert engine.wait_persisted(result)

@@ -12,7 +12,7 @@ SIZE = 4 << 20
 SMALL = ("--size", "4MiB", "--rounds", "2")
 
 
-def test_it_measures_beside_the_store_and_leaves_nothing(run, filled, tmp_path):
+def test_bench_returns_figures_and_leaves_store_unchanged(run, filled, tmp_path):
     before = run("ls", filled, "--json").stdout
     done = run("bench", filled, *SMALL, "--json")
     assert done.returncode == 0, done.stderr
@@ -30,7 +30,7 @@ def test_it_measures_beside_the_store_and_leaves_nothing(run, filled, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
-def test_a_person_reads_a_verdict(run, tmp_path):
+def test_bench_text_has_verdict_and_leaves_no_files(run, tmp_path):
     shown = run("bench", f"lmdb://{tmp_path}/absent", *SMALL).stdout
     for part in ("store", "load, warm", "verdict"):
         assert part in shown
@@ -46,7 +46,7 @@ def test_bench_medium_without_plain_access_has_figures_and_no_ratios(run, sqlite
 @pytest.mark.parametrize(
     "options", [("--size", "100KB"), ("--size", "1MiB"), ("--size", "5000KB"), ("--size", "none"), ("--rounds", "0")]
 )
-def test_wrong_options(run, tmp_path, options):
+def test_bench_bad_option_exits_2(run, tmp_path, options):
     done = run("bench", f"lmdb://{tmp_path}/new", *options)
     assert done.returncode == 2
     assert options[0] in done.stderr
@@ -54,5 +54,5 @@ def test_wrong_options(run, tmp_path, options):
 
 
 @pytest.mark.parametrize(("ratio", "part"), [(None, "no limit"), (0.8, "as fast"), (0.5, "usable"), (0.2, "slow")])
-def test_verdicts(ratio, part):
+def test_verdict_ratio_selects_wording(ratio, part):
     assert part in verdict("store", ratio)

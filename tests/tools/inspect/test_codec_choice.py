@@ -54,7 +54,7 @@ def codec_finding(run: Run, url: str) -> dict[str, str]:
     return found  # type: ignore[no-any-return]
 
 
-def test_doctor_raw_bfloat16_names_planes(run: Run, fill: Fill) -> None:
+def test_doctor_raw_bfloat16_recommends_planes(run: Run, fill: Fill) -> None:
     found = codec_finding(run, fill(bfloat16(32)))
     assert (found["level"], found["found"][:35]) == ("note", "codec ratio 1.00, with planes:2 1.5")
     assert "planes:2" in found["todo"]
@@ -91,7 +91,7 @@ def test_bench_measures_each_codec_and_recommends_one(run: Run, fill: Fill) -> N
 
 
 @pytest.mark.slow
-def test_bench_store_that_is_absent_recommends_nothing(run: Run, url: str) -> None:
+def test_bench_absent_store_recommends_nothing(run: Run, url: str) -> None:
     found = json.loads(run("bench", url, "--size", "4MiB", "--rounds", "1", "--json").stdout)
     assert (found["codecs"], found["advice"]) == ([], None)
     assert any("not compared" in note for note in found["notes"])

@@ -35,7 +35,7 @@ def store(url):
     return url
 
 
-def test_a_good_store(store):
+def test_examine_intact_store_is_ok(store):
     found = examined(store)
     assert found["store"].found.startswith("opens: 1 request, 0 packs")
     assert found["store's clock"].level is Level.OK
@@ -45,12 +45,12 @@ def test_a_good_store(store):
     assert "PID namespace" in found
 
 
-def test_whatever_is_not_right_says_what_to_do(store):
+def test_examine_finding_that_is_not_ok_has_remedy(store):
     for finding in examined(store).values():
         assert bool(finding.todo) == (finding.level is not Level.OK) or "could not be tried" in finding.found
 
 
-def test_damaged_files_are_shown_until_prune_deletes_them(store, run):
+def test_examine_quarantined_files_are_reported_until_pruned(store, run):
     location = Path(store.removeprefix("lmdb://").partition("?")[0])
     damaged = location / "damaged-20260101T000000Z"
     damaged.mkdir()
@@ -74,7 +74,7 @@ def test_damaged_files_are_shown_until_prune_deletes_them(store, run):
     assert not [found for found in examine(store, {}) if found.check == "damaged files"]
 
 
-def test_without_a_store(run):
+def test_doctor_without_store_checks_only_machine(run):
     done = run("doctor", "--json")
     assert done.returncode in (0, 1), done.stderr
     names = {finding["check"] for finding in json.loads(done.stdout)["findings"]}
@@ -82,7 +82,7 @@ def test_without_a_store(run):
     assert "store" not in names
 
 
-def test_a_store_that_does_not_open_is_a_problem(run, tmp_path):
+def test_doctor_absent_store_exits_1_with_problem(run, tmp_path):
     done = run("doctor", f"lmdb://{tmp_path}/absent")
     assert done.returncode == 1
     assert "problem" in done.stdout
@@ -91,7 +91,7 @@ def test_a_store_that_does_not_open_is_a_problem(run, tmp_path):
     assert examined("no url")["store"].level is Level.PROBLEM
 
 
-def test_leftovers_are_told_from_regions_in_use(tmp_path):
+def test_examine_leftover_region_is_reported_and_used_one_is_not(tmp_path):
     assert examined(shared_memory=tmp_path)["leftover regions"].level is Level.OK
     used = RegionFile.open(region_path("used", str(tmp_path)), 4096, 10)
     left = tmp_path / os.path.basename(region_path("left"))
@@ -104,7 +104,7 @@ def test_leftovers_are_told_from_regions_in_use(tmp_path):
     assert left.exists()
 
 
-def test_looking_does_not_take_a_lock_away(tmp_path):
+def test_examine_locked_region_stays_locked(tmp_path):
     path = tmp_path / os.path.basename(region_path("engine"))
     path.write_bytes(bytes(4096))
     with path.open("rb") as file:
@@ -114,38 +114,38 @@ def test_looking_does_not_take_a_lock_away(tmp_path):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_no_shared_memory(tmp_path):
+def test_examine_absent_shared_memory_is_problem(tmp_path):
     found = examined(shared_memory=tmp_path / "absent")
     assert found["shared memory"].level is Level.PROBLEM
     assert "leftover regions" not in found
 
 
 @pytest.mark.parametrize(("seed", "level"), [("0", Level.OK), ("random", Level.NOTE), (None, Level.NOTE)])
-def test_the_hash_seed(seed, level):
+def test_examine_hash_seed_not_fixed_is_note(seed, level):
     environment = {} if seed is None else {"PYTHONHASHSEED": seed}
     assert examined(environment=environment)["PYTHONHASHSEED"].level is level
 
 
 @pytest.mark.parametrize(("limit", "level"), [(256, Level.WARNING), (4096, Level.OK), (-1, Level.OK)])
-def test_open_files(monkeypatch, limit, level):
+def test_examine_low_open_files_limit_is_warning(monkeypatch, limit, level):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
     assert examined()["open files"].level is level
 
 
 @pytest.mark.parametrize(("limit", "level"), [(8 << 20, Level.NOTE), (resource.RLIM_INFINITY, Level.OK)])
-def test_locked_memory(monkeypatch, limit, level):
+def test_examine_limited_locked_memory_is_note(monkeypatch, limit, level):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
     assert examined()["locked memory"].level is level
 
 
-def test_a_clock_that_is_wrong(monkeypatch, store):
+def test_examine_wrong_clock_is_warning(monkeypatch, store):
     monkeypatch.setattr(time, "time", lambda: 1_000.0)
     found = examined(store)
     assert found["clock"].level is Level.WARNING
     assert found["store's clock"].level is Level.WARNING
 
 
-def test_less_disk_than_the_store_may_take(tmp_path):
+def test_examine_capacity_beyond_free_disk_is_warning(tmp_path):
     url = f"lmdb://{tmp_path}/large?capacity=60TiB"
     open_backend(url).close()
     found = examined(url)["free disk"]
@@ -153,13 +153,13 @@ def test_less_disk_than_the_store_may_take(tmp_path):
     assert "capacity" in found.todo
 
 
-def test_o_direct_leaves_nothing_behind(store, tmp_path):
+def test_examine_o_direct_check_leaves_no_files(store, tmp_path):
     before = sorted(path.name for path in (tmp_path / "store").iterdir())
     assert examined(store)["O_DIRECT"].level in Level
     assert sorted(path.name for path in (tmp_path / "store").iterdir()) == before
 
 
-def test_missing_packages(monkeypatch):
+def test_examine_missing_required_package_is_problem(monkeypatch):
     def absent(name):
         raise doctor.PackageNotFoundError(name)
 
@@ -170,7 +170,7 @@ def test_missing_packages(monkeypatch):
     assert "persistkv[s3]" in found["package boto3"].todo
 
 
-def test_imports_no_torch(start, store):
+def test_doctor_imports_no_torch(start, store):
     done = start("doctor", store, python=("-X", "importtime"))
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert not {"torch", "transformers", "boto3"} & imported

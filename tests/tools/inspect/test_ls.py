@@ -17,7 +17,7 @@ from persistkv_tools.options import Selection, short_id
 from tests.tools.contexts import Contexts
 
 
-def test_lists_requests_while_the_store_is_open_elsewhere(start, filled):
+def test_ls_store_open_elsewhere_lists_requests(start, filled):
     done = start("ls", filled)
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()[3:6]] == [
@@ -28,7 +28,7 @@ def test_lists_requests_while_the_store_is_open_elsewhere(start, filled):
     assert "\x1b" not in done.stdout
 
 
-def test_json_is_exact(run, filled):
+def test_ls_json_has_exact_values(run, filled):
     found = json.loads(run("ls", filled, "--json").stdout)
     assert found["url"] == filled
     assert (found["total"], found["matched"], found["offset"]) == (3, 3, 0)
@@ -67,7 +67,7 @@ class TestIds:
             writer.add(name, f"a b{number}", labels={"user": "anna"}, age_s=100.0 + number)
         return url
 
-    def test_short_ids_have_8_characters_that_differ(self, run, store):
+    def test_ls_short_ids_have_8_characters_and_differ(self, run, store):
         rows = run("ls", store).stdout.splitlines()[3:15]
         shown = [row.split()[0] for row in rows]
         assert [len(name) for name in shown] == [8] * 12
@@ -82,7 +82,7 @@ class TestIds:
             assert done.returncode == 0, done.stderr
             assert self.LONG[3] in done.stdout or command == "export"
 
-    def test_ids_and_csv_are_for_programs(self, run, store):
+    def test_ls_ids_and_csv_contain_whole_ids(self, run, store):
         assert run("ls", store, "--ids").stdout.split() == list(self.LONG)
         assert run("ls", store, "--ids", "--limit", "2").stdout.split() == list(self.LONG[:2])
         rows = list(csv.DictReader(run("ls", store, "--csv").stdout.splitlines()))
@@ -91,7 +91,7 @@ class TestIds:
         assert run("ls", store, "--ids", "--csv").returncode == 2
 
     @pytest.mark.parametrize("words", [("{url}",), ()])
-    def test_shell_completes_long_ids_and_short_ones(self, start, store, words):
+    def test_shell_completion_returns_long_and_short_ids(self, start, store, words):
         def completed(incomplete: str) -> list[str]:
             typed = ["persistkv", "show", *(word.format(url=place) for word in words), incomplete]
             done = start(
@@ -107,7 +107,7 @@ class TestIds:
         assert completed(short_id(self.LONG[7])[:6]) == [short_id(self.LONG[7])]
         assert completed("nothing") == []
 
-    def test_bash_breaks_urls_at_colons(self, start, store):
+    def test_bash_completion_url_split_at_colons_returns_ids(self, start, store):
         typed = ["persistkv", "show", "lmdb", ":", store.partition("?")[0].removeprefix("lmdb:"), "0c4d"]
         done = start(_PERSISTKV_COMPLETE="complete_bash", COMP_WORDS="\n".join(typed), COMP_CWORD="5")
         assert done.stdout.split() == list(self.LONG)
@@ -125,7 +125,7 @@ class TestCopies:
         writer.add("engine-labelled", "a b c", labels={"user": "anna"}, age_s=10.0)
         return url
 
-    def test_same_context_is_one_row_with_a_count(self, run, store):
+    def test_ls_same_context_is_one_row_with_count(self, run, store):
         rows = run("ls", store).stdout.splitlines()
         assert "copies" in rows[1]
         shown = {row.split()[0]: row for row in rows[3:6]}
@@ -135,7 +135,7 @@ class TestCopies:
 
     @pytest.mark.parametrize("sort", list(Sort))
     @pytest.mark.parametrize("reverse", [False, True])
-    def test_pages_show_each_context_once(self, contexts, store, sort, reverse):
+    def test_list_requests_pages_contain_each_context_once(self, contexts, store, sort, reverse):
         backend, found = contexts[1].backend, []
         for offset in range(3):
             page = list_requests(
@@ -147,7 +147,7 @@ class TestCopies:
         assert [(view.id, view.copies) for view in found] == [(view.id, view.copies) for view in whole.requests]
         assert sorted(view.copies for view in found) == [1, 1, 150]
 
-    def test_programs_get_every_request(self, run, store):
+    def test_ls_json_and_ids_list_every_copy(self, run, store):
         assert len(json.loads(run("ls", store, "--json").stdout)["requests"]) == 152
         assert len(run("ls", store, "--ids").stdout.split()) == 152
 
@@ -161,7 +161,7 @@ class TestModels:
                 Contexts(backend, identity).add(f"request{number}", "a b c")
         return url
 
-    def test_namespaces_show_their_model(self, run, store):
+    def test_ls_and_show_print_model_of_request(self, run, store):
         text = run("ls", store).stdout
         assert {line.split()[0]: line.split()[-2] for line in text.splitlines()[3:6]} == {
             short_id("request0"): "/models/llama",
@@ -170,7 +170,7 @@ class TestModels:
         }
         assert "org/qwen" in run("show", store, "request2").stdout
 
-    def test_totals_for_each_model(self, run, store):
+    def test_stat_totals_are_grouped_by_model(self, run, store):
         found = {one["model"]: one for one in json.loads(run("stat", store, "--json").stdout)["models"]}
         llama = found["/models/llama"]
         assert (llama["namespaces"], llama["requests"], llama["blocks"]) == (2, 2, 6)
@@ -189,7 +189,7 @@ class TestUse:
         writer.backend.commit(writer.namespace, CommitBatch(pins=[("lone", True)]))
         return url
 
-    def test_it_is_told(self, run, used):
+    def test_ls_shows_hits_sharing_pins_and_stored_bytes(self, run, used):
         found = {request["id"]: request for request in json.loads(run("ls", used, "--json").stdout)["requests"]}
         told = {name: (view["reused"], view["shared_by"], view["pinned"]) for name, view in found.items()}
         assert told == {"short": (True, 1, False), "lone": (False, 0, True), "long": (False, 0, False)}
@@ -204,7 +204,7 @@ class TestUse:
         by_hits = json.loads(run("ls", used, "--sort", "hits", "--json").stdout)["requests"]
         assert by_hits[0]["id"] == "short"
 
-    def test_hits_are_those_of_later_requests_that_are_held(self, run, contexts):
+    def test_ls_hits_count_later_requests_with_same_prefix(self, run, contexts):
         url, writer = contexts
         for name, text in (("short", "a b"), ("same", "a b"), ("long", "a b c"), ("longer", "a b c d")):
             writer.add(name, text)
@@ -217,12 +217,12 @@ class TestUse:
             "longer": 0,
         }
 
-    def test_never_hit(self, run, used):
+    def test_ls_never_hit_lists_requests_without_hits(self, run, used):
         found = json.loads(run("ls", used, "--never-hit", "--json").stdout)
         assert {request["id"] for request in found["requests"]} == {"lone", "long"}
         assert (found["matched"], found["total"]) == (2, 3)
 
-    def test_sorted_by_it(self, contexts, monkeypatch, run):
+    def test_ls_sort_used_orders_by_last_use(self, contexts, monkeypatch, run):
         url, writer = contexts
         clock = time.time()
         for number, name in enumerate(("a", "b", "c")):
@@ -234,7 +234,7 @@ class TestUse:
         assert used == sorted(used, reverse=True)
         assert found[-1]["id"] == "b"
 
-    def test_a_store_that_does_not_tell(self):
+    def test_list_requests_store_without_use_records_returns_none(self):
         backend = FaultyBackend.of(MemoryBackend())
         backend.after("uses", lambda uses, namespace, manifest_ids: [None for _ in uses])
         Contexts(backend).add("one", "a b")
@@ -243,7 +243,7 @@ class TestUse:
         assert list_requests("", backend, Selection(never_hit=True)).matched == 0
 
 
-def test_labels_are_no_markup(run, url):
+def test_ls_label_with_markup_is_printed_literally(run, url):
     with closing(open_backend(url)) as backend:
         namespace = backend.open_namespace(Identity.of({})).id
         labels = {"file": "[bold]x[/nothing]", "who": "me"}
@@ -251,7 +251,7 @@ def test_labels_are_no_markup(run, url):
     assert "file=[bold]x[/nothing] who=me" in run("ls", url).stdout
 
 
-def test_a_page_says_where_the_next_one_begins(run, contexts):
+def test_ls_page_prints_offset_of_next_page(run, contexts):
     url, writer = contexts
     for number in range(60):
         writer.add(f"r{number:02d}", f"a b{number}", age_s=100.0 + number)
@@ -288,7 +288,7 @@ ORDERS = {  # TestUse covers the order by last use
 
 
 @pytest.mark.parametrize("sort", ORDERS)
-def test_every_order(run, three, sort):
+def test_ls_sort_orders_requests_and_reverse_inverts(run, three, sort):
     url, _ = three
     for limit in ((), ("--limit", "3")):
         rows = json.loads(run("ls", url, "--json", "--sort", sort.value, *limit).stdout)["requests"]
@@ -311,13 +311,13 @@ def test_every_order(run, three, sort):
         (("--smaller-than", "9000"), "ac"),
     ],
 )
-def test_every_filter(run, three, options, expected):
+def test_ls_filter_lists_matching_requests(run, three, options, expected):
     found = json.loads(run("ls", three[0], "--json", "--sort", "id", *options).stdout)
     assert "".join(row["id"] for row in found["requests"]) == expected
     assert (found["matched"], found["total"]) == (len(expected), 3)
 
 
-def test_one_namespace(run, filled):
+def test_ls_namespace_lists_only_its_requests(run, filled):
     wanted = Identity.of({"architecture": "Llama", "number": 1}).digest.hex()
     found = json.loads(run("ls", filled, "--json", "--namespace", wanted[:6]).stdout)
     assert [row["id"] for row in found["requests"]] == ["engine-1-0"]
@@ -338,14 +338,14 @@ def test_one_namespace(run, filled):
         (("--limit", "-1"), "--limit"),
     ],
 )
-def test_wrong_options_are_named(run, filled, options, part):
+def test_ls_bad_option_exits_2_naming_it(run, filled, options, part):
     done = run("ls", filled, *options)
     assert done.returncode == 2
     assert part in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_nothing_is_open_in_the_store_while_a_page_is_printed(three):
+def test_list_requests_page_is_usable_after_store_closes(three):
     """A page is a list of values: the store may be closed and changed before the page is printed."""
     url, _ = three
     with closing(open_backend(url, read_only=True)) as backend:

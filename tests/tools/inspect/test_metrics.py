@@ -43,7 +43,7 @@ def shown(filled):
         yield filled
 
 
-def test_totals_and_engines(run, shown):
+def test_serve_metrics_exports_totals_and_live_engines(run, shown):
     done = run("serve-metrics", shown, "--once")
     assert done.returncode == 0, done.stderr
     found = parsed(done.stdout)
@@ -59,13 +59,13 @@ def test_totals_and_engines(run, shown):
     assert not [name for name, engine in found if engine == "e2"]
 
 
-def test_every_counter_of_a_store_is_exported(run, shown):
+def test_serve_metrics_exports_every_store_counter(run, shown):
     found = parsed(run("serve-metrics", shown, "--once").stdout)
     for name in StoreCounters.__struct_fields__:
         assert (f"persistkv_engine_{name}_total", "e1") in found
 
 
-def test_the_dashboard_asks_for_what_there_is(run, shown):
+def test_grafana_dashboard_uses_only_exported_metrics(run, shown):
     names = {name for name, _ in parsed(run("serve-metrics", shown, "--once").stdout)}
     dashboard = json.loads(DASHBOARD.read_text())
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
@@ -102,13 +102,13 @@ def scrape(address):
 
 
 @pytest.mark.slow
-def test_a_server_until_ctrl_c(shown, tmp_path):
+def test_serve_metrics_interrupted_exits_0(shown, tmp_path):
     with serving(shown, tmp_path) as address:
         assert scrape(address)["persistkv_up", None] == 1
 
 
 @pytest.mark.slow
-def test_server_absent_store_is_down_until_an_engine_creates_it(tmp_path):
+def test_serve_metrics_absent_store_is_down_until_created(tmp_path):
     url = f"lmdb://{tmp_path}/store?capacity=1GiB"
     with serving(url, tmp_path) as address:
         assert scrape(address) == {("persistkv_up", None): 0}
@@ -116,7 +116,7 @@ def test_server_absent_store_is_down_until_an_engine_creates_it(tmp_path):
         assert scrape(address)["persistkv_up", None] == 1
 
 
-def test_a_store_that_goes_away_is_down_and_comes_back(shown):
+def test_store_collector_moved_store_is_down_until_restored(shown):
     from persistkv_tools.inspect.serve_metrics import StoreCollector
 
     with closing(StoreCollector(f"{shown}&nonsense=1")) as broken, pytest.raises(Exception, match="nonsense"):
@@ -132,11 +132,11 @@ def test_a_store_that_goes_away_is_down_and_comes_back(shown):
 
 
 @pytest.mark.parametrize("listen", ["9464", "host:", "host:70000", "host:x"])
-def test_wrong_addresses(run, filled, listen):
+def test_serve_metrics_bad_listen_address_exits_2(run, filled, listen):
     done = run("serve-metrics", filled, "--listen", listen)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "--listen" in done.stderr
 
 
-def test_an_absent_store(run, tmp_path):
+def test_serve_metrics_once_absent_store_exits_3(run, tmp_path):
     assert run("serve-metrics", f"lmdb://{tmp_path}/absent", "--once").returncode == 3

@@ -35,7 +35,7 @@ def trace(tmp_path):
     return path, chains
 
 
-def test_all_that_can_be_found_is_found_where_there_is_room(run, trace, tmp_path):
+def test_replay_ample_capacity_reaches_unbounded_hit_rate(run, trace, tmp_path):
     path, chains = trace
     done = run("replay", f"lmdb://{tmp_path}/store?capacity=1GiB", str(path), "--block-size", "4KiB", "--json")
     assert done.returncode == 0, done.stderr
@@ -56,7 +56,7 @@ def test_all_that_can_be_found_is_found_where_there_is_room(run, trace, tmp_path
     ("options", "sizes"),
     [((), [3, 4, 5, 8, 8]), (("--pack-blocks", "16"), [3, 12, 13]), (("--pack-blocks", "0"), [13, 15])],
 )
-def test_packs_are_as_large_as_was_said_and_cut_at_fixed_depths(run, tmp_path, options, sizes):
+def test_replay_pack_blocks_cuts_packs_at_fixed_depths(run, tmp_path, options, sizes):
     lines = [json.dumps({"hash_ids": list(range(length))}) + "\n" for length in (13, 28)]
     (tmp_path / "trace.jsonl").write_text("".join(lines))
     done = run("replay", f"lmdb://{tmp_path}/store", "trace.jsonl", "--block-size", "4KiB", *options, "--json")
@@ -67,7 +67,7 @@ def test_packs_are_as_large_as_was_said_and_cut_at_fixed_depths(run, tmp_path, o
     assert sorted(found) == sizes
 
 
-def test_each_share_has_a_store_of_its_own(run, trace, tmp_path):
+def test_replay_each_share_uses_separate_store(run, trace, tmp_path):
     path, chains = trace
     packed = tmp_path / "trace.jsonl.xz"
     packed.write_bytes(lzma.compress(path.read_bytes()))
@@ -87,7 +87,7 @@ def test_each_share_has_a_store_of_its_own(run, trace, tmp_path):
         assert run("verify", found["url"].partition("?")[0]).returncode == 0
 
 
-def test_a_person_reads_rates(run, trace, tmp_path):
+def test_replay_text_has_rates(run, trace, tmp_path):
     shown = run("replay", f"lmdb://{tmp_path}/new", str(trace[0]), "--requests", "5").stdout
     for part in ("held", "evicted", "5 requests", "hits"):
         assert part in shown
@@ -109,7 +109,7 @@ def test_replay_interrupted_ends_at_once(tmp_path, seconds):
     assert took_s < 10
 
 
-def test_a_store_that_holds_something_is_left_alone(run, filled, trace):
+def test_replay_nonempty_store_exits_2_and_keeps_it(run, filled, trace):
     before = run("ls", filled, "--json").stdout
     done = run("replay", filled, str(trace[0]))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
@@ -127,7 +127,7 @@ def test_a_store_that_holds_something_is_left_alone(run, filled, trace):
         ("", "at least one block"),
     ],
 )
-def test_what_is_no_trace(run, tmp_path, content, part):
+def test_replay_malformed_trace_exits_2(run, tmp_path, content, part):
     (tmp_path / "trace.jsonl").write_text(content)
     done = run("replay", f"lmdb://{tmp_path}/new", "trace.jsonl")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
@@ -135,7 +135,7 @@ def test_what_is_no_trace(run, tmp_path, content, part):
     assert not (tmp_path / "new").exists()
 
 
-def test_files_that_cannot_be_read(run, tmp_path):
+def test_replay_unreadable_file_exits_2(run, tmp_path):
     (tmp_path / "broken.xz").write_text("hello")
     for name in ("absent.jsonl", "broken.xz"):
         done = run("replay", f"lmdb://{tmp_path}/new", name)
@@ -144,7 +144,7 @@ def test_files_that_cannot_be_read(run, tmp_path):
 
 
 @pytest.mark.parametrize("options", [("--share", "0"), ("--share", "1.5"), ("--block-size", "1000")])
-def test_wrong_options(run, trace, tmp_path, options):
+def test_replay_bad_option_exits_2(run, trace, tmp_path, options):
     done = run("replay", f"lmdb://{tmp_path}/new", str(trace[0]), *options)
     assert done.returncode == 2
     assert options[0] in done.stderr

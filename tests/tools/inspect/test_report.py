@@ -70,8 +70,8 @@ def figures(run, store):
     ]
 
 
-class TestData:
-    def test_the_past_is_that_of_the_requests(self, store):
+class TestReportData:
+    def test_periods_match_requests_in_store(self, store):
         with closing(open_backend(store, read_only=True)) as backend:
             data = report_data(store, backend)
         assert sum(period.requests for period in data.periods) == 3
@@ -84,14 +84,14 @@ class TestData:
         assert data.tree is not None
         assert data.tree.requests == 3
 
-    def test_an_empty_store(self, run, url, tmp_path):
+    def test_empty_store_has_no_history(self, run, url, tmp_path):
         open_backend(url).close()
         assert run("report", url, "-o", "empty.html").returncode == 0
         assert "over time" not in (tmp_path / "empty.html").read_text()
 
 
-class TestPage:
-    def test_it_stands_for_itself(self, page):
+class TestReportPage:
+    def test_page_is_well_formed_without_external_resources(self, page):
         text = page.read_text()
         parser = Balanced()
         parser.feed(text)
@@ -103,21 +103,21 @@ class TestPage:
         assert "url(" not in text
         assert "prefers-color-scheme: dark" in text
 
-    def test_figures_stand_in_it(self, run, store, page):
+    def test_page_contains_figures(self, run, store, page):
         text = html.unescape(page.read_text())
         for figure in figures(run, store):
             assert figure in text
 
-    def test_labels_cannot_become_markup(self, page):
+    def test_label_with_markup_is_escaped(self, page):
         assert "<b>anna" not in page.read_text()
         assert "&lt;b&gt;anna" in page.read_text()
 
-    def test_a_file_that_cannot_be_written(self, run, store):
+    def test_unwritable_output_exits_2(self, run, store):
         done = run("report", store, "-o", "absent/report.html")
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert "cannot write absent/report.html" in done.stderr
 
-    def test_json_says_where_it_is(self, run, store, tmp_path):
+    def test_json_has_size_of_page(self, run, store, tmp_path):
         found = json.loads(run("report", store, "-o", "r.html", "--json").stdout)
         assert found["bytes"] == (tmp_path / "r.html").stat().st_size
 
@@ -143,7 +143,7 @@ class TestInChromium:
 
         return start
 
-    def test_it_shows_the_figures_and_complains_of_nothing(self, run, store, page, chromium):
+    def test_page_shows_figures_without_console_errors(self, run, store, page, chromium):
         done = chromium("--dump-dom", page.as_uri())
         assert done.returncode == 0, done.stderr
         text = html.unescape(re.sub(r"<style>.*?</style>|<[^>]+>", " ", done.stdout, flags=re.DOTALL))
@@ -151,13 +151,13 @@ class TestInChromium:
             assert figure in text
         assert not re.findall(r".*CONSOLE.*", done.stderr)
 
-    def test_a_console_error_would_be_seen(self, tmp_path, chromium):
-        """The other test relies on this: console errors appear in the standard error of Chromium."""
+    def test_chromium_console_error_appears_in_stderr(self, tmp_path, chromium):
+        """``test_page_shows_figures_without_console_errors`` relies on this behaviour of Chromium."""
         (tmp_path / "bad.html").write_text("<script>console.error('seen it')</script>")
         assert "CONSOLE" in chromium("--dump-dom", (tmp_path / "bad.html").as_uri()).stderr
 
     @pytest.mark.parametrize(("dark", "light"), [(False, True), (True, False)])
-    def test_it_is_light_or_dark(self, page, chromium, tmp_path, dark, light):
+    def test_page_follows_preferred_colour_scheme(self, page, chromium, tmp_path, dark, light):
         image = tmp_path / "page.png"
         how = ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if dark else []
         done = chromium(f"--screenshot={image}", "--window-size=900,1200", *how, page.as_uri())

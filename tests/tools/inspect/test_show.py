@@ -23,7 +23,7 @@ def shared(url):
     backend.close()
 
 
-def test_packs_keys_and_sharing(run, shared):
+def test_show_json_has_packs_keys_and_sharers(run, shared):
     url, writer = shared
     context = json.loads(run("show", url, "anna-2", "--json", "--keys", "2").stdout)["context"]
     first, second = context["packs"]
@@ -43,14 +43,14 @@ def test_packs_keys_and_sharing(run, shared):
     }
 
 
-def test_for_a_person(run, shared):
+def test_show_text_has_labels_sharing_and_keys(run, shared):
     shown = run("show", shared[0], "anna-1").stdout
     for part in ("user=anna", "6 of 8 blocks are in other requests too", "2 requests", chain(["s1"])[0].hex()[:12]):
         assert part in shown
     assert "prefix tree" not in shown
 
 
-def test_the_tree(run, shared):
+def test_show_tree_merges_shared_prefixes(run, shared):
     url, _ = shared
     top = json.loads(run("show", url, "anna-2", "--tree", "--json").stdout)["tree"]
     assert (top["requests"], top["blocks"]) == (4, 0)
@@ -69,7 +69,7 @@ def test_the_tree(run, shared):
     assert "blocks 0 to 2, 3 requests" in drawn
 
 
-def test_a_request_that_ends_within_another(run, contexts):
+def test_show_tree_request_that_is_prefix_ends_at_inner_node(run, contexts):
     url, writer = contexts
     writer.add("short", "a b")
     writer.add("long", "a b c")
@@ -84,7 +84,7 @@ def count(node):
     return len(node["children"]) + sum(map(count, node["children"]))
 
 
-def test_the_tree_is_bounded_and_never_cuts_the_chosen_path(run, contexts):
+def test_show_tree_node_limit_keeps_path_of_chosen_request(run, contexts):
     url, writer = contexts
     for number in range(30):
         writer.add(f"r{number}", f"a b{number} c d{number}")
@@ -97,7 +97,7 @@ def test_the_tree_is_bounded_and_never_cuts_the_chosen_path(run, contexts):
     assert "22 more not drawn" in run("show", url, "r7", "--tree").stdout
 
 
-def test_blocks_that_no_pack_holds(run, contexts):
+def test_show_blocks_without_pack_are_counted_as_missing(run, contexts):
     url, writer = contexts
     writer.backend.commit(writer.namespace, CommitBatch(manifests=[sample_manifest("ghost", blocks=3)]))
     context = json.loads(run("show", url, "ghost", "--json").stdout)["context"]
@@ -106,7 +106,7 @@ def test_blocks_that_no_pack_holds(run, contexts):
     assert "(none)" in run("show", url, "ghost").stdout
 
 
-def test_the_begin_of_an_id_is_enough_where_it_is_one_request(run, shared):
+def test_show_ambiguous_or_unknown_id_prefix_exits_2(run, shared):
     url, writer = shared
     assert run("show", url, "lone").returncode == 0
     done = run("show", url, "anna")

@@ -22,7 +22,7 @@ def known(url):
         yield url
 
 
-def test_totals_are_exact(run, known):
+def test_stat_json_totals_are_exact(run, known):
     found = json.loads(run("stat", known, "--json").stdout)
     assert (found["requests"], found["packs"], found["blocks"]) == (3, 3, 12)
     assert found["raw_bytes"] == 10 * 65_536 + 2 * 4096
@@ -33,7 +33,7 @@ def test_totals_are_exact(run, known):
     assert found["fill"] == round(found["disk_bytes"] / (1 << 30), 4)
 
 
-def test_namespaces_and_groups_are_exact(run, known):
+def test_stat_json_namespaces_and_groups_are_exact(run, known):
     first, second = json.loads(run("stat", known, "--json").stdout)["namespaces"]
     assert (first["requests"], first["packs"], first["blocks"], first["referenced_blocks"]) == (2, 2, 10, 16)
     assert first["dedup_ratio"] == 1.6
@@ -48,7 +48,7 @@ def test_namespaces_and_groups_are_exact(run, known):
     assert second["groups"][0]["codec_ratio"] == 1.0
 
 
-def test_histograms_count_each_request_once(run, known):
+def test_stat_histograms_count_each_request_once(run, known):
     found = json.loads(run("stat", known, "--json").stdout)
     assert {row["below"]: row["requests"] for row in found["ages"] if row["requests"]} == {"1h": 2, "7d": 1}
     assert {row["below"]: row["requests"] for row in found["sizes"] if row["requests"]} == {"1MiB": 3}
@@ -56,13 +56,13 @@ def test_histograms_count_each_request_once(run, known):
     assert found["ages"][-1]["below"] is None
 
 
-def test_a_person_sees_all_of_it(run, known):
+def test_stat_text_has_ratios_codecs_and_histograms(run, known):
     shown = run("stat", known).stdout
     for part in ("dedup ratio", "1.50", "1.0 GiB", "zstd:1", "age of requests", "raw size of requests", "█"):
         assert part in shown
 
 
-def test_an_empty_store(run, url):
+def test_stat_empty_store_has_no_ratios(run, url):
     open_backend(url).close()
     found = json.loads(run("stat", url, "--json").stdout)
     assert (found["requests"], found["dedup_ratio"], found["codec_ratio"], found["namespaces"]) == (0, None, None, [])
@@ -71,7 +71,7 @@ def test_an_empty_store(run, url):
     assert "histogram" not in done.stdout
 
 
-def test_free_space_lies_where_packs_were(run, tmp_path):
+def test_stat_deleted_packs_count_as_free_space(run, tmp_path):
     url = f"lmdb://{tmp_path}/extents?capacity=64MiB&placement=extents"
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend)

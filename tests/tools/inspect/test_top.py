@@ -41,16 +41,16 @@ def engine(url):
         yield client
 
 
-def wait_for(url, right):
+def wait_for(url, condition):
     deadline = time.monotonic() + 60
     with closing(open_backend(url, read_only=True)) as backend:
-        while not right(read_statuses(backend)):
+        while not condition(read_statuses(backend)):
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
 
 @pytest.mark.slow
-def test_an_engine_shows_what_it_did_and_takes_its_row_away(run, url, engine):
+def test_top_engine_shows_counters_until_closed(run, url, engine):
     found = json.loads(run("top", url, "--interval", "1s", "--json").stdout)
     (view,) = found["engines"]
     assert (view["live"], view["hit_rate"], view["breaker"]) == (True, 0.5, None)
@@ -65,7 +65,7 @@ def test_an_engine_shows_what_it_did_and_takes_its_row_away(run, url, engine):
 
 
 @pytest.mark.slow
-def test_it_ends_by_ctrl_c_on_a_terminal(url, engine):
+def test_top_interrupted_on_terminal_exits_0(url, engine):
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "persistkv_tools", "top", url, "--interval", "1s"]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
@@ -91,17 +91,17 @@ def test_it_ends_by_ctrl_c_on_a_terminal(url, engine):
     assert b"Traceback" not in shown
 
 
-def showing(statuses):
+def status_backend(statuses):
     """Return a store that reports the current content of ``statuses``."""
     backend = FaultyBackend.of(MemoryBackend())
     backend.after("statuses", lambda _: {name: status.encode() for name, status in statuses.items()})
     return backend
 
 
-class TestValues:
-    def test_rates_are_those_between_two_rows(self):
+class TestWatch:
+    def test_rates_are_change_per_second_between_status_rows(self):
         rows = {}
-        watch = Watch("lmdb:///x", showing(rows))
+        watch = Watch("lmdb:///x", status_backend(rows))
         rows["e1"] = make_status(time=1000.0, counters=StoreCounters(stored_raw_bytes=100, evicted_blocks=1))
         (view,) = watch.look().engines
         assert view.rates is None
@@ -111,17 +111,17 @@ class TestValues:
         (view,) = watch.look().engines  # the row is unchanged
         assert view.rates.stored_raw_bytes == 100.0
 
-    def test_those_that_are_gone_stand_last(self):
+    def test_outdated_engines_sort_last(self):
         now = time.time()
         rows = {"old": make_status("old", started=1.0), "new": make_status("new", started=2.0, time=now)}
-        assert [(view.engine, view.live) for view in Watch("", showing(rows)).look().engines] == [
+        assert [(view.engine, view.live) for view in Watch("", status_backend(rows)).look().engines] == [
             ("new", True),
             ("old", False),
         ]
 
-    def test_engine_shows_its_model_and_the_pid_of_the_process_that_runs_it(self):
+    def test_engine_has_model_name_and_pid_of_engine_process(self):
         rows = {}
-        backend = showing(rows)
+        backend = status_backend(rows)
         namespace = backend.open_namespace(Identity.of({"model_name": "/models/llama"})).id.hex()
         rows["e1"] = make_status(namespace=namespace, pid=7, engine_pid=6, host="here", time=time.time())
         rows["e2"] = make_status("e2", pid=9, host="here", time=time.time())
@@ -129,7 +129,7 @@ class TestValues:
         assert (views["e1"].model, engine_name(views["e1"])) == ("/models/llama", "here:6")
         assert (views["e2"].model, engine_name(views["e2"])) == ("", "here:9")
 
-    def test_hit_rate(self):
+    def test_hit_rate_is_share_of_loaded_blocks_or_none(self):
         assert hit_rate(StoreCounters()) is None
         assert hit_rate(StoreCounters(loaded_blocks=3, stored_blocks=1)) == 0.75
         assert hit_rate(StoreCounters(held_blocks=3, dropped_blocks=1)) == 0.0

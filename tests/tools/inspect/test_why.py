@@ -51,7 +51,7 @@ def compared(run, url, against, *options, code):
     return json.loads(done.stdout)["comparisons"]
 
 
-def test_a_model_that_matches(run, store, model):
+def test_why_matching_model_exits_0(run, store, model):
     url, fields = store
     (found,) = compared(run, url, model, code=0)
     assert (found["matches"], found["differences"]) == (True, [])
@@ -61,7 +61,7 @@ def test_a_model_that_matches(run, store, model):
     assert "matches" in run("why", url, "--against", str(model)).stdout
 
 
-def test_a_model_that_differs(run, store, model):
+def test_why_differing_config_exits_1_listing_fields(run, store, model):
     url, _ = store
     config = json.loads((model / "config.json").read_text())
     config |= {"rope_theta": 500000.0, "torch_dtype": "float16"}
@@ -79,14 +79,14 @@ def test_a_model_that_differs(run, store, model):
         assert part in done.stdout
 
 
-def test_other_weights(run, store, tmp_path, model):
+def test_why_other_weights_exits_1_listing_weights(run, store, tmp_path, model):
     write_weights(tmp_path / "tuned", byte=1)
     (tmp_path / "tuned" / "config.json").write_bytes((model / "config.json").read_bytes())
     (found,) = compared(run, store[0], tmp_path / "tuned", code=1)
     assert [row["field"] for row in found["differences"]] == ["weights"]
 
 
-def test_two_namespaces_of_a_store(run, store):
+def test_why_against_namespace_lists_differing_fields(run, store):
     url, fields = store
     ours = Identity.of(fields).digest.hex()
     (found,) = compared(run, url, ours[:6], code=1)
@@ -97,7 +97,7 @@ def test_two_namespaces_of_a_store(run, store):
     }
 
 
-def test_without_against_namespaces_are_compared_with_each_other(run, store):
+def test_why_without_against_compares_nearest_namespaces(run, store):
     url, fields = store
     done = run("why", url, "--json")
     assert done.returncode == 0
@@ -115,12 +115,12 @@ def test_without_against_namespaces_are_compared_with_each_other(run, store):
     assert (found["ours"], found["theirs"]) == (third, Identity.of(fields).digest.hex())
 
 
-def test_store_by_its_path(run, store, url):
+def test_why_against_store_path_compares_stores(run, store, url):
     path = url.partition("?")[0].removeprefix("lmdb://")
     assert [found["matches"] for found in compared(run, url, path, code=0)] == [True, True]
 
 
-def test_two_stores(run, store, tmp_path):
+def test_why_against_store_compares_nearest_namespaces(run, store, tmp_path):
     url, fields = store
     other = f"lmdb://{tmp_path}/other"
     with closing(open_backend(other)) as backend:
@@ -134,7 +134,7 @@ def test_two_stores(run, store, tmp_path):
     assert [row["field"] for row in far["differences"]] == ["block_size", "weights"]
 
 
-def test_what_cannot_be_compared(run, store, tmp_path, url):
+def test_why_invalid_or_empty_target_exits_2(run, store, tmp_path, url):
     for against in ("nothing-there", str(tmp_path)):
         done = run("why", url, "--against", against)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)

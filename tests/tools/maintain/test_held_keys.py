@@ -6,7 +6,7 @@ from persistkv.storage.format.pack import PackedKeys
 from persistkv_tools.maintain.integrity import HeldKeys
 
 
-def test_it_counts_what_a_set_would_count():
+def test_held_keys_missing_random_keys_counts_like_set():
     """Keys of all lengths, in equal and different packings; some differ only in one bit or in their group."""
     draw = random.Random(3)
     for _ in range(50):
@@ -25,13 +25,13 @@ def test_it_counts_what_a_set_would_count():
         assert keys.missing(requests) == expected
 
 
-def test_nothing_is_held_and_nothing_is_asked_for():
+def test_held_keys_missing_without_held_or_requested_keys_is_exact():
     assert HeldKeys([]).missing([()]) == [0]
     assert HeldKeys([]).missing([(PackedKeys.of([b"one", b"two"]), PackedKeys.of([b"k"]))]) == [3]
     assert HeldKeys([PackedKeys.of([b"one"])]).missing([]) == []
 
 
-def test_many_are_taken_in_portions():
+def test_held_keys_missing_60000_keys_is_exact():
     draw = random.Random(9)
     keys = [draw.randbytes(36) for _ in range(60_000)]
     held = HeldKeys(PackedKeys.of(keys[start : start + 100]) for start in range(0, 59_900, 100))

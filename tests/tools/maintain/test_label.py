@@ -25,7 +25,7 @@ def store(contexts):
     return url
 
 
-def test_labels_come_change_and_go(run, store):
+def test_label_adds_changes_and_removes_labels(run, store):
     done = run("label", store, "one", "user=bert", "project=moon shot", "empty=", "--remove", "draft")
     assert done.returncode == 0, done.stderr
     assert "project=moon shot" in done.stdout
@@ -35,7 +35,7 @@ def test_labels_come_change_and_go(run, store):
     assert json.loads(run("ls", store, "--label", "project", "--json").stdout)["matched"] == 1
 
 
-def test_nothing_else_changes(run, store):
+def test_label_keeps_all_other_fields(run, store):
     run("pin", store, "one")
     before = json.loads(run("show", store, "one", "--json").stdout)
     assert run("label", store, "one", "user=bert").returncode == 0
@@ -48,7 +48,7 @@ def test_nothing_else_changes(run, store):
     assert run("verify", store).returncode == 0
 
 
-def test_a_pin_stays():
+def test_relabel_pinned_request_stays_pinned():
     """A pinned request remains although other requests fill the store."""
     backend = MemoryBackend(capacity=100_000)
     writer = Contexts(backend)
@@ -72,18 +72,18 @@ def test_a_pin_stays():
         (("user=a", "--remove", "user"), "the same command does not set"),
     ],
 )
-def test_wrong_labels(run, store, arguments, part):
+def test_label_bad_arguments_exit_2(run, store, arguments, part):
     done = run("label", store, "one", *arguments)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert part in done.stderr
 
 
-def test_an_unknown_request(run, store):
+def test_label_unknown_request_exits_2(run, store):
     assert run("label", store, "nobody", "a=b").returncode == 2
 
 
-def beaten(backend, seeds):
-    """Return the store with a second writer: it commits before each commit with a cursor, until ``seeds`` is empty."""
+def with_second_writer(backend, seeds):
+    """Return the store with a second writer that commits before each commit with a cursor until ``seeds`` is empty."""
 
     def write(namespace, batch):
         if batch.seen is not None and seeds:
@@ -94,25 +94,25 @@ def beaten(backend, seeds):
     return busy
 
 
-class TestBesideOthers:
+class TestRelabelConcurrentCommits:
     @pytest.fixture
     def memory(self):
         backend = MemoryBackend()
         Contexts(backend).add("one", "a b c")
         return backend
 
-    def test_a_commit_between_look_and_write_is_seen(self, memory):
+    def test_commit_between_read_and_write_retries(self, memory):
         seeds = [1, 2, 3]
-        busy = beaten(memory, seeds)
+        busy = with_second_writer(memory, seeds)
         assert relabel(busy, find_request(busy, "one"), {"a": "b"}, []) == {"a": "b"}
         assert seeds == []
 
-    def test_one_who_never_pauses_is_told(self, memory):
-        busy = beaten(memory, list(range(1_000)))
+    def test_commit_before_every_attempt_raises_store_error(self, memory):
+        busy = with_second_writer(memory, list(range(1_000)))
         with pytest.raises(StoreError, match="others wrote"):
             relabel(busy, find_request(busy, "one"), {"a": "b"}, [])
 
-    def test_a_request_that_went_does_not_come_back(self, memory):
+    def test_deleted_request_raises_not_found_and_is_not_recreated(self, memory):
         found = find_request(memory, "one")
         (pack,) = memory.changes(found.namespace.id, None).added
         memory.commit(found.namespace.id, CommitBatch(deletions=[pack.pack_id]))

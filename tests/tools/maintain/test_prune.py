@@ -65,7 +65,7 @@ def ids(views):
         (("--orphans",), []),
     ],
 )
-def test_every_choice_deletes_what_the_dry_run_showed(run, family, options, goes):
+def test_prune_selection_deletes_same_requests_as_dry_run(run, family, options, goes):
     url, writer = family
     options = [option.format(namespace=writer.namespace.hex()) for option in options]
     before, held = requests(run, url), packs(run, url)
@@ -80,14 +80,14 @@ def test_every_choice_deletes_what_the_dry_run_showed(run, family, options, goes
     assert run("verify", url).returncode == 0
 
 
-def test_orphans_go_only_where_they_are_asked_for(run, family):
+def test_prune_orphan_pack_is_deleted_only_with_orphans_option(run, family):
     url, _ = family
     plan = pruned(run, url, "--orphans", "--dry-run")["plan"]
     assert plan["goes"] == {"packs": 1, "blocks": 1, "stored_bytes": 4096}
     assert pruned(run, url, "--label", "user", "--dry-run")["plan"]["goes"]["packs"] == 3
 
 
-def test_what_others_use_stays_and_is_said(run, family):
+def test_prune_request_with_shared_packs_stays_and_exits_1(run, family):
     url, _ = family
     plan = pruned(run, url, "--request", "anna-1", "--yes", code=1)
     assert ids(plan["plan"]["staying"]) == ["anna-1"]
@@ -97,7 +97,7 @@ def test_what_others_use_stays_and_is_said(run, family):
     assert "others use all their packs" in run("prune", url, "--request", "anna-1", "--dry-run").stdout
 
 
-def test_request_goes_with_its_copies(run, family):
+def test_prune_request_with_copies_deletes_all_copies(run, family):
     url, writer = family
     for number in range(3):
         writer.add(f"copy-{number}", "c1 c2", age_s=float(number))
@@ -110,7 +110,7 @@ def test_request_goes_with_its_copies(run, family):
     assert len(requests(run, url)) == 4
 
 
-def test_blocks_of_one_request_in_packs_of_others(run, family):
+def test_prune_shared_packs_deletes_every_request_of_pack(run, family):
     """The pack with the prefix of bert-1 also holds a1, a block that only anna-1 and anna-2 use."""
     url, writer = family
     shown = run("prune", url, "--request", "anna-1", "--request", "anna-2", "--dry-run")
@@ -125,7 +125,7 @@ def test_blocks_of_one_request_in_packs_of_others(run, family):
     assert held == {writer.packs["lone-1"], writer.packs["orphan"]}
 
 
-def test_prune_by_age_of_requests_that_others_share_exits_0(run, family):
+def test_prune_older_than_request_with_shared_packs_exits_0(run, family):
     """Scheduled run on a healthy store: younger requests use all packs of anna-1."""
     url, _ = family
     for dry in (("--dry-run",), ("--yes",)):
@@ -151,7 +151,7 @@ def test_prune_by_age_of_requests_that_others_share_exits_0(run, family):
         (("--older-than", "30d"), 0),
     ],
 )
-def test_prune_exits_1_for_a_named_request_that_stays(run, family, options, code):
+def test_prune_remaining_request_exits_1_if_selected_by_id_or_label(run, family, options, code):
     """Exit code 1 is for requests selected by id, or by labels alone; other selections are housekeeping."""
     url, _ = family
     assert run("label", url, "anna-1", "who=first").returncode == 0
@@ -173,7 +173,7 @@ def test_prune_plan_marks_pinned_requests(run, family):
     assert [(view["id"], view["pinned"]) for view in plan["requests"]] == [("lone-1", True)]
 
 
-def test_prune_keep_size_says_how_to_shrink_the_files(run, tmp_path):
+def test_prune_keep_size_prints_free_bytes_and_compact_command(run, tmp_path):
     url = f"lmdb://{tmp_path}/extents?capacity=256MiB&placement=extents"
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend, block_bytes=65_536)
@@ -197,7 +197,7 @@ def test_prune_keep_size_says_how_to_shrink_the_files(run, tmp_path):
     assert (dry["disk_bytes"], dry["free_bytes"]) == (None, None)
 
 
-def test_prune_keep_size_that_is_not_reached_says_so(run, family):
+def test_prune_keep_size_unreachable_prints_remaining_bytes(run, family):
     url, _ = family
     done = run("prune", url, "--keep-size", "1KiB", "--yes")
     assert done.returncode == 0
@@ -205,7 +205,7 @@ def test_prune_keep_size_that_is_not_reached_says_so(run, family):
     assert "--orphans" in done.stdout
 
 
-def test_nothing_is_deleted_unless_asked(run, family):
+def test_prune_without_consent_or_selection_exits_2(run, family):
     url, _ = family
     for options in ((), ("--json",)):
         done = run("prune", url, "--older-than", "1h", *options)
@@ -218,7 +218,7 @@ def test_nothing_is_deleted_unless_asked(run, family):
 
 
 @pytest.mark.parametrize(("answer", "left"), [(b"y\n", 3), (b"n\n", 4), (b"\n", 4)])
-def test_a_person_is_asked(run, family, answer, left):
+def test_prune_on_terminal_deletes_only_after_yes(run, family, answer, left):
     url, _ = family
     ours, theirs = os.openpty()
     os.write(ours, answer)
@@ -232,7 +232,7 @@ def test_a_person_is_asked(run, family, answer, left):
     assert len(requests(run, url)) == left
 
 
-def test_one_namespace_leaves_the_others(run, filled):
+def test_prune_namespace_keeps_other_namespaces(run, filled):
     found = json.loads(run("stat", filled, "--json").stdout)["namespaces"]
     first = next(space["id"] for space in found if space["packs"] == 2)
     pruned(run, filled, "--namespace", first[:8], "--orphans", "--yes")
@@ -242,7 +242,7 @@ def test_one_namespace_leaves_the_others(run, filled):
     }
 
 
-class TestWhileOthersWrite:
+class TestPruneConcurrentChanges:
     @pytest.fixture
     def store(self):
         backend = MemoryBackend()
@@ -251,7 +251,7 @@ class TestWhileOthersWrite:
             writer.add(f"r{number}", f"a{number} b{number}")
         return backend, writer
 
-    def test_a_request_that_came_since_keeps_its_packs(self, store):
+    def test_request_added_after_plan_keeps_its_packs(self, store):
         backend, writer = store
         prune = Prune(backend, lambda: backend, Selection(), backend.namespaces())
         assert prune.plan.goes.packs == 4
@@ -263,7 +263,7 @@ class TestWhileOthersWrite:
         assert held == {writer.packs["r2"], writer.packs["new"]}
         assert {manifest.id for manifest in backend.manifests(writer.namespace)} == {"r2", "new"}
 
-    def test_packs_that_went_meanwhile_are_passed_over(self, store):
+    def test_pack_deleted_after_plan_is_skipped(self, store):
         backend, writer = store
         prune = Prune(backend, lambda: backend, Selection(), backend.namespaces())
         backend.commit(writer.namespace, CommitBatch(deletions=[writer.packs["r1"]]))
@@ -291,7 +291,7 @@ def failing(monkeypatch):
     return fail_after
 
 
-def test_prune_failed_commit_lists_what_was_deleted_before(run, url, failing):
+def test_prune_failed_commit_lists_earlier_deletions(run, url, failing):
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend)
         for number in range(100):  # one pack each; one commit deletes 64
@@ -306,7 +306,7 @@ def test_prune_failed_commit_lists_what_was_deleted_before(run, url, failing):
     assert json.loads(found.stdout)["done"]["requests"] == 36
 
 
-def test_pins_keep_a_context_and_unpins_let_it_go(run, url):
+def test_pin_protects_request_from_eviction_until_unpin(run, url):
     small = url.replace("1GiB", "2MiB")
     with closing(open_backend(small)) as backend:
         writer = Contexts(backend)
@@ -324,13 +324,13 @@ def test_pins_keep_a_context_and_unpins_let_it_go(run, url):
     assert "gone" in run("pin", small, "gone").stderr
 
 
-def test_a_pin_says_what_it_did(run, family):
+def test_pin_prints_pinned_request(run, family):
     done = run("pin", family[0], "lone")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("pinned lone-1 ")
 
 
-def test_compact_gives_what_is_free_back_to_the_disk(run, tmp_path):
+def test_prune_compact_releases_free_space_to_disk(run, tmp_path):
     url = f"lmdb://{tmp_path}/extents?capacity=256MiB&placement=extents"
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend, block_bytes=65_536)
@@ -350,7 +350,7 @@ def test_compact_gives_what_is_free_back_to_the_disk(run, tmp_path):
     assert json.loads(run("prune", url, "--compact", "--dry-run", "--json").stdout)["freed_bytes"] is None
 
 
-def test_where_nothing_is_to_go_no_catalogue_is_read(contexts):
+def test_prune_empty_plan_reads_no_catalogue(contexts):
     _, writer = contexts
     writer.add("one", "a b")
     backend = FaultyBackend.of(writer.backend)
@@ -362,7 +362,7 @@ def test_where_nothing_is_to_go_no_catalogue_is_read(contexts):
     assert "changes" not in backend.calls
 
 
-def test_what_others_evict_meanwhile_is_not_counted(contexts):
+def test_prune_pack_evicted_after_plan_is_not_counted(contexts):
     _, writer = contexts
     writer.add("one", "a b")
     writer.add("two", "c d", labels={"user": "anna"})

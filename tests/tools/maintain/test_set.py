@@ -43,7 +43,7 @@ def test_set_changes_capacity_and_ttl_of_an_open_store(run, store):
     assert json.loads(run("stat", store, "--json").stdout)["requests"] == 2
 
 
-def test_set_lower_capacity_shows_what_will_be_evicted(run, store):
+def test_set_lower_capacity_shows_bytes_to_evict(run, store):
     found = json.loads(run("set", store, "capacity=1MiB", "--dry-run", "--json").stdout)
     assert not found["changed"]
     disk = found["consequences"]["disk_bytes"]
@@ -51,7 +51,7 @@ def test_set_lower_capacity_shows_what_will_be_evicted(run, store):
     assert policy(run, store)["capacity"] == GIB
 
 
-def test_set_shorter_ttl_counts_the_requests_that_expire(run, store, monkeypatch):
+def test_set_shorter_ttl_counts_expiring_requests(run, store, monkeypatch):
     run("pin", store, "one")
     now, since_boot = time.time, time.clock_gettime
     monkeypatch.setattr(time, "time", lambda: now() + 2 * DAY_S)
@@ -61,7 +61,7 @@ def test_set_shorter_ttl_counts_the_requests_that_expire(run, store, monkeypatch
     assert "will expire" not in run("set", store, "ttl=3d", "--dry-run").stdout
 
 
-def test_set_capacity_beyond_the_disk_names_what_is_missing(run, store):
+def test_set_capacity_beyond_disk_prints_missing_space(run, store):
     assert "the disk lacks" in run("set", store, "capacity=64TiB", "--dry-run").stdout
 
 
@@ -83,14 +83,14 @@ def test_set_without_consent_changes_nothing(run, store):
         ("size=1GiB", "one of capacity"),
     ],
 )
-def test_set_bad_value_is_named(run, store, value, named):
+def test_set_bad_value_exits_2_naming_it(run, store, value, named):
     done = run("set", store, value, "--yes")
     assert done.returncode == 2
     assert named in done.stderr
     assert policy(run, store) == {"capacity": GIB, "ttl_s": None, "placement": "inline"}
 
 
-def test_set_store_without_a_policy_is_refused(run, sqlite_plug_in, tmp_path):
+def test_set_store_without_policy_exits_2(run, sqlite_plug_in, tmp_path):
     url = f"sqlite://{tmp_path}/kv.db"
     open_backend(url).close()
     done = run("set", url, "capacity=1GiB", "--yes")
@@ -99,7 +99,7 @@ def test_set_store_without_a_policy_is_refused(run, sqlite_plug_in, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["label one a=b", "pin one", "prune --older-than 30d --yes"])
-def test_writing_command_with_another_capacity_keeps_the_recorded_one(run, store, command):
+def test_writing_command_url_with_other_capacity_keeps_recorded_one(run, store, command):
     name, *rest = command.split()
     done = run(name, f"{store}?capacity=2MiB&ttl=1m", *rest)
     assert done.returncode == 0, done.stderr

@@ -82,11 +82,11 @@ def findings(backend, state=None):
     return [*(count_rows(backend, spaces) or []), *check_manifests(backend, spaces, ignore)[1], *state.findings]
 
 
-class TestWhatIsFound:
-    def test_nothing_in_a_good_store(self, memory):
+class TestVerifierFindings:
+    def test_intact_store_has_no_findings(self, memory):
         assert findings(memory[0]) == []
 
-    def test_every_byte_of_a_payload_counts(self, memory):
+    def test_flipped_payload_byte_is_reported(self, memory):
         """Payloads consist of frames, some of them compressed, and of the padding between them."""
         backend, writer = memory
         pack = writer.packs["r0"]
@@ -98,21 +98,21 @@ class TestWhatIsFound:
             flip(backend, writer.namespace, pack, position, 0x10)
         assert findings(backend) == []
 
-    def test_a_payload_that_ends_too_early(self, memory):
+    def test_truncated_payload_is_reported_as_short(self, memory):
         backend, writer = memory
         pack = writer.packs["r1"]
         set_payload(backend, writer.namespace, pack, payload(backend, writer.namespace, pack)[:-1])
         (found,) = findings(backend)
         assert (found.problem, found.pack) == (Problem.SHORT, writer.packs["r1"].hex())
 
-    def test_payloads_that_changed_places(self, memory):
+    def test_swapped_payloads_are_both_reported(self, memory):
         backend, writer = memory
         one, other = writer.packs["r1"], writer.packs["r2"]
         swap_payloads(backend, writer.namespace, one, other)
         found = findings(backend)
         assert {finding.pack for finding in found} == {one.hex(), other.hex()}
 
-    def test_rows_that_do_not_read_are_counted(self, memory):
+    def test_unreadable_rows_are_counted_by_kind(self, memory):
         backend, writer = memory
         for name in ("r3", "r4"):
             set_table_row(backend, writer.namespace, writer.packs[name], b"no table")
@@ -127,7 +127,7 @@ class TestWhatIsFound:
             (Problem.MISSING_BLOCKS, 1, "r4"),
         }
 
-    def test_a_request_of_blocks_that_no_pack_holds(self, memory):
+    def test_request_without_packs_is_reported_as_missing_blocks(self, memory):
         backend, writer = memory
         backend.commit(writer.namespace, CommitBatch(manifests=[sample_manifest("ghost")]))
         (found,) = findings(backend)
@@ -135,8 +135,8 @@ class TestWhatIsFound:
         assert found.detail.startswith("3 of its blocks")
 
 
-class TestWhatOthersDoMeanwhile:
-    def test_a_pack_that_went_is_no_problem(self, memory):
+class TestConcurrentChanges:
+    def test_verifier_pack_deleted_meanwhile_is_not_reported(self, memory):
         backend, writer = memory
         spaces = read_catalogues(backend)
         state = VerifyState.begin(URL, 1.0)
@@ -146,7 +146,7 @@ class TestWhatOthersDoMeanwhile:
         assert (state.findings, state.went_meanwhile, state.packs) == ([], 1, 6)
         assert check_manifests(backend, spaces, ignore) == (5, [])
 
-    def test_a_pack_that_was_replaced_is_checked_as_it_is_now(self, memory):
+    def test_verifier_pack_replaced_meanwhile_is_not_reported(self, memory):
         backend, writer = memory
         pack = sample_pack(writer.namespace, 77)
         backend.commit(writer.namespace, CommitBatch([pack]))
@@ -158,7 +158,7 @@ class TestWhatOthersDoMeanwhile:
             pass
         assert (state.findings, state.went_meanwhile) == ([], 1)
 
-    def test_nothing_is_said_of_rows_while_somebody_writes(self, memory):
+    def test_count_rows_concurrent_commits_returns_none(self, memory):
         backend, _ = memory
         busy = FaultyBackend.of(backend)
 
@@ -169,7 +169,7 @@ class TestWhatOthersDoMeanwhile:
         busy.before("manifests", write)
         assert count_rows(busy, read_catalogues(busy)) is None
 
-    def test_repair_spares_a_pack_that_is_good_again(self, memory):
+    def test_repair_packs_pack_intact_again_is_kept(self, memory):
         backend, writer = memory
         bad, healed = writer.packs["r1"], writer.packs["r2"]
         for pack in (bad, healed):
@@ -187,7 +187,7 @@ class TestWhatOthersDoMeanwhile:
         assert NamespacePacks(backend, writer.namespace).tables.keys() == set(writer.packs.values()) - {bad}
         assert findings(backend) == []
 
-    def test_repair_failed_commit_tells_what_was_done_before(self, memory):
+    def test_repair_packs_failed_commit_lists_earlier_deletions(self, memory):
         """The first bad pack is deleted; the commit that deletes the second one fails."""
         backend, writer = memory
         first, second = sorted(writer.packs[name] for name in ("r1", "r2"))
@@ -210,7 +210,7 @@ class TestWhatOthersDoMeanwhile:
 
 
 class TestResume:
-    def test_goes_on_where_it_stopped(self, memory, tmp_path):
+    def test_verifier_saved_state_checks_only_remaining_packs(self, memory, tmp_path):
         backend, writer = memory
         flip(backend, writer.namespace, min(writer.packs.values()), 0)
         file = tmp_path / "state"
@@ -228,7 +228,7 @@ class TestResume:
         assert state.packs == 6
         assert len(state.findings) == 1
 
-    def test_a_share_is_drawn_once_for_a_run(self):
+    def test_verify_state_draws_same_sample_each_time(self):
         names = [bytes([number, 7]) * 8 for number in range(200)]
         state = VerifyState.begin(URL, 0.3)
         drawn = {name for name in names if state.draws(name)}
@@ -236,7 +236,7 @@ class TestResume:
         assert drawn == {name for name in names if state.draws(name)}
         assert all(VerifyState.begin(URL, 1.0).draws(name) for name in names)
 
-    def test_the_file_of_another_run_is_refused(self, run, filled, tmp_path):
+    def test_verify_foreign_state_file_exits_2(self, run, filled, tmp_path):
         VerifyState.begin("lmdb:///elsewhere", 1.0).save(tmp_path / "other")
         (tmp_path / "text").write_text("hello")
         for name, error in (("other", "--resume"), ("text", "cannot read text: verify did not write it")):
@@ -244,7 +244,7 @@ class TestResume:
             assert (done.returncode, done.stderr.count("\n")) == (2, 1)
             assert error in done.stderr
 
-    def test_ctrl_c_leaves_a_file_to_go_on_from(self, run, contexts, tmp_path):
+    def test_verify_interrupted_exits_130_and_resumes_from_state_file(self, run, contexts, tmp_path):
         url, writer = contexts
         for number in range(16):
             writer.add(f"r{number}", " ".join(f"{number}-{word}" for word in range(32)))
@@ -261,17 +261,17 @@ class TestResume:
         assert (found["packs"], found["problems"]) == (16, 0)
         assert not (tmp_path / "state").exists()
 
-    def test_interrupted_reads_of_a_remote_store_do_not_keep_the_process(self):
-        """The reads use memory of their own and end by the driver's deadline at the latest."""
+    def test_verifier_interrupted_remote_reads_do_not_delay_exit(self):
+        """Each read has its own buffer and ends by the driver's deadline at the latest."""
         seconds = run_interrupted(INTERRUPTED_SCAN)
         assert float(seconds) < 10
 
-    def test_a_file_that_cannot_be_written_is_told_at_once(self, run, filled):
+    def test_verify_unwritable_state_file_exits_2(self, run, filled):
         done = run("verify", filled, "--resume", "absent/state")
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert "absent/state" in done.stderr
 
-    def test_rate_of_a_resumed_run_is_that_of_what_it_read(self, run, contexts, tmp_path):
+    def test_verify_resumed_rate_excludes_bytes_read_before(self, run, contexts, tmp_path):
         url, writer = contexts
         writer.add("one", "a b c")
         earlier = VerifyState.load(tmp_path / "state", url, 1.0)
@@ -288,13 +288,13 @@ class TestResume:
         fresh = run("verify", url)
         assert "resumed" not in fresh.stdout
 
-    def test_the_file_is_gone_at_the_end(self, run, filled, tmp_path):
+    def test_verify_completed_deletes_state_file(self, run, filled, tmp_path):
         assert run("verify", filled, "--resume", "state").returncode == 0
         assert not (tmp_path / "state").exists()
 
 
-class TestCommand:
-    def test_a_good_store_while_it_is_open(self, run, contexts):
+class TestVerifyCommand:
+    def test_intact_store_open_elsewhere_exits_0(self, run, contexts):
         url, writer = contexts
         writer.add("one", "a b c")
         done = run("verify", url)
@@ -304,7 +304,7 @@ class TestCommand:
         assert (found["packs"], found["requests"], found["problems"], found["rows_counted"]) == (1, 1, 0, True)
         assert found["stored_bytes"] == 3 * 4096
 
-    def test_beside_an_engine_it_reads_a_share_of_the_time(self, run, url):
+    def test_live_engine_limits_share_of_time(self, run, url):
         with closing(open_backend(url)) as backend:
             Contexts(backend).add("one", "a b c")
             backend.publish_status("live", make_status("live", time=time.time()).encode())
@@ -316,7 +316,7 @@ class TestCommand:
             backend.publish_status("live", None)
             assert json.loads(run("verify", url, "--json").stdout)["beside_engines"] == 0
 
-    def test_beside_an_engine_a_rate_takes_the_place_of_the_share(self, run, url):
+    def test_live_engine_with_rate_limits_bytes_per_second(self, run, url):
         with closing(open_backend(url)) as backend:
             Contexts(backend).add("one", "a b c")
             backend.publish_status("live", make_status("live", time=time.time()).encode())
@@ -324,7 +324,7 @@ class TestCommand:
         assert "beside 1 engine, it read 200.0 MiB a second at most" in shown
         assert "twentieth" not in shown
 
-    def test_damage_is_named_and_repaired(self, run, url):
+    def test_bad_pack_is_reported_until_repair_deletes_it(self, run, url):
         bad = store_with_a_bad_pack(url)
         done = run("verify", url)
         assert done.returncode == 1
@@ -339,13 +339,13 @@ class TestCommand:
         left = json.loads(run("ls", url, "--json").stdout)["requests"]
         assert [request["id"] for request in left] == ["two"]
 
-    def test_repair_keeps_what_stands_before_a_bad_pack(self, run, url):
+    def test_repair_bad_middle_pack_keeps_blocks_before_it(self, run, url):
         context = MiddlePack(url)
         with Damage(url, context.namespace) as damage:
             damage.flip_payload(context.pack, 5000)
         context.check_repair(run)
 
-    def test_repair_shows_its_plan(self, run, url):
+    def test_repair_prints_plan_before_result(self, run, url):
         context = MiddlePack(url)
         with Damage(url, context.namespace) as damage:
             damage.flip_payload(context.pack, 5000)
@@ -359,7 +359,7 @@ class TestCommand:
         assert "begin" not in rows
         assert "to delete: 1 pack, 2 blocks, 16.0 KiB, and 1 request; to shorten: 1 request" in plan
 
-    def test_repair_plan_as_json(self, run, url):
+    def test_repair_json_contains_plan(self, run, url):
         context = MiddlePack(url)
         with Damage(url, context.namespace) as damage:
             damage.flip_payload(context.pack, 5000)
@@ -372,18 +372,18 @@ class TestCommand:
         found = [(row["request"], row["blocks"], row["kept_blocks"]) for row in plan["requests"]]
         assert sorted(found) == [("lost", 2, 0), ("whole", 6, 2)]
 
-    def test_repair_says_what_became_of_requests(self, run, url):
+    def test_repair_prints_shortened_and_deleted_requests(self, run, url):
         store_with_a_bad_pack(url)
         shown = run("verify", url, "--repair", "--yes").stdout
         assert "deleted 1 pack" in shown
         assert "shortened 0 requests to the blocks before; deleted 1 that kept nothing" in shown
 
     @pytest.mark.parametrize("options", [("--sample", "0"), ("--sample", "1.5"), ("--rate", "fast")])
-    def test_wrong_options(self, run, filled, options):
+    def test_bad_option_exits_2(self, run, filled, options):
         done = run("verify", filled, *options)
         assert done.returncode == 2
         assert options[0] in done.stderr
 
-    def test_an_absent_store(self, run, tmp_path):
+    def test_repair_absent_store_exits_3_and_creates_nothing(self, run, tmp_path):
         assert run("verify", f"lmdb://{tmp_path}/absent", "--repair", "--yes").returncode == 3
         assert not (tmp_path / "absent").exists()

@@ -14,7 +14,7 @@ EACH = 10
 BLOCK_BYTES = 5000  # frames end within a page, so that there is padding to damage
 
 
-def test_every_damage_is_found_and_nothing_else(run, url):
+def test_verify_damaged_inline_store_reports_all_errors_and_no_others(run, url):
     rng = random.Random(7)
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend, block_bytes=BLOCK_BYTES)
@@ -73,7 +73,7 @@ def test_every_damage_is_found_and_nothing_else(run, url):
     }
 
 
-def test_every_damage_of_segments_is_found_and_nothing_else(run, tmp_path):
+def test_verify_damaged_segments_reports_all_errors_and_no_others(run, tmp_path):
     """Payloads in extents, 100 errors of five kinds in 160 packs: ``verify`` finds each and reports nothing else."""
     rng = random.Random(11)
     url = f"lmdb://{tmp_path}/segments?capacity=64MiB&placement=extents"
@@ -113,7 +113,7 @@ def test_every_damage_of_segments_is_found_and_nothing_else(run, tmp_path):
     }
 
 
-def test_repair_leaves_a_store_whose_packs_are_good(run, url):
+def test_verify_repair_deletes_bad_packs_and_shortens_requests(run, url):
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend, block_bytes=BLOCK_BYTES)
         for number in range(20):

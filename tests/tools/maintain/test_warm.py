@@ -20,13 +20,13 @@ def store(contexts):
     return url, writer
 
 
-def show_engine(backend, namespace, engine="e1"):
+def publish_engine(backend, namespace, engine="e1"):
     backend.publish_status(
         engine, make_status(engine, namespace=namespace.hex(), time=time.time(), interval_s=60.0).encode()
     )
 
 
-def test_it_asks_the_engines_of_the_store(run, store):
+def test_warm_id_prefix_is_pending_until_withdrawn(run, store):
     url, writer = store
     done = run("warm", url, "on", "--ttl", "10m")
     assert done.returncode == 0, done.stderr
@@ -38,9 +38,9 @@ def test_it_asks_the_engines_of_the_store(run, store):
     assert pending_warm(writer.backend, writer.namespace, "e1") == []
 
 
-def test_by_label_and_with_nothing(run, store):
+def test_warm_label_requests_matches_and_no_selection_exits_2(run, store):
     url, writer = store
-    show_engine(writer.backend, writer.namespace)
+    publish_engine(writer.backend, writer.namespace)
     found = json.loads(run("warm", url, "--label", "user", "--json").stdout)["requests"]
     assert {(one["request"], one["blocks"], one["live_engines"]) for one in found} == {("one", 4, 1), ("two", 3, 1)}
     assert len(pending_warm(writer.backend, writer.namespace, "e1")) == 2
@@ -50,9 +50,9 @@ def test_by_label_and_with_nothing(run, store):
 
 
 @pytest.mark.parametrize(("missing", "code"), [(0, 0), (1, 1)])
-def test_it_waits_for_an_engine_to_take_it_up(run, store, missing, code):
+def test_warm_wait_acknowledged_exits_1_only_for_missing_blocks(run, store, missing, code):
     url, writer = store
-    show_engine(writer.backend, writer.namespace)
+    publish_engine(writer.backend, writer.namespace)
     stop = threading.Event()
 
     def engine():
@@ -60,7 +60,7 @@ def test_it_waits_for_an_engine_to_take_it_up(run, store, missing, code):
             while not stop.is_set():
                 for asked in pending_warm(backend, writer.namespace, "e1"):
                     acknowledge_warm(backend, asked, "e1", blocks=4 - missing, missing=missing)
-                show_engine(backend, writer.namespace)
+                publish_engine(backend, writer.namespace)
                 time.sleep(0.01)
 
     thread = threading.Thread(target=engine)
@@ -74,9 +74,9 @@ def test_it_waits_for_an_engine_to_take_it_up(run, store, missing, code):
     assert f"engine e1 promotes {4 - missing} blocks" in done.stdout
 
 
-def test_an_engine_that_does_not_answer_is_a_finding(run, store):
+def test_warm_wait_without_acknowledgement_exits_1(run, store):
     url, writer = store
-    show_engine(writer.backend, writer.namespace)
+    publish_engine(writer.backend, writer.namespace)
     done = run("warm", url, "one", "--wait", "1s")
     assert done.returncode == 1
     assert "no engine answered: engines prewarm only if told so (prewarm_share" in done.stdout

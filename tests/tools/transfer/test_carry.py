@@ -96,7 +96,7 @@ def exported(backend, path, found=None):
 
 
 class TestArchive:
-    def test_an_import_into_an_empty_store_is_the_same_store(self, source, tmp_path):
+    def test_import_into_empty_store_reproduces_source(self, source, tmp_path):
         backend, _ = source
         sent = exported(backend, tmp_path / "a.pkv")
         assert (sent.namespaces, sent.requests, sent.packs, sent.incomplete) == (2, 4, 4, [])
@@ -108,7 +108,7 @@ class TestArchive:
         again = import_archive(target, tmp_path / "a.pkv", ignore)
         assert (again.packs, again.requests, again.packs_held, again.requests_held) == (0, 0, 4, 4)
 
-    def test_a_selection_brings_the_packs_it_needs_and_no_others(self, source, tmp_path):
+    def test_export_selection_contains_only_needed_packs(self, source, tmp_path):
         backend, writer = source
         found = [request for request in all_requests(backend) if request.manifest.id == "bert-1"]
         exported(backend, tmp_path / "a.pkv", found)
@@ -117,7 +117,7 @@ class TestArchive:
         assert catalogue(target, writer.namespace).keys() == {writer.packs["anna-1"], writer.packs["bert-1"]}
         assert [manifest.id for manifest in target.manifests(writer.namespace)] == ["bert-1"]
 
-    def test_manifests_name_their_packs_so_that_one_goes_with_them(self, source, tmp_path):
+    def test_imported_request_is_deleted_with_its_pack(self, source, tmp_path):
         backend, writer = source
         exported(backend, tmp_path / "a.pkv")
         target = MemoryBackend()
@@ -125,7 +125,7 @@ class TestArchive:
         target.commit(writer.namespace, CommitBatch(deletions=[writer.packs["anna-2"]]))
         assert {manifest.id for manifest in target.manifests(writer.namespace)} == {"anna-1", "bert-1"}
 
-    def test_every_changed_byte_is_found_before_anything_is_written(self, source, tmp_path):
+    def test_verify_archive_flipped_bit_raises(self, source, tmp_path):
         backend, _ = source
         path = tmp_path / "a.pkv"
         exported(backend, path)
@@ -140,7 +140,7 @@ class TestArchive:
         path.write_bytes(good)
         assert verified(path) == (2, 4, 4)
 
-    def test_every_cut_is_found(self, source, tmp_path):
+    def test_verify_archive_truncated_or_extended_file_raises(self, source, tmp_path):
         backend, _ = source
         path = tmp_path / "a.pkv"
         exported(backend, path)
@@ -153,7 +153,7 @@ class TestArchive:
         with pytest.raises(CorruptArchiveError):
             verified(path)
 
-    def test_records_that_are_left_out_or_change_places_are_found(self, source, tmp_path):
+    def test_verify_archive_missing_or_swapped_record_raises(self, source, tmp_path):
         backend, _ = source
         path = tmp_path / "a.pkv"
         exported(backend, path)
@@ -167,8 +167,8 @@ class TestArchive:
         with pytest.raises(CorruptArchiveError):
             verified(path)
 
-    def test_what_is_well_formed_and_wrong_is_refused(self, source, tmp_path):
-        """Other writers may put wrong content under valid checksums."""
+    def test_verify_archive_wrong_content_with_valid_checksums_raises(self, source, tmp_path):
+        """A file of another writer may contain wrong content with valid checksums."""
         backend, writer = source
         other = next(space for space in backend.namespaces() if space.id != writer.namespace)
         table = catalogue(backend, writer.namespace)[writer.packs["anna-1"]]
@@ -213,7 +213,7 @@ def split(data):
 
 
 class TestPush:
-    def test_copies_what_is_missing_and_nothing_twice(self, source):
+    def test_second_push_copies_only_new_requests(self, source):
         backend, writer = source
         writer.add("orphan", "o", manifest=False)
         target = MemoryBackend()
@@ -225,7 +225,7 @@ class TestPush:
         assert (second.requests, second.packs, second.requests_held) == (1, 1, 4)
         assert contents(target) == contents(backend)
 
-    def test_goes_on_where_it_was_cut_off(self, source):
+    def test_interrupted_push_resumes_with_remaining_requests(self, source):
         backend, _ = source
 
         target = FaultyBackend.of(MemoryBackend())
@@ -241,14 +241,14 @@ class TestPush:
         assert rest.requests == 2
         assert contents(target) == contents(backend)
 
-    def test_a_selection_copies_its_own_packs_only(self, source):
+    def test_selection_copies_only_its_packs(self, source):
         backend, writer = source
         target = MemoryBackend()
         received = push(backend, target, backend.namespaces(), Selection(labels=(("user", "anna"),)), ignore)
         assert (received.requests, received.packs) == (2, 2)
         assert catalogue(target, writer.namespace).keys() == {writer.packs["anna-1"], writer.packs["anna-2"]}
 
-    def test_damaged_packs_stay_behind_with_their_requests(self, source, tmp_path):
+    def test_damaged_pack_and_its_request_are_not_copied(self, source, tmp_path):
         backend, writer = source
         flip(backend, writer.namespace, writer.packs["anna-2"], 0)
         target = MemoryBackend()
@@ -260,8 +260,8 @@ class TestPush:
         assert (sent.requests, sent.incomplete) == (3, ["anna-2"])
         assert verified(tmp_path / "a.pkv")[2] == 3
 
-    def test_push_evicted_meanwhile_is_reported_and_not_written_again(self, source):
-        """The space that was free at the start of the copy shrinks during the copy."""
+    def test_requests_evicted_during_push_are_reported_as_lost(self, source):
+        """The capacity of the target shrinks during the copy."""
         backend, writer = source
         for number in range(20):
             writer.add(f"r{number:02d}", f"shared r{number} a b c", age_s=90.0 - number)
@@ -302,7 +302,7 @@ class TestSmallTargets:
         return url
 
     def target(self, tmp_path, capacity, count=0):
-        """Return the URL of a target; ``count`` requests of another identity are in it already."""
+        """Return the URL of a target that already holds ``count`` requests of another identity."""
         url = f"lmdb://{tmp_path}/target?capacity={capacity}"
         if count:
             with closing(open_backend(url)) as backend:
@@ -342,7 +342,7 @@ class TestSmallTargets:
             assert self.held(run, target) == before
 
     @pytest.mark.parametrize("count", [0, 8])
-    def test_newest_copies_what_fits_and_lists_the_rest(self, run, source, tmp_path, count):
+    def test_newest_option_copies_fitting_requests_and_lists_missing(self, run, source, tmp_path, count):
         target = self.target(tmp_path, "24MiB", count)
         for command in self.commands(run, source, target):
             if count:
@@ -364,7 +364,7 @@ class TestSmallTargets:
         assert "r23" in shown.stdout
         assert run("verify", target).returncode == 0
 
-    def test_what_is_there_already_takes_no_room(self, run, source, tmp_path):
+    def test_push_content_held_by_target_needs_no_room(self, run, source, tmp_path):
         target = self.target(tmp_path, "64MiB")
         assert run("push", source, target).returncode == 0
         again = json.loads(run("push", source, target, "--json").stdout)["received"]
@@ -384,7 +384,7 @@ class TestSmallTargets:
         return backend.chain(namespace, name)
 
     @pytest.mark.parametrize(("capacity", "expected"), [("12GiB", 12 << 30), ("64MiB", 10 << 30)])
-    def test_push_new_target_gets_the_capacity_of_the_source(self, run, tmp_path, capacity, expected):
+    def test_push_new_target_gets_source_capacity_if_above_default(self, run, tmp_path, capacity, expected):
         source = f"lmdb://{tmp_path}/source?capacity={capacity}"
         with closing(open_backend(source)) as backend:
             Contexts(backend).add("one", "a b")
@@ -398,7 +398,7 @@ class TestSmallTargets:
 
     @pytest.mark.parametrize("share", [1.02, 1.1, 1.3])
     @pytest.mark.parametrize("placement", ["extents", "inline"])
-    def test_push_cut_off_goes_on_where_it_was_just_accepted(self, run, source, tmp_path, share, placement):
+    def test_push_interrupted_into_barely_large_target_resumes(self, run, source, tmp_path, share, placement):
         """A target of the smallest accepted capacity, or a larger one, also accepts the rest of an interrupted copy."""
         smallest = next(
             size
@@ -425,19 +425,19 @@ class TestSmallTargets:
         assert 0 < received["requests"] < 24
         assert len(self.held(run, target)) == 24
 
-    def test_capacity_for_content_holds_it(self):
+    def test_capacity_for_any_content_size_leaves_enough_room(self):
         """The capacity of a store that ``import`` creates is enough for content of any size."""
         for size in (0, 1 << 20, 100 << 20, 3 << 30, 700 << 30, 9 << 40):
             assert Room(capacity_for(size)).free_bytes >= size
 
-    def test_a_store_without_a_capacity_is_never_refused(self, source):
+    def test_push_target_without_capacity_accepts_all_requests(self, source):
         target = MemoryBackend()
         with closing(open_backend(source, read_only=True)) as backend:
             received = push(backend, target, backend.namespaces(), Selection(), ignore)
         assert (received.requests, received.complete) == (24, True)
 
 
-class TestCommands:
+class TestTransferCommands:
     @pytest.fixture
     def store(self, contexts):
         url, writer = contexts
@@ -445,7 +445,7 @@ class TestCommands:
         writer.add("bert-1", "s1 b1")
         return url, writer
 
-    def test_there_and_back(self, run, store, tmp_path):
+    def test_export_then_import_reproduces_store(self, run, store, tmp_path):
         url, writer = store
         done = run("export", url, "anna", "bert-1", "-o", "out.pkv")
         assert done.returncode == 0, done.stderr
@@ -461,11 +461,11 @@ class TestCommands:
         assert "were there already" in run("import", "out.pkv", target).stdout
 
     @pytest.mark.parametrize(("options", "count"), [(("--all",), 2), (("--label", "user"), 1)])
-    def test_selections(self, run, store, options, count):
+    def test_export_selection_exports_matching_requests(self, run, store, options, count):
         found = json.loads(run("export", store[0], *options, "-o", "o.pkv", "--json").stdout)
         assert found["exported"]["requests"] == count
 
-    def test_a_file_that_is_there_stays_unless_forced(self, run, store, tmp_path):
+    def test_export_existing_file_is_replaced_only_with_force(self, run, store, tmp_path):
         (tmp_path / "out.pkv").write_text("mine")
         done = run("export", store[0], "--all", "-o", "out.pkv")
         assert (done.returncode, (tmp_path / "out.pkv").read_text()) == (2, "mine")
@@ -473,7 +473,7 @@ class TestCommands:
         assert (tmp_path / "out.pkv").read_text() == "mine"
         assert run("export", store[0], "--all", "-o", "out.pkv", "--force").returncode == 0
 
-    def test_export_to_standard_output_is_a_file_for_import(self, start, store, tmp_path):
+    def test_export_to_standard_output_is_importable(self, start, store, tmp_path):
         command = [sys.executable, "-m", "persistkv_tools", "export", store[0], "--all", "-o", "-"]
         done = subprocess.run(command, capture_output=True, timeout=100, check=True)
         assert b"2 requests with 2 packs" in done.stderr
@@ -487,7 +487,7 @@ class TestCommands:
         assert closed.wait(100) == 141
 
     @pytest.mark.parametrize("target", ["absent", "present", "small"])
-    def test_dry_run_tells_what_push_copies_and_writes_nothing(self, run, store, tmp_path, target):
+    def test_push_dry_run_predicts_result_and_writes_nothing(self, run, store, tmp_path, target):
         url, writer = store
         writer.add("carl-1", "c1 c2", age_s=1.0)
         place = f"lmdb://{tmp_path}/target?capacity={'1MiB' if target == 'small' else '1GiB'}"
@@ -510,7 +510,7 @@ class TestCommands:
         again = run("push", url, place, "--dry-run")
         assert "0 requests" in again.stdout
 
-    def test_a_full_disk_leaves_no_half_file(self, store, tmp_path):
+    def test_export_full_disk_raises_and_leaves_no_file(self, store, tmp_path):
         """A limit on file sizes interrupts a write as a full disk does."""
         _, writer = store
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -524,7 +524,7 @@ class TestCommands:
             signal.signal(signal.SIGXFSZ, handled)
         assert not list(tmp_path.glob("o.pkv*"))
 
-    def test_nothing_is_made_of_a_bad_file(self, run, tmp_path):
+    def test_import_bad_or_absent_file_exits_2_and_creates_nothing(self, run, tmp_path):
         (tmp_path / "bad.pkv").write_text("hello")
         for name in ("bad.pkv", "absent.pkv"):
             done = run("import", name, f"lmdb://{tmp_path}/new")
@@ -532,7 +532,7 @@ class TestCommands:
             assert name in done.stderr
         assert not (tmp_path / "new").exists()
 
-    def test_another_identity_is_told_and_refused_where_asked(self, run, store, tmp_path):
+    def test_import_other_identity_is_reported_and_strict_exits_2(self, run, store, tmp_path):
         url, _ = store
         assert run("export", url, "--all", "-o", "out.pkv").returncode == 0
         target = f"lmdb://{tmp_path}/other"
@@ -546,7 +546,7 @@ class TestCommands:
         assert done.returncode == 0
         assert "config.rope_theta: 10000.0 here, 5.0 stored" in done.stdout
 
-    def test_push(self, run, store, tmp_path):
+    def test_push_copies_store_and_onto_itself_exits_2(self, run, store, tmp_path):
         url, writer = store
         target = f"lmdb://{tmp_path}/copy"
         assert "2 requests and 2 packs" in run("push", url, target).stdout
@@ -557,7 +557,7 @@ class TestCommands:
         assert done.returncode == 2
         assert "another store" in done.stderr
 
-    def test_pull_is_push_from_the_other_end(self, run, store, tmp_path):
+    def test_pull_copies_source_and_onto_itself_exits_2(self, run, store, tmp_path):
         url, writer = store
         target = f"lmdb://{tmp_path}/copy"
         found = json.loads(run("pull", target, url, "--label", "user=anna", "--json").stdout)
@@ -568,7 +568,7 @@ class TestCommands:
             assert contents(backend) == contents(writer.backend)
         assert run("pull", url, url).returncode == 2
 
-    def test_damage_ends_with_exit_code_1(self, run, url, tmp_path):
+    def test_export_and_push_damaged_pack_exit_1(self, run, url, tmp_path):
         store_with_a_bad_pack(url)
         for command in (("export", url, "--all", "-o", "o.pkv"), ("push", url, f"lmdb://{tmp_path}/copy")):
             done = run(*command)
@@ -577,7 +577,7 @@ class TestCommands:
             assert "one" in done.stdout
 
 
-def test_the_file_is_what_the_page_says(source, tmp_path):
+def test_archive_writer_output_matches_documented_format(source, tmp_path):
     """Read the file by docs/format.md, without persistkv's reader."""
     backend, _ = source
     exported(backend, tmp_path / "a.pkv")

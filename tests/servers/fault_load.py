@@ -50,7 +50,7 @@ class Load:
         """Keys of the next jobs; if empty, jobs have fresh keys."""
         self.wrong = self.missed = self.loaded = 0
         self._numbers = itertools.count()
-        self._flying: dict[int, tuple[int, list[bytes], bool]] = {}
+        self._in_flight: dict[int, tuple[int, list[bytes], bool]] = {}
         self._free = {True: list(range(SLOTS)), False: list(range(SLOTS, 2 * SLOTS))}
         self._draw = random.Random(1)
 
@@ -80,10 +80,10 @@ class Load:
     def poll(self) -> None:
         """Process finished jobs and check the loaded blocks."""
         for outcome in self.client.poll():
-            slot, keys, is_store = self._flying.pop(outcome.job_id)
+            slot, keys, is_store = self._in_flight.pop(outcome.job_id)
             self._free[is_store].append(slot)
             if not is_store:
-                self._look_at(slot, keys, set(outcome.failed) if not outcome.refused else set(keys))
+                self._check_rows(slot, keys, set(outcome.failed) if not outcome.refused else set(keys))
         events = self.client.take_events()
         self.durable.update(events.stored)
         self.durable.difference_update(events.removed)
@@ -91,7 +91,7 @@ class Load:
             self.durable = set(filter(self.client.contains, self.durable))
         self.client.take_persisted()
 
-    def _look_at(self, slot: int, keys: list[bytes], failed: set[bytes]) -> None:
+    def _check_rows(self, slot: int, keys: list[bytes], failed: set[bytes]) -> None:
         for row, key in enumerate(keys, start=slot * JOB_BLOCKS):
             if key in failed:
                 self.missed += 1
@@ -109,7 +109,7 @@ class Load:
             self.rig.rows[row] = self.contents.of(key)
         if not again:
             self.offered.append(keys)
-        self._flying[number] = (slot, keys, True)
+        self._in_flight[number] = (slot, keys, True)
         self.client.submit_store(number, f"r{number}", keys, rows, range(JOB_BLOCKS), JOB_BLOCKS * BLOCK)
         return True
 
@@ -120,7 +120,7 @@ class Load:
         keys = self.offered[self._draw.randrange(len(self.offered))]
         if self.durable.issuperset(keys):
             slot, number = self._free[False].pop(), next(self._numbers)
-            self._flying[number] = (slot, keys, False)
+            self._in_flight[number] = (slot, keys, False)
             self.client.submit_load(number, keys, range(slot * JOB_BLOCKS, (slot + 1) * JOB_BLOCKS))
 
     def recover(self) -> None:
@@ -129,14 +129,14 @@ class Load:
         self.run(PATIENCE_S, until=lambda: not self.durable <= before)
         self.settle(lambda: False)
         until = time.monotonic() + PATIENCE_S
-        while (lacking := self._lacking()) and time.monotonic() < until:
+        while (lacking := self._not_durable()) and time.monotonic() < until:
             for keys in lacking:
                 while not self.store(keys, again=True):
                     self.poll()
                     time.sleep(_TICK_S)
-            self.settle(lambda: not self._lacking())
+            self.settle(lambda: not self._not_durable())
 
-    def _lacking(self) -> list[list[bytes]]:
+    def _not_durable(self) -> list[list[bytes]]:
         return [keys for keys in self.offered if not self.durable.issuperset(keys)]
 
     def settle(self, done: Callable[[], bool]) -> None:
@@ -146,8 +146,8 @@ class Load:
         """
         self.client.flush(PATIENCE_S)
         begin = time.monotonic()
-        while self._flying or (time.monotonic() < begin + _NEWS_S and not done()):
+        while self._in_flight or (time.monotonic() < begin + _NEWS_S and not done()):
             if time.monotonic() > begin + PATIENCE_S:
-                raise TimeoutError(f"{len(self._flying)} jobs do not end")
+                raise TimeoutError(f"{len(self._in_flight)} jobs do not end")
             self.poll()
             time.sleep(_TICK_S)

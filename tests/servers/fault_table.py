@@ -106,7 +106,7 @@ def _user(world: World, action: str) -> None:
 def delete_bucket(world: World) -> None:
     """Delete the bucket. The proxy cuts off the engine meanwhile, since new objects would prevent the deletion."""
     world.proxy.set("rst")
-    patiently(lambda: _empty_and_delete(world))
+    retry(lambda: _empty_and_delete(world))
     world.proxy.set("ok")
 
 
@@ -118,15 +118,15 @@ def _empty_and_delete(world: World) -> None:
 
 
 def create_bucket(world: World) -> None:
-    patiently(lambda: world.client.create_bucket(Bucket=world.bucket))
+    retry(lambda: world.client.create_bucket(Bucket=world.bucket))
 
 
-def patiently(what: Callable[[], object]) -> None:
+def retry(call: Callable[[], object]) -> None:
     """Call a function until it succeeds, for at most ``PATIENCE_S``."""
     until = time.monotonic() + PATIENCE_S
     while True:
         try:
-            what()
+            call()
             return
         except (BotoCoreError, ClientError):
             if time.monotonic() > until:
@@ -148,7 +148,7 @@ FAULTS = [
 ]
 
 
-class Said(logging.Handler):
+class LogCounts(logging.Handler):
     """Counts of events in the log of the host process."""
 
     def __init__(self) -> None:
@@ -179,12 +179,12 @@ class Outcome(NamedTuple):
 
     @property
     def cells(self) -> list[str]:
-        before, beside = (value * 1e3 for value in self.p99_s)
-        held = "yes" if beside - before <= MOST_LATE_S * 1e3 else "no"
-        told = f"{self.opened} / {self.closed}"
+        before, during = (value * 1e3 for value in self.p99_s)
+        held = "yes" if during - before <= MOST_LATE_S * 1e3 else "no"
+        breaker = f"{self.opened} / {self.closed}"
         counts = [self.misses, self.wrong, self.missing, self.twice]
-        late = f"{before:.2f} / {beside:.2f} ms: {held}"
-        return [self.fault, *map(str, counts), told, late, self.problem or "yes"]
+        late = f"{before:.2f} / {during:.2f} ms: {held}"
+        return [self.fault, *map(str, counts), breaker, late, self.problem or "yes"]
 
 
 COLUMNS = [
@@ -235,25 +235,25 @@ def open_client(world: World, rig: Rig, options: str) -> StoreClient:
 
 def try_fault(world: World, fault: Fault, seconds: float) -> Outcome:
     """Run one fault. Return its row of the table."""
-    said = Said()
+    log_counts = LogCounts()
     log = logging.getLogger("persistkv")
-    log.addHandler(said)
+    log.addHandler(log_counts)
     rig = Rig(ROWS, BLOCK)
     load = Load(open_client(world, rig, PROMPT), rig)
     try:
         load.run(1.0)
         before = load.run(seconds)
         fault.begin(world)
-        beside = load.run(seconds)
+        during = load.run(seconds)
         misses = load.missed
         fault.end(world)
         load.recover()
     finally:
         load.client.close()
-        log.removeHandler(said)
+        log.removeHandler(log_counts)
     missing, wrong, twice = check(world, load)
-    p99 = (percentile(before, 0.99), percentile(beside, 0.99))
-    counts = (misses, wrong + load.wrong, missing, twice, said.opened, said.closed)
+    p99 = (percentile(before, 0.99), percentile(during, 0.99))
+    counts = (misses, wrong + load.wrong, missing, twice, log_counts.opened, log_counts.closed)
     found = Outcome(fault.name, *counts, p99, "")
     return found._replace(problem=problem_of(found, fault) if load.loaded else "NO: nothing was loaded")
 
@@ -304,9 +304,9 @@ def put_into(page: Path, table: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--endpoint")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of a fault, and of the time before it")
-    parser.add_argument("--only", default="", help="faults whose name holds this")
-    parser.add_argument("--into", type=Path, help="a page with marks, between which the table is put")
+    parser.add_argument("--seconds", type=float, default=10.0, help="duration of a fault, and of the time before it")
+    parser.add_argument("--only", default="", help="run only faults whose name contains this text")
+    parser.add_argument("--into", type=Path, help="a page with marks; the table replaces the text between them")
     arguments = parser.parse_args()
     logging.getLogger("persistkv").propagate = False
     found = os.environ.get("PERSISTKV_S3_CEPH") if arguments.endpoint else None

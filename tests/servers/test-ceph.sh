@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The S3 driver's tests against a real server: installs Ceph's S3 gateway where it is missing, starts one of its own on free
-# ports, runs the tests, stops it. TRIAL=writers and TRIAL=faults run one of the long trials instead. Where that is not
-# possible it says so and succeeds: moto has been tested all the same.
+# Runs the S3 driver's tests against a real server: installs Ceph's S3 gateway if it is missing, starts a server on free
+# ports, runs the tests, and stops it. TRIAL=writers and TRIAL=faults run one of the long trials instead. If no server
+# can be started, the script says so and succeeds, because the tests have run on moto.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-.venv/bin/python}

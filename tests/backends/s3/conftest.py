@@ -108,7 +108,7 @@ Opener = Callable[..., Handle]
 
 @pytest.fixture
 def open_store(endpoint: str, bucket: str) -> Iterator[Opener]:
-    """Open handles on one store, whose background work the test does. Close the open handles after the test."""
+    """Open handles on one store, whose background work the test runs. Close the open handles after the test."""
     opened: list[S3Backend] = []
 
     def open_store(
@@ -128,7 +128,7 @@ def open_store(endpoint: str, bucket: str) -> Iterator[Opener]:
 
 @pytest.fixture
 def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Directory in memory for the catalogues of histories; some of them use a key."""
+    """Directory in memory for the local catalogues of histories, and the key that some histories use."""
     monkeypatch.setenv("PERSISTKV_TEST_KEY", "k" * 32)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         yield Path(name)

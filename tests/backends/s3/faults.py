@@ -1,4 +1,4 @@
-"""Fault proxy in a process, and free ports."""
+"""Fault proxy in a separate process, and a search for free ports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bucket in memory with a clock of its own, and engines on it whose background work the test does."""
+"""A bucket in memory with its own clock, and engines on it whose background work the test runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.backends.s3.simulation import START, Server, deliver
 
 
 class MemoryBucket:
-    """The server and its time."""
+    """The server, and its clock, which tests advance."""
 
     def __init__(self) -> None:
         self.now = START
@@ -114,9 +114,9 @@ class MemoryClient(Transport):
 
 
 class Engines:
-    """Opens engines on one bucket, each with a directory of its own unless it is given one.
+    """Opens engines on one bucket, each with its own directory unless ``cache`` names one.
 
-    :param directory: of the local catalogues.
+    :param directory: parent of the directories of local catalogues.
     """
 
     def __init__(self, bucket: MemoryBucket, directory: Path) -> None:

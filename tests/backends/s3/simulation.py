@@ -1,7 +1,7 @@
 """An object store in memory, and processes that use it in simulated time.
 
 1. Each process is a thread. One thread runs at a time: it runs until it makes a request or sleeps, which takes
-   simulated time, and the process whose time has come first runs next. The same seed gives the same history.
+   simulated time, and the process with the earliest time runs next. The same seed gives the same history.
 2. A request takes effect at one moment, some time after it was sent and before its reply arrives. Faults move that
    moment, repeat the effect, or replace the reply.
 3. The server behaves like S3: ETags are hashes of the content, conditions are checked atomically, listings are ordered
@@ -65,7 +65,7 @@ class Server:
     """One bucket. Conditions and effects as on S3; every call is atomic.
 
     :param now: returns the server's time, in seconds since the epoch.
-    :param page: maximum number of keys of a listing's page.
+    :param page: maximum number of keys in one page of a listing.
     """
 
     def __init__(self, now: Callable[[], float], page: int = 1000) -> None:
@@ -180,14 +180,14 @@ class Faults(NamedTuple):
 
 CALM = Faults()
 LATE_S = 60.0
-_TIMEOUT_S = 10.0  # after which a client gives up a lost reply
+_TIMEOUT_S = 10.0  # time after which a client stops waiting for a lost reply
 
 
 class World:
     """Simulated time, the server, and all processes.
 
-    :param seed: of everything that is drawn.
-    :param faults: of requests from now on; may be replaced at any time.
+    :param seed: seed of all random choices.
+    :param faults: faults of requests from now on; may be replaced at any time.
     """
 
     def __init__(self, seed: int, faults: Faults = CALM, page: int = 1000) -> None:
@@ -249,7 +249,7 @@ class World:
 
 
 class Process(Clock):
-    """A process, and its clock. The monotonic clock of each starts at another number.
+    """A process, and its clock. Each process has a monotonic clock that starts at a different number.
 
     :param name: unique.
     :param program: called with the process in a thread of its own; ends by returning or with ``Killed``.
@@ -267,7 +267,7 @@ class Process(Clock):
         self.ended = False
         """Whether its program has ended."""
         self.suspended_s = 0.0
-        """Time for which its next request is suspended, in the middle."""
+        """Seconds for which its next request is suspended, before or after its effect."""
         self.cut_off_until = 0.0
         """Simulated time until which none of its requests arrives."""
         self.wall_ahead_s = wall_ahead_s
@@ -339,7 +339,7 @@ class Process(Clock):
         if kind == "PUT":
             self.written.append(key)
         fault = self._fault(writes=writes)
-        there, back = draw.uniform(*world.latency_s) / 2, draw.uniform(*world.latency_s) / 2
+        outbound_s, return_s = draw.uniform(*world.latency_s) / 2, draw.uniform(*world.latency_s) / 2
         before = draw.random() < 0.5
         if world.now < self.cut_off_until:
             self.sleep(min(1.0, deadline.remaining))
@@ -349,7 +349,7 @@ class Process(Clock):
             suspended_s = draw.uniform(0, 5)
         elif fault == "pause":
             suspended_s = draw.uniform(5, 300)
-        there, back = (there + suspended_s, back) if before else (there, back + suspended_s)
+        outbound_s, return_s = (outbound_s + suspended_s, return_s) if before else (outbound_s, return_s + suspended_s)
         if suspended_s > 5:
             world.note(f"{text}: SUSPENDED {suspended_s:.0f} s {'before' if before else 'after'} its effect")
         if fault == "late":
@@ -358,7 +358,7 @@ class Process(Clock):
             self._lose(text, deadline)
         if fault == "death" and before:
             self._die(text)
-        self.sleep(there)
+        self.sleep(outbound_s)
         if fault == "failed":
             world.note(f"{text}: FAILED before its effect")
             raise BrokenError(f"{text}: connection reset")
@@ -379,10 +379,10 @@ class Process(Clock):
             result = effect()
         except S3Error as error:
             world.note(f"{text}: {type(error).__name__}")
-            self._await_reply(fault, back, text, deadline)
+            self._await_reply(fault, return_s, text, deadline)
             raise
         world.note(f"{text}: done")
-        self._await_reply(fault, back, text, deadline)
+        self._await_reply(fault, return_s, text, deadline)
         return result
 
     def _fault(self, *, writes: bool) -> str:

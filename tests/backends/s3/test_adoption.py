@@ -12,7 +12,7 @@ PROMPTS = [prompt(number) for number in range(3)]
 
 
 @pytest.mark.parametrize("options", ["refresh=0s", "refresh=0s&key_env=PERSISTKV_TEST_KEY"])
-def test_canary_on_a_bucket_adopts_and_another_handle_uses_it(
+def test_canary_matching_kv_adopts_namespace_for_all_handles(
     open_store: Opener, options: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PERSISTKV_TEST_KEY", "k" * 32)

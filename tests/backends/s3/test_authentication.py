@@ -68,13 +68,13 @@ def pack_key(backend: S3Backend, pack: PackWriter) -> str:
     return names_of(backend).pack(pack.pack_id, nonce)
 
 
-def written(pack: PackWriter) -> bytes:
+def unsigned_object(pack: PackWriter) -> bytes:
     """Return the object of a pack, as a writer without the key would create it."""
     payload = payload_of(pack)
     return payload + pack.table.encode()
 
 
-def test_round_trip_and_who_else_sees_it(open_store: Opener, raw_client: Any, bucket: str) -> None:
+def test_keyed_store_is_readable_only_with_same_key(open_store: Opener, raw_client: Any, bucket: str) -> None:
     (ours, _), (theirs, _) = open_store(WITH_KEY), open_store(WITH_KEY)
     ours.open_namespace(sample_identity())
     packs = [sample_pack(NAMESPACE, seed, blocks=5, block_bytes=400_000) for seed in (1, 2)]
@@ -95,7 +95,7 @@ def test_round_trip_and_who_else_sees_it(open_store: Opener, raw_client: Any, bu
 def forge_commit(handle: Handle, client: Any, bucket: str, pack: PackWriter) -> None:
     """Store another payload under the pack's name, and an unsigned commit that describes it."""
     evil = sample_pack(NAMESPACE, 1, content=66)
-    client.put_object(Bucket=bucket, Key=pack_key(handle.backend, pack), Body=written(evil))
+    client.put_object(Bucket=bucket, Key=pack_key(handle.backend, pack), Body=unsigned_object(evil))
     client.put_object(Bucket=bucket, Key=inbox_key(), Body=commit_of(evil.table))
 
 
@@ -117,7 +117,7 @@ def change_payload(handle: Handle, client: Any, bucket: str, pack: PackWriter) -
 
 
 @pytest.mark.parametrize("attack", [forge_commit, forge_tags, change_payload])
-def test_bytes_of_a_stranger_are_misses(
+def test_read_forged_pack_misses_and_commit_replaces_it(
     open_store: Opener, raw_client: Any, bucket: str, attack: Callable[..., None]
 ) -> None:
     handle = open_store(WITH_KEY)
@@ -140,7 +140,7 @@ def test_bytes_of_a_stranger_are_misses(
     assert read_pack(other, NAMESPACE, pack.table) == payload_of(pack), "it is written again"
 
 
-def test_commit_copied_to_another_name_is_ignored(open_store: Opener, raw_client: Any, bucket: str) -> None:
+def test_commit_copied_to_other_object_key_is_ignored(open_store: Opener, raw_client: Any, bucket: str) -> None:
     backend, _ = open_store(WITH_KEY)
     backend.open_namespace(sample_identity())
     pack = sample_pack(NAMESPACE, 1)
@@ -153,7 +153,7 @@ def test_commit_copied_to_another_name_is_ignored(open_store: Opener, raw_client
     assert set(tables(fresh, NAMESPACE)) == {pack.pack_id}
 
 
-def test_keys_of_a_manifest_are_authenticated(open_store: Opener, raw_client: Any, bucket: str) -> None:
+def test_manifest_keys_tampered_object_misses(open_store: Opener, raw_client: Any, bucket: str) -> None:
     backend, _ = open_store(WITH_KEY)
     backend.open_namespace(sample_identity())
     backend.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 1)], [sample_manifest("r")]))
@@ -163,7 +163,7 @@ def test_keys_of_a_manifest_are_authenticated(open_store: Opener, raw_client: An
     assert backend.manifest_keys(NAMESPACE, ["r"])[0] is None
 
 
-def test_frames_do_not_change_places() -> None:
+def test_frame_check_swapped_or_foreign_frames_rejects() -> None:
     pack = sample_pack(NAMESPACE, 1, blocks=3, block_bytes=1 << 20)
     payload = payload_of(pack)
     ours, table = Authenticator(b"s" * 32), pack.table
@@ -185,7 +185,7 @@ def test_frames_do_not_change_places() -> None:
     assert authentic(other.table, tags, (0, 1, 2)) == [False] * 3, "another identity's"
 
 
-def test_tags_as_documented() -> None:
+def test_authenticator_tags_match_documented_format() -> None:
     pack = sample_pack(NAMESPACE, 1)
     payload = payload_of(pack)
     key = hmac.digest(b"persistkv s3 authentication 1", SECRET.encode(), "sha256")
@@ -203,7 +203,7 @@ def test_tags_as_documented() -> None:
             ours.opened(NAMESPACE, name.decode(), data)
 
 
-def test_key_from_a_file_and_what_is_wrong_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_key_file_is_read_and_invalid_key_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "key"
     path.write_text(f"{SECRET}\n")
     _, options = parse_url(StoreUrl.parse(f"s3://bucket/p?key_file={path}"))
@@ -218,7 +218,7 @@ def test_key_from_a_file_and_what_is_wrong_with_one(tmp_path: Path, monkeypatch:
         parse_url(StoreUrl.parse("s3://bucket/p?key_file=x&key_env=y"))
 
 
-def test_key_shows_nowhere(open_store: Opener, caplog: pytest.LogCaptureFixture) -> None:
+def test_keyed_backend_key_is_absent_from_repr_and_log(open_store: Opener, caplog: pytest.LogCaptureFixture) -> None:
     backend, _ = open_store(WITH_KEY)
     backend.open_namespace(sample_identity())
     backend.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 1)]))

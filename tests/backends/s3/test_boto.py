@@ -46,14 +46,14 @@ def test_expected_bucket_owner_is_sent_with_every_request(open_store: Opener) ->
     assert {headers.get("x-amz-expected-bucket-owner") for _, headers in client.sent} == {b"012345678901"}
 
 
-def test_owner_is_not_sent_by_default(open_store: Opener) -> None:
+def test_expected_bucket_owner_unset_sends_no_header(open_store: Opener) -> None:
     backend, client = open_store()
     store_and_read(backend)
     assert not [headers for _, headers in client.sent if "x-amz-expected-bucket-owner" in headers]
 
 
 @moto_only
-def test_kms_encryption_with_bucket_key(open_store: Opener, raw_client: Any, bucket: str) -> None:
+def test_kms_options_encrypt_every_object_with_key(open_store: Opener, raw_client: Any, bucket: str) -> None:
     backend, _ = open_store("refresh=0s&sse=aws:kms&sse_kms_key_id=my-key&sse_bucket_key=yes")
     store_and_read(backend)
     for entry in raw_client.list_objects_v2(Bucket=bucket)["Contents"]:
@@ -66,7 +66,7 @@ def test_kms_encryption_with_bucket_key(open_store: Opener, raw_client: Any, buc
     "PERSISTKV_S3_ENDPOINT" in os.environ, reason="Ceph 16 ignores If-None-Match in buckets with versions: refused"
 )
 @pytest.mark.parametrize("status", ["Enabled", "Suspended"])
-def test_bucket_with_versions_causes_one_warning(
+def test_versioned_bucket_warns_only_while_versioning_enabled(
     open_store: Opener, raw_client: Any, bucket: str, status: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     raw_client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": status})
@@ -77,7 +77,7 @@ def test_bucket_with_versions_causes_one_warning(
     assert all(bucket in text and "lifecycle rule" in text for text in found)
 
 
-def test_bucket_without_versions_causes_no_warning(open_store: Opener, caplog: pytest.LogCaptureFixture) -> None:
+def test_unversioned_bucket_logs_no_warning(open_store: Opener, caplog: pytest.LogCaptureFixture) -> None:
     store_and_read(open_store().backend)
     assert not warnings(caplog)
 
@@ -93,7 +93,7 @@ def test_bucket_without_versions_causes_no_warning(open_store: Opener, caplog: p
         ("http://[::1]:7480", False),
     ],
 )
-def test_connection_without_tls_beyond_loopback_causes_a_warning(
+def test_boto_client_plain_http_beyond_loopback_warns(
     server: str, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     BotoClient(*parse_url(StoreUrl.parse(f"s3://bucket/p?endpoint_url={server}"))).close()
@@ -103,9 +103,7 @@ def test_connection_without_tls_beyond_loopback_causes_a_warning(
 
 
 @moto_only
-def test_proxy_of_the_environment_carries_every_request(
-    endpoint: str, bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_http_proxy_variable_routes_every_request(endpoint: str, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The name of the server does not resolve, so each request that succeeds came through the proxy."""
     monkeypatch.setenv("HTTP_PROXY", endpoint)
     monkeypatch.setenv("NO_PROXY", "")
@@ -115,14 +113,14 @@ def test_proxy_of_the_environment_carries_every_request(
     backend.close()
 
 
-def test_server_in_no_proxy_is_reached_directly(open_store: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_proxy_variable_bypasses_proxy(open_store: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     store_and_read(open_store().backend)
 
 
 @moto_only
-def test_role_of_a_service_account_signs_requests(
+def test_web_identity_token_signs_requests_with_session_token(
     open_store: Opener, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kubernetes mounts a token and names it in the environment; STS exchanges it for temporary credentials."""

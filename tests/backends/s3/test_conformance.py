@@ -32,7 +32,7 @@ class RawS3(RawStore):
 
     def put(self, kind: RawKind, namespace: bytes, name: bytes, data: bytes) -> None:
         if kind in (RawKind.TABLE, RawKind.MANIFEST):
-            while self.backend.session(namespace).is_waiting:  # until then, the row is written again
+            while self.backend.session(namespace).is_waiting:  # a pending commit would overwrite the row
                 time.sleep(self.backend.step())
             with self.backend.session(namespace).catalogue.rows(write=True) as rows:
                 rows.put(*self._row(kind, namespace, name), data)
@@ -82,7 +82,9 @@ class TestS3BackendWithKey(TestS3Backend):
         monkeypatch.setenv("PERSISTKV_TEST_KEY", "k" * 32)
         return f"s3://{bucket}/store?endpoint_url={endpoint}&refresh=0s&key_env=PERSISTKV_TEST_KEY"
 
-    def test_bytes_come_as_they_lie_there(self, backend: Backend, namespace: bytes, raw: RawStore) -> None:
+    def test_read_damaged_payload_returns_raw_bytes_or_misses(
+        self, backend: Backend, namespace: bytes, raw: RawStore
+    ) -> None:
         """Damaged frames are not returned, unlike in the test without a key: their tags do not match."""
         pack = sample_pack(namespace, 1, blocks=30, block_bytes=70_000)
         backend.commit(namespace, CommitBatch([pack]))

@@ -41,11 +41,11 @@ def proxy(endpoint: str) -> Iterator[FaultProxy]:
 
 
 @pytest.fixture(autouse=True)
-def impatient_breaker(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_breaker_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("persistkv_s3.client.bucket.LONGEST_PAUSE_S", 1.0)
 
 
-def recovered(backend: Any) -> None:
+def wait_until_recovered(backend: Any) -> None:
     """Repeat a request until the breaker has closed."""
     until = time.monotonic() + 60
     while True:
@@ -58,7 +58,7 @@ def recovered(backend: Any) -> None:
 
 
 @pytest.mark.parametrize("fault", HARD)
-def test_fault_that_lasts(open_store: Opener, proxy: FaultProxy, fault: str) -> None:
+def test_backend_lasting_fault_raises_in_time_then_recovers(open_store: Opener, proxy: FaultProxy, fault: str) -> None:
     backend, _ = open_store(OPTIONS, port=proxy.port)
     backend.open_namespace(sample_identity())
     held, lost = (sample_pack(NAMESPACE, seed, blocks=16, block_bytes=65_536) for seed in (1, 2))
@@ -74,7 +74,7 @@ def test_fault_that_lasts(open_store: Opener, proxy: FaultProxy, fault: str) -> 
     assert time.monotonic() - begin < 60, "two operations of 5 s, and what a socket's time-out adds"
 
     proxy.set("ok")
-    recovered(backend)
+    wait_until_recovered(backend)
     assert backend.breaker.state == "closed"
     assert read_pack(backend, NAMESPACE, held.table) == payload_of(held)
     backend.commit(NAMESPACE, CommitBatch([lost], [sample_manifest("r2")]))
@@ -87,7 +87,7 @@ def test_fault_that_lasts(open_store: Opener, proxy: FaultProxy, fault: str) -> 
 
 
 @pytest.mark.parametrize("fault", SOFT)
-def test_fault_that_passes_is_not_noticed(open_store: Opener, proxy: FaultProxy, fault: str) -> None:
+def test_backend_transient_fault_is_retried_without_error(open_store: Opener, proxy: FaultProxy, fault: str) -> None:
     backend, _ = open_store("refresh=0s", port=proxy.port)
     backend.open_namespace(sample_identity())
     backend.changes(NAMESPACE, None)
@@ -102,7 +102,7 @@ def test_fault_that_passes_is_not_noticed(open_store: Opener, proxy: FaultProxy,
     assert check_totals(other).requests == 1
 
 
-def test_body_that_breaks_goes_on_where_it_broke(open_store: Opener, proxy: FaultProxy) -> None:
+def test_read_reset_connection_resumes_at_broken_offset(open_store: Opener, proxy: FaultProxy) -> None:
     backend, client = open_store("refresh=1h", port=proxy.port)
     backend.open_namespace(sample_identity())
     pack = sample_pack(NAMESPACE, 1, blocks=8, block_bytes=1 << 18)
@@ -113,7 +113,7 @@ def test_body_that_breaks_goes_on_where_it_broke(open_store: Opener, proxy: Faul
     assert client.take()["GET"] >= 3, "no attempt got more than 900 kB, and none began anew"
 
 
-def test_trickling_body_ends_at_the_deadline(open_store: Opener, proxy: FaultProxy) -> None:
+def test_read_trickling_body_raises_at_deadline(open_store: Opener, proxy: FaultProxy) -> None:
     backend, _ = open_store(OPTIONS, port=proxy.port)
     backend.open_namespace(sample_identity())
     pack = sample_pack(NAMESPACE, 1, blocks=16, block_bytes=1 << 18)
@@ -124,11 +124,11 @@ def test_trickling_body_ends_at_the_deadline(open_store: Opener, proxy: FaultPro
         read_pack(backend, NAMESPACE, pack.table)
     assert time.monotonic() - begin < 20, "at 100 kB/s it would be 42 s"
     proxy.set("ok")
-    recovered(backend)
+    wait_until_recovered(backend)
     assert read_pack(backend, NAMESPACE, pack.table) == payload_of(pack)
 
 
-def test_open_breaker_costs_no_time(open_store: Opener, proxy: FaultProxy) -> None:
+def test_breaker_open_fails_operations_without_delay(open_store: Opener, proxy: FaultProxy) -> None:
     backend, _ = open_store("refresh=1h&deadline=5s&slow=1h", port=proxy.port)
     backend.open_namespace(sample_identity())
     pack = sample_pack(NAMESPACE, 1)
@@ -147,7 +147,7 @@ def test_open_breaker_costs_no_time(open_store: Opener, proxy: FaultProxy) -> No
     assert backend.breaker.state != "closed"
 
 
-def test_bucket_that_is_deleted_is_no_miss(open_store: Opener, raw_client: Any, bucket: str) -> None:
+def test_backend_deleted_bucket_raises_instead_of_missing(open_store: Opener, raw_client: Any, bucket: str) -> None:
     backend, _ = open_store("refresh=1h")
     backend.open_namespace(sample_identity())
     pack = sample_pack(NAMESPACE, 1)
@@ -164,7 +164,7 @@ def test_bucket_that_is_deleted_is_no_miss(open_store: Opener, raw_client: Any, 
 
 
 @pytest.mark.parametrize("options", ["", "&read_only=yes"])
-def test_engine_starts_though_the_server_does_not_answer(
+def test_store_opened_during_outage_misses_until_server_recovers(
     open_store: Opener, proxy: FaultProxy, options: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer, _ = open_store()
@@ -197,7 +197,7 @@ def test_engine_starts_though_the_server_does_not_answer(
         check_totals(fresh)
 
 
-def test_engine_that_started_in_the_dark_makes_the_store(open_store: Opener, proxy: FaultProxy) -> None:
+def test_backend_opened_during_outage_creates_store_on_recovery(open_store: Opener, proxy: FaultProxy) -> None:
     proxy.set("rst")
     backend, _ = open_store("refresh=0s", port=proxy.port)
     assert backend.open_namespace(sample_identity()).id == NAMESPACE

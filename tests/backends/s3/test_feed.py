@@ -1,4 +1,4 @@
-"""Feed, leader and local catalogues: several engines on a bucket in memory, whose time the test moves."""
+"""Feed, leader and local catalogues: several engines on a bucket in memory, whose clock the test advances."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def engines(bucket: MemoryBucket, tmp_path: Path) -> Iterator[Engines]:
     found.close()
 
 
-def opened(engines: Engines, *, cache: str = "", **options: Any) -> S3Backend:
+def open_engine(engines: Engines, *, cache: str = "", **options: Any) -> S3Backend:
     """Open an engine that uses the namespace."""
     engine = engines.open(cache=cache, **options)
     engine.open_namespace(sample_identity())
@@ -52,7 +52,7 @@ def store(engine: S3Backend, *seeds: int) -> set[bytes]:
     return {pack.pack_id for pack in packs}
 
 
-def names(*seeds: int) -> set[bytes]:
+def pack_ids(*seeds: int) -> set[bytes]:
     return {sample_pack(NAMESPACE, seed, blocks=1).pack_id for seed in seeds}
 
 
@@ -60,43 +60,43 @@ def is_intact(engine: S3Backend, *seeds: int) -> bool:
     """Return whether the packs are read as they were stored."""
     expected = [payload_of(sample_pack(NAMESPACE, seed, blocks=1)) for seed in seeds]
     found = tables(engine, NAMESPACE)
-    return [read_pack(engine, NAMESPACE, found[name]) for seed in seeds for name in names(seed)] == expected
+    return [read_pack(engine, NAMESPACE, found[name]) for seed in seeds for name in pack_ids(seed)] == expected
 
 
-def held(engine: S3Backend) -> set[bytes]:
+def held_packs(engine: S3Backend) -> set[bytes]:
     return set(tables(engine, NAMESPACE))
 
 
-def test_commit_is_visible_to_others_within_three_seconds(engines: Engines) -> None:
-    writer, reader = opened(engines), opened(engines)
+def test_commit_is_visible_to_other_engines_within_three_seconds(engines: Engines) -> None:
+    writer, reader = open_engine(engines), open_engine(engines)
     store(writer, 0)
     engines.run(10)
     waits = []
     for seed in range(1, 40):
         store(writer, seed)
         began = engines.bucket.now
-        while not names(seed) <= held(reader):
+        while not pack_ids(seed) <= held_packs(reader):
             engines.run(1)
         waits.append(engines.bucket.now - began)
         assert is_intact(reader, seed), "the engine is in use"
     assert max(waits) <= 3.0
 
 
-def test_leader_that_is_killed_is_replaced_within_twenty_seconds(engines: Engines) -> None:
-    first, second, reader = opened(engines), opened(engines), opened(engines)
+def test_leader_killed_is_replaced_within_twenty_seconds(engines: Engines) -> None:
+    first, second, reader = open_engine(engines), open_engine(engines), open_engine(engines)
     store(first, 1)
     engines.run(5)
     engines.kill(first)
     store(first, 2)
     store(second, 3)
     began = engines.bucket.now
-    while not names(1, 2, 3) <= held(reader):
+    while not pack_ids(1, 2, 3) <= held_packs(reader):
         engines.run(1)
         assert engines.bucket.now - began <= 20.0
 
 
-def test_engine_that_closes_merges_its_commits_and_resigns(engines: Engines) -> None:
-    first, second, reader = opened(engines), opened(engines), opened(engines)
+def test_leader_close_merges_inbox_and_resigns(engines: Engines) -> None:
+    first, second, reader = open_engine(engines), open_engine(engines), open_engine(engines)
     store(first, 1)
     engines.run(5)
     store(second, 2)
@@ -105,23 +105,23 @@ def test_engine_that_closes_merges_its_commits_and_resigns(engines: Engines) -> 
     assert not engines.bucket.keys("/inbox/"), "the last round has merged both commits"
     store(second, 4)
     began = engines.bucket.now
-    while not names(1, 2, 3, 4) <= held(reader):
+    while not pack_ids(1, 2, 3, 4) <= held_packs(reader):
         engines.run(1)
         assert engines.bucket.now - began <= 3.0, "the second engine leads at once"
     engines.stop(second)
     assert not engines.bucket.keys("/inbox/")
 
 
-def test_last_commit_before_closing_is_merged_without_a_leader(engines: Engines) -> None:
-    engine = opened(engines)
+def test_close_without_leader_merges_own_commits(engines: Engines) -> None:
+    engine = open_engine(engines)
     store(engine, 1)
     engines.stop(engine)
     assert not engines.bucket.keys("/inbox/")
-    assert held(opened(engines)) == names(1)
+    assert held_packs(open_engine(engines)) == pack_ids(1)
 
 
-def test_idle_leader_resigns_and_idle_engines_poll_rarely(engines: Engines) -> None:
-    writer, reader = opened(engines), opened(engines)
+def test_idle_engines_resign_leadership_and_poll_rarely(engines: Engines) -> None:
+    writer, reader = open_engine(engines), open_engine(engines)
     store(writer, 1)
     engines.run(120)
     for client in engines.clients.values():
@@ -133,8 +133,8 @@ def test_idle_leader_resigns_and_idle_engines_poll_rarely(engines: Engines) -> N
         assert counts["GET"] <= 160, "every 30 s or so"
 
 
-def test_commit_costs_its_packs_and_two_requests(engines: Engines) -> None:
-    writer = opened(engines)
+def test_commit_sends_one_put_per_pack_and_two_more(engines: Engines) -> None:
+    writer = open_engine(engines)
     client = engines.clients[writer]
     client.take()
     store(writer, 1, 2, 3)
@@ -143,24 +143,26 @@ def test_commit_costs_its_packs_and_two_requests(engines: Engines) -> None:
     assert client.take() == {"GET": 1}
 
 
-def test_snapshots_bound_what_a_fresh_reader_fetches(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshots_bound_requests_of_new_reader_and_are_pruned(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(leader, "SNAPSHOT_AFTER", 8)
     monkeypatch.setattr(leader, "_MOST_TAILS", 3)
-    one, two = opened(engines), opened(engines)
+    one, two = open_engine(engines), open_engine(engines)
     expected: set[bytes] = set()
     for seed in range(120):
         engine = (one, two)[seed % 2]
         expected |= store(engine, seed)
         if seed % 7 == 6:
-            gone = names(seed - 3)
+            gone = pack_ids(seed - 3)
             engine.commit(NAMESPACE, CommitBatch(deletions=list(gone), pins=[(f"r{seed}", True)]))
             expected -= gone
         engines.run(1)
     engines.run(5)
-    fresh = opened(engines)
+    fresh = open_engine(engines)
     assert sum(engines.clients[fresh].take().values()) <= 25
     for engine in (one, two, fresh):
-        assert held(engine) == expected
+        assert held_packs(engine) == expected
     assert check_totals(fresh) == check_totals(one)
     assert {head.id for head in fresh.manifests(NAMESPACE)} == {head.id for head in one.manifests(NAMESPACE)}
     (use,) = fresh.uses(NAMESPACE, ["r13"])
@@ -174,55 +176,55 @@ def test_snapshots_bound_what_a_fresh_reader_fetches(engines: Engines, monkeypat
     assert len(engines.bucket.keys("/segments/")) <= 6, "superseded ones were deleted"
     assert len(engines.bucket.keys("/feed/")) <= 20
     assert len(engines.bucket.keys("/snapshots/")) <= 3
-    assert held(opened(engines)) == expected | names(500)
+    assert held_packs(open_engine(engines)) == expected | pack_ids(500)
 
 
-def test_second_opening_takes_the_local_catalogue(engines: Engines) -> None:
-    writer = opened(engines)
+def test_reopen_with_local_catalogue_needs_few_requests(engines: Engines) -> None:
+    writer = open_engine(engines)
     for seed in range(30):
         store(writer, seed)
         engines.run(1)
-    reader = opened(engines, cache="kept")
+    reader = open_engine(engines, cache="kept")
     engines.clients[reader].take()
     engines.kill(reader)
     reader.close()
     again = engines.open(cache="kept")
     again.open_namespace(sample_identity())
-    assert held(again) == names(*range(30))
+    assert held_packs(again) == pack_ids(*range(30))
     assert sum(engines.clients[again].take().values()) <= 6
     store(writer, 30)
     engines.run(3)
-    assert held(again) == names(*range(31))
+    assert held_packs(again) == pack_ids(*range(31))
 
 
-def test_local_catalogue_of_another_life_of_the_store_is_replaced(engines: Engines) -> None:
-    writer = opened(engines)
+def test_local_catalogue_stale_after_store_recreated_is_replaced(engines: Engines) -> None:
+    writer = open_engine(engines)
     store(writer, 1)
     engines.run(3)
-    reader = opened(engines, cache="kept")
+    reader = open_engine(engines, cache="kept")
     engines.kill(writer)
     engines.kill(reader)
     reader.close()
     engines.bucket.server.delete(engines.bucket.keys(""))
-    other = opened(engines)
+    other = open_engine(engines)
     store(other, 2)
     engines.run(3)
-    assert held(opened(engines, cache="kept")) == names(2)
+    assert held_packs(open_engine(engines, cache="kept")) == pack_ids(2)
 
 
 @pytest.mark.parametrize("damage", [b"", b"no database at all" * 500])
 def test_damaged_local_catalogue_is_replaced(engines: Engines, tmp_path: Path, damage: bytes) -> None:
-    writer = opened(engines)
+    writer = open_engine(engines)
     store(writer, 1)
     engines.run(3)
-    opened(engines, cache="kept").close()
+    open_engine(engines, cache="kept").close()
     (path,) = (tmp_path / "kept").glob("*.catalogue")
     path.write_bytes(damage)
-    assert held(opened(engines, cache="kept")) == names(1)
+    assert held_packs(open_engine(engines, cache="kept")) == pack_ids(1)
 
 
-def test_two_engines_share_one_local_catalogue(engines: Engines) -> None:
-    one, two, other = opened(engines, cache="kept"), opened(engines, cache="kept"), opened(engines)
+def test_local_catalogue_shared_by_two_engines_stays_consistent(engines: Engines) -> None:
+    one, two, other = open_engine(engines, cache="kept"), open_engine(engines, cache="kept"), open_engine(engines)
     for seed in range(0, 30, 3):
         store(one, seed)
         store(two, seed + 1)
@@ -230,19 +232,19 @@ def test_two_engines_share_one_local_catalogue(engines: Engines) -> None:
         engines.run(1)
     engines.run(3)
     for engine in engines.all:
-        assert held(engine) == names(*range(30))
+        assert held_packs(engine) == pack_ids(*range(30))
     check_totals(one)
 
 
-def test_first_of_two_packs_in_the_feed_stays(engines: Engines) -> None:
-    ours, theirs = opened(engines), opened(engines)
+def test_feed_duplicate_pack_keeps_first_and_deletes_second(engines: Engines) -> None:
+    ours, theirs = open_engine(engines), open_engine(engines)
     first, second = sample_pack(NAMESPACE, 1, content=10), sample_pack(NAMESPACE, 1, content=20)
     ours.commit(NAMESPACE, CommitBatch([first]))
     engines.bucket.now += 0.1
     cursor = theirs.commit(NAMESPACE, CommitBatch([second])).cursor
     assert read_pack(theirs, NAMESPACE, second.table) == payload_of(second), "its own pack is visible at once"
     engines.run(5)
-    for engine in (ours, theirs, opened(engines)):
+    for engine in (ours, theirs, open_engine(engines)):
         assert read_pack(engine, NAMESPACE, first.table) == payload_of(first)
     news = theirs.changes(NAMESPACE, cursor)
     assert ([*news.removed], [*news.added]) == ([first.pack_id], [first.table])
@@ -254,10 +256,10 @@ def test_first_of_two_packs_in_the_feed_stays(engines: Engines) -> None:
     assert read_pack(theirs, NAMESPACE, first.table) == payload_of(first)
 
 
-def test_deleted_objects_stay_an_hour(engines: Engines) -> None:
-    engine = opened(engines)
+def test_deletion_keeps_pack_object_for_one_hour(engines: Engines) -> None:
+    engine = open_engine(engines)
     store(engine, 1, 2)
-    engine.commit(NAMESPACE, CommitBatch(deletions=list(names(1))))
+    engine.commit(NAMESPACE, CommitBatch(deletions=list(pack_ids(1))))
     engines.run(5)
     engines.bucket.now += 0.5 * HOUR_S
     store(engine, 3)
@@ -267,12 +269,12 @@ def test_deleted_objects_stay_an_hour(engines: Engines) -> None:
     store(engine, 4)
     engines.run(5)
     assert len(engines.bucket.keys("/packs/")) == 3, "pack 1 was deleted"
-    assert held(opened(engines)) == names(2, 3, 4)
+    assert held_packs(open_engine(engines)) == pack_ids(2, 3, 4)
     assert is_intact(engine, 2, 3, 4)
     assert engine.manifest_keys(NAMESPACE, ["r2"])[0] == sample_manifest("r2").keys
 
 
-def test_capacity_takes_the_oldest_and_spares_the_pinned(engines: Engines) -> None:
+def test_capacity_evicts_least_recently_used_and_keeps_pinned(engines: Engines) -> None:
     engine = engines.open(capacity=1 << 20)
     other = engine.open_namespace(sample_identity(1)).id
     engine.open_namespace(sample_identity())
@@ -295,9 +297,9 @@ def test_capacity_takes_the_oldest_and_spares_the_pinned(engines: Engines) -> No
     assert packs[4].pack_id not in {table.pack_id for table in engine.changes(NAMESPACE, cursor).added}
 
 
-def test_ttl_counts_from_the_last_use_by_the_clock_of_the_server(engines: Engines) -> None:
-    engine = opened(engines, ttl_s=HOUR_S)
-    used, idle = names(1), names(2)
+def test_ttl_expires_by_last_use_on_server_clock(engines: Engines) -> None:
+    engine = open_engine(engines, ttl_s=HOUR_S)
+    used, idle = pack_ids(1), pack_ids(2)
     store(engine, 1)
     store(engine, 2)
     engines.run(0.6 * HOUR_S)
@@ -305,13 +307,13 @@ def test_ttl_counts_from_the_last_use_by_the_clock_of_the_server(engines: Engine
     engines.run(0.6 * HOUR_S)
     store(engine, 4)
     engines.run(5)
-    assert held(engine) == used | names(3, 4)
-    assert not held(opened(engines)) & idle
+    assert held_packs(engine) == used | pack_ids(3, 4)
+    assert not held_packs(open_engine(engines)) & idle
     assert {head.id for head in engine.manifests(NAMESPACE)} == {"r4"}, "that of r1 was not used since it was written"
 
 
-def test_request_own_ttl_expires_it_by_the_clock_of_the_server(engines: Engines) -> None:
-    engine = opened(engines)
+def test_request_ttl_expires_pinned_and_counts_from_last_use(engines: Engines) -> None:
+    engine = open_engine(engines)
     packs = [sample_pack(NAMESPACE, seed, blocks=1) for seed in range(3)]
     manifests = [
         sample_manifest(f"r{number}", packs=[pack.pack_id], ttl_s=ttl_s)
@@ -324,7 +326,7 @@ def test_request_own_ttl_expires_it_by_the_clock_of_the_server(engines: Engines)
     store(engine, 4)
     engines.run(5)
     assert {head.id for head in engine.manifests(NAMESPACE)} == {"r1", "r2", "r4"}
-    assert set(tables(opened(engines), NAMESPACE)) >= {pack.pack_id for pack in packs[1:]}
+    assert set(tables(open_engine(engines), NAMESPACE)) >= {pack.pack_id for pack in packs[1:]}
     assert packs[0].pack_id not in tables(engine, NAMESPACE)
     engines.run(2 * HOUR_S)
     store(engine, 5)
@@ -333,8 +335,8 @@ def test_request_own_ttl_expires_it_by_the_clock_of_the_server(engines: Engines)
     check_totals(engine)
 
 
-def test_low_priority_does_not_delay_expiry(engines: Engines) -> None:
-    engine = opened(engines, ttl_s=HOUR_S)
+def test_ttl_low_priority_request_delays_no_other_expiry(engines: Engines) -> None:
+    engine = open_engine(engines, ttl_s=HOUR_S)
     store(engine, 1)
     engines.run(0.6 * HOUR_S)
     low = sample_pack(NAMESPACE, 2, blocks=1)
@@ -345,8 +347,8 @@ def test_low_priority_does_not_delay_expiry(engines: Engines) -> None:
     assert {head.id for head in engine.manifests(NAMESPACE)} == {"low", "r3"}
 
 
-def test_policy_in_the_head_is_applied_by_the_next_leader(engines: Engines) -> None:
-    one, two = opened(engines), opened(engines)
+def test_set_policy_is_applied_by_next_leader(engines: Engines) -> None:
+    one, two = open_engine(engines), open_engine(engines)
     store(one, 1)
     engines.run(5)
     two.set_policy(Policy(None, HOUR_S))
@@ -354,25 +356,25 @@ def test_policy_in_the_head_is_applied_by_the_next_leader(engines: Engines) -> N
     engines.run(2 * HOUR_S)
     store(one, 2)
     engines.run(40)
-    assert held(two) == names(2)
+    assert held_packs(two) == pack_ids(2)
     assert engines.open().policy() == Policy(None, HOUR_S)
 
 
-def test_many_expire_in_bounded_steps_and_block_no_commit(engines: Engines) -> None:
-    engine = opened(engines, ttl_s=HOUR_S)
+def test_expiry_of_many_packs_is_gradual_and_blocks_no_commit(engines: Engines) -> None:
+    engine = open_engine(engines, ttl_s=HOUR_S)
     for start in range(0, 1000, 100):
         store(engine, *range(start, start + 100))
     engines.run(5)
     engines.bucket.now += 2 * HOUR_S
     store(engine, 5000)
     engines.run(3)
-    assert names(5000) < held(engine), "some of the others are still there"
+    assert pack_ids(5000) < held_packs(engine), "some of the others are still there"
     engines.run(20)
-    assert held(engine) == names(5000)
+    assert held_packs(engine) == pack_ids(5000)
 
 
-def test_sweep_deletes_what_nothing_names(engines: Engines) -> None:
-    engine = opened(engines)
+def test_sweep_deletes_unreferenced_pack_and_keeps_others(engines: Engines) -> None:
+    engine = open_engine(engines)
     store(engine, 1)
     base = engines.bucket.keys("/packs/")[0].partition("packs/")[0]
     engines.bucket.replace(f"{base}packs/{'0' * 32}-{'1' * 16}", b"an upload whose engine was killed")
@@ -384,11 +386,11 @@ def test_sweep_deletes_what_nothing_names(engines: Engines) -> None:
     engines.run(10)
     assert len(engines.bucket.keys("/packs/")) == 2
     assert is_intact(engine, 1, 2)
-    assert held(opened(engines)) == names(1, 2)
+    assert held_packs(open_engine(engines)) == pack_ids(1, 2)
 
 
-def test_commit_that_took_twelve_hours_fails_and_is_rejected(engines: Engines) -> None:
-    sleeper, other = opened(engines), opened(engines)
+def test_commit_longer_than_twelve_hours_raises_and_is_rejected(engines: Engines) -> None:
+    sleeper, other = open_engine(engines), open_engine(engines)
     client = engines.clients[sleeper]
 
     def suspend(verb: str, key: str) -> None:
@@ -401,39 +403,39 @@ def test_commit_that_took_twelve_hours_fails_and_is_rejected(engines: Engines) -
     with pytest.raises(StoreError, match="12 hours"):
         store(sleeper, 1)
     assert engines.bucket.keys("inbox")
-    late = opened(engines)
-    assert held(late) == set(), "a commit that the leader rejects holds no pack"
+    late = open_engine(engines)
+    assert held_packs(late) == set(), "a commit that the leader rejects holds no pack"
     store(late, 1)
     store(other, 2)
     engines.run(40)
-    assert held(other) == names(1, 2)
+    assert held_packs(other) == pack_ids(1, 2)
     assert is_intact(other, 1, 2)
-    late.commit(NAMESPACE, CommitBatch(deletions=list(names(1))))
+    late.commit(NAMESPACE, CommitBatch(deletions=list(pack_ids(1))))
     engines.run(40)
     for engine in (sleeper, other):
-        assert held(engine) == names(2)
+        assert held_packs(engine) == pack_ids(2)
     store(sleeper, 1)
     engines.run(40)
-    assert held(other) == names(1, 2)
+    assert held_packs(other) == pack_ids(1, 2)
     assert is_intact(other, 1, 2)
 
 
-def test_commit_that_no_leader_merged_for_a_day_counts(engines: Engines) -> None:
-    writer = opened(engines)
+def test_commit_unmerged_for_a_day_is_merged_by_next_leader(engines: Engines) -> None:
+    writer = open_engine(engines)
     store(writer, 1)
     engines.kill(writer)
     engines.bucket.now += 30 * HOUR_S
-    other = opened(engines)
+    other = open_engine(engines)
     store(other, 2)
     engines.run(5)
-    assert held(other) == names(1, 2)
+    assert held_packs(other) == pack_ids(1, 2)
     engines.run(24 * HOUR_S / 60)
     assert is_intact(other, 1, 2)
 
 
-def test_engines_agree_whatever_they_had_committed_themselves(engines: Engines) -> None:
+def test_engines_conflicting_commits_agree_on_one_pack_object(engines: Engines) -> None:
     """Two engines store one pack while a third deletes another object of it: all keep the same object."""
-    one, two, three = (opened(engines) for _ in range(3))
+    one, two, three = (open_engine(engines) for _ in range(3))
     pack = sample_pack(NAMESPACE, 1, content=1)
     one.commit(NAMESPACE, CommitBatch([pack]))
     engines.run(40)
@@ -448,13 +450,13 @@ def test_engines_agree_whatever_they_had_committed_themselves(engines: Engines) 
     for seed in range(10, 13):
         store(one, seed)
         engines.run(40)
-    found = {read_pack(engine, NAMESPACE, pack.table) for engine in (one, two, three, opened(engines))}
+    found = {read_pack(engine, NAMESPACE, pack.table) for engine in (one, two, three, open_engine(engines))}
     assert len(found) == 1
     assert None not in found
 
 
-def test_leader_that_resumes_after_its_successor_changes_nothing(engines: Engines) -> None:
-    old, new = opened(engines), opened(engines)
+def test_leader_resumed_after_takeover_loses_no_commit(engines: Engines) -> None:
+    old, new = open_engine(engines), open_engine(engines)
     store(old, 1)
     engines.run(3)
     client = engines.clients[old]
@@ -474,8 +476,8 @@ def test_leader_that_resumes_after_its_successor_changes_nothing(engines: Engine
     old.step()
     engines.all.append(old)
     engines.run(5)
-    for engine in (old, new, opened(engines)):
-        assert held(engine) == names(1, 2, 3)
+    for engine in (old, new, open_engine(engines)):
+        assert held_packs(engine) == pack_ids(1, 2, 3)
 
 
 def lose_replies(engine: S3Backend, engines: Engines, part: str, error: type[BrokenError | LateError]) -> None:
@@ -489,13 +491,13 @@ def lose_replies(engine: S3Backend, engines: Engines, part: str, error: type[Bro
 
 
 @pytest.mark.parametrize("error", [BrokenError, LateError])
-def test_snapshot_whose_upload_fails_is_begun_again(
+def test_snapshot_failed_upload_is_restarted_from_scratch(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, error: type[BrokenError | LateError]
 ) -> None:
-    """A part of it must not become the whole one: a fresh reader would lack the other packs."""
+    """An incomplete snapshot must not be published: a new reader would lack the other packs."""
     monkeypatch.setattr(leader, "SNAPSHOT_AFTER", 4)
     monkeypatch.setattr(leader, "_MOST_TAILS", 2)
-    engine = opened(engines)
+    engine = open_engine(engines)
     failed: list[str] = []
 
     def fail(verb: str, key: str) -> None:
@@ -514,21 +516,21 @@ def test_snapshot_whose_upload_fails_is_begun_again(
         engines.run(2)
     assert failed
     engines.run(60)
-    assert held(opened(engines)) == names(*range(40))
+    assert held_packs(open_engine(engines)) == pack_ids(*range(40))
 
 
 @pytest.mark.parametrize(
     "part", ["/packs/", "/keys/", "inbox", "/feed/", "store/persistkv", "/segments/", "/snapshots/"]
 )
 @pytest.mark.parametrize("error", [BrokenError, LateError])
-def test_object_that_was_written_though_the_server_failed_is_never_deleted(
+def test_object_put_with_lost_reply_is_never_deleted(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, part: str, error: type[BrokenError | LateError]
 ) -> None:
     monkeypatch.setattr(leader, "SNAPSHOT_AFTER", 4)
-    engine = opened(engines)
+    engine = open_engine(engines)
     store(engine, 0)
     engines.run(3)
-    acknowledged = names(0)
+    acknowledged = pack_ids(0)
     for seed in range(1, 12):
         lose_replies(engine, engines, part if seed % 2 else "nothing", error)
         try:
@@ -539,17 +541,17 @@ def test_object_that_was_written_though_the_server_failed_is_never_deleted(
         engines.run(2)
     lose_replies(engine, engines, "nothing", error)
     engines.run(60)
-    fresh = opened(engines)
-    assert acknowledged <= held(fresh)
+    fresh = open_engine(engines)
+    assert acknowledged <= held_packs(fresh)
     for table in tables(fresh, NAMESPACE).values():
         assert read_pack(fresh, NAMESPACE, table) is not None
 
 
-def test_commit_that_arrives_late_is_not_taken_for_the_next_one(engines: Engines) -> None:
-    """The next commit must have another name: its upload would fail as that of an object which exists, as after a lost
-    reply.
+def test_commit_delayed_past_deadline_does_not_hide_next_commit(engines: Engines) -> None:
+    """The next commit must have another object key. With the same key, its upload would fail because the object exists,
+    which looks like the effect of a lost reply.
     """
-    engine = opened(engines)
+    engine = open_engine(engines)
     store(engine, 0)
     engines.run(3)
     late: dict[str, bytes] = {}
@@ -581,14 +583,14 @@ def test_commit_that_arrives_late_is_not_taken_for_the_next_one(engines: Engines
     engines.run(40)  # the breaker may be open
     store(engine, 2)
     engines.run(60)
-    assert held(opened(engines)) >= names(0, 2)
+    assert held_packs(open_engine(engines)) >= pack_ids(0, 2)
 
 
-def test_engine_that_was_disconnected_reloads_before_it_writes(
+def test_engine_reconnected_after_hours_reloads_before_writing(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leader, "SNAPSHOT_AFTER", 4)
-    away, *others = (opened(engines) for _ in range(3))
+    away, *others = (open_engine(engines) for _ in range(3))
     expected = store(away, 0)
     engines.run(3)
     engines.kill(away)
@@ -601,31 +603,31 @@ def test_engine_that_was_disconnected_reloads_before_it_writes(
     engines.all.append(away)
     expected |= store(away, 90)
     engines.run(60)
-    fresh = opened(engines)
-    assert held(away) == held(fresh) == expected
+    fresh = open_engine(engines)
+    assert held_packs(away) == held_packs(fresh) == expected
     for table in tables(fresh, NAMESPACE).values():
         assert read_pack(fresh, NAMESPACE, table) is not None
 
 
-def test_head_that_was_deleted_is_rebuilt(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_deleted_is_rebuilt_from_snapshots_and_feed(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leader, "SNAPSHOT_AFTER", 8)
-    engine = opened(engines)
+    engine = open_engine(engines)
     for seed in range(21):
         store(engine, seed)
         engines.run(1)
     engines.run(3)
     engines.bucket.server.delete(["store/persistkv"])
-    assert held(opened(engines)) == names(*range(21))
+    assert held_packs(open_engine(engines)) == pack_ids(*range(21))
     store(engine, 21)
     engines.run(40)
-    for each in (engine, opened(engines)):
-        assert held(each) == names(*range(22))
+    for each in (engine, open_engine(engines)):
+        assert held_packs(each) == pack_ids(*range(22))
 
 
 @pytest.mark.parametrize("leads", [True, False])
-def test_bucket_that_was_emptied_is_used_again(engines: Engines, leads: bool) -> None:
-    """What was stored is lost. What the engine stores from now on is found by others, whether or not it was leading."""
-    engine = opened(engines)
+def test_engine_emptied_bucket_resets_and_stores_new_packs(engines: Engines, leads: bool) -> None:
+    """Earlier packs are lost. Other engines find the packs that the engine stores later, whether or not it leads."""
+    engine = open_engine(engines)
     for seed in range(3):
         store(engine, seed)
         engines.run(2)
@@ -640,16 +642,16 @@ def test_bucket_that_was_emptied_is_used_again(engines: Engines, leads: bool) ->
     assert engine.changes(NAMESPACE, cursor).reset, "it knows soon that its packs are gone"
     store(engine, 9)
     engines.run(10)
-    fresh = opened(engines)
-    assert held(engine) == held(fresh)
+    fresh = open_engine(engines)
+    assert held_packs(engine) == held_packs(fresh)
     assert [namespace.id for namespace in fresh.namespaces()] == [NAMESPACE]
-    assert names(9) <= held(fresh)
+    assert pack_ids(9) <= held_packs(fresh)
     assert is_intact(fresh, 9)
 
 
 @pytest.mark.parametrize("leads", [True, False])
-def test_engine_that_closes_in_an_emptied_bucket_leaves_a_store(engines: Engines, leads: bool) -> None:
-    engine = opened(engines)
+def test_close_emptied_bucket_recreates_store(engines: Engines, leads: bool) -> None:
+    engine = open_engine(engines)
     store(engine, 0)
     engines.run(2)
     if not leads:
@@ -663,39 +665,39 @@ def test_engine_that_closes_in_an_emptied_bucket_leaves_a_store(engines: Engines
 
 
 @pytest.mark.parametrize("part", ["/feed/", "/segments/", "/snapshots/"])
-def test_unreadable_part_of_the_feed_costs_only_its_packs(
+def test_feed_unreadable_object_loses_only_its_packs(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, part: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(leader, "SNAPSHOT_AFTER", 4)
-    engine = opened(engines)
+    engine = open_engine(engines)
     for seed in range(11):
         store(engine, seed)
         engines.run(2)
     damaged = engines.bucket.keys(part)[-1]
     engines.bucket.replace(damaged, b"junk")
-    fresh = opened(engines)
-    assert held(fresh) < names(*range(11))
+    fresh = open_engine(engines)
+    assert held_packs(fresh) < pack_ids(*range(11))
     assert "unreadable" in caplog.text
     store(engine, 11)
     engines.run(5)
-    assert names(11) <= held(fresh)
+    assert pack_ids(11) <= held_packs(fresh)
 
 
 @pytest.mark.parametrize("header", ["If-None-Match", "If-Match"])
-def test_server_that_ignores_conditions_is_refused(engines: Engines, header: str) -> None:
+def test_open_server_ignoring_conditional_put_raises(engines: Engines, header: str) -> None:
     engines.bucket.server.honours.remove(header)
     with pytest.raises(StoreUnavailableError, match=f"ignores {header}"):
         engines.open()
     assert engines.bucket.keys("") == []
 
 
-def test_server_that_needs_etags_without_quotes_is_supported(engines: Engines) -> None:
+def test_server_requiring_unquoted_etags_is_supported(engines: Engines) -> None:
     engines.bucket.server.unquoted = True
-    one, two = opened(engines), opened(engines)
+    one, two = open_engine(engines), open_engine(engines)
     store(one, 1)
     store(two, 2)
     engines.run(5)
-    assert held(opened(engines)) == names(1, 2)
+    assert held_packs(open_engine(engines)) == pack_ids(1, 2)
 
 
 SECRET = "0123456789abcdef" * 4
@@ -709,11 +711,11 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("part", ["inbox", "/feed/", "/segments/", "/snapshots/", "store/persistkv", "identities"])
-def test_unauthentic_object_is_ignored(
+def test_keyed_engine_tampered_object_is_ignored(
     engines: Engines, secret: dict[str, str], monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     monkeypatch.setattr(leader, "SNAPSHOT_AFTER", 4)
-    engine = opened(engines, **secret)
+    engine = open_engine(engines, **secret)
     for seed in range(11):
         store(engine, seed)
         engines.run(2)
@@ -721,21 +723,21 @@ def test_unauthentic_object_is_ignored(
     key = engines.bucket.keys(part)[-1]
     data = engines.bucket.data(key)
     engines.bucket.replace(key, data[:-1] + bytes([data[-1] ^ 1]))
-    fresh = opened(engines, **secret)
-    assert held(fresh) <= names(*range(12))
-    assert (held(fresh) == names(*range(12))) == (part in ("store/persistkv", "identities"))
+    fresh = open_engine(engines, **secret)
+    assert held_packs(fresh) <= pack_ids(*range(12))
+    assert (held_packs(fresh) == pack_ids(*range(12))) == (part in ("store/persistkv", "identities"))
     store(fresh, 12)
     engines.run(60)
-    assert names(12) <= held(engine)
+    assert pack_ids(12) <= held_packs(engine)
     assert is_intact(engine, 12)
 
 
-def test_junk_in_the_inbox_is_neither_downloaded_nor_a_hindrance(
+def test_inbox_junk_is_ignored_and_not_fetched_again(
     engines: Engines, secret: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("session", "feed.leader"):
         monkeypatch.setattr(f"persistkv_s3.{module}.MAX_INBOX_BYTES", 1 << 20)
-    engine = opened(engines, **secret)
+    engine = open_engine(engines, **secret)
     store(engine, 1)
     inbox = engines.bucket.keys("inbox")[0].rpartition("/")[0]
     for number in range(1, 20):
@@ -743,37 +745,37 @@ def test_junk_in_the_inbox_is_neither_downloaded_nor_a_hindrance(
         engines.bucket.replace(f"{inbox}/{NAMESPACE.hex()}-{number:032x}-{1:012x}", bytes(size))
     engines.bucket.replace(f"{inbox}/{'f' * 32}-{1:032x}-{1:012x}", b"of no namespace")
     engines.run(3)
-    fresh = opened(engines, **secret)
+    fresh = open_engine(engines, **secret)
     for reader in (engine, fresh):
-        assert held(reader) == names(1)
+        assert held_packs(reader) == pack_ids(1)
     client, downloads = engines.clients[engine], list[str]()
     client.before = lambda verb, key: downloads.append(key) if verb == "GET" and "inbox" in key else None
     store(engine, 2)
     engines.run(5)
-    assert held(fresh) == names(1, 2)
+    assert held_packs(fresh) == pack_ids(1, 2)
     assert not downloads, "neither the leader's own commit nor junk that was looked at once is fetched"
 
 
-def test_open_with_unmerged_commits_reads_them_concurrently(engines: Engines) -> None:
-    writer = opened(engines)
+def test_open_unmerged_commits_with_parallel_connections_loads_all(engines: Engines) -> None:
+    writer = open_engine(engines)
     for seed in range(4):
         store(writer, seed)
-    assert held(opened(engines, connections=4)) == names(*range(4))
+    assert held_packs(open_engine(engines, connections=4)) == pack_ids(*range(4))
 
 
-def test_engines_with_and_without_a_key_share_no_head(engines: Engines, secret: dict[str, str]) -> None:
-    keyed, keyless = opened(engines, **secret), opened(engines)
+def test_keyed_and_keyless_engines_have_separate_heads(engines: Engines, secret: dict[str, str]) -> None:
+    keyed, keyless = open_engine(engines, **secret), open_engine(engines)
     store(keyed, 1)
     store(keyless, 2)
     engines.run(5)
-    assert (held(keyed), held(keyless)) == (names(1), names(2))
+    assert (held_packs(keyed), held_packs(keyless)) == (pack_ids(1), pack_ids(2))
     keyed.set_policy(Policy(None, HOUR_S))
     assert keyless.policy() == Policy(None, None)
     assert len(engines.bucket.keys("store/persistkv")) == 2
 
 
-def test_reads_that_miss_while_commits_run_disturb_none(engines: Engines) -> None:
-    engine = opened(engines)
+def test_reads_missing_during_commits_lose_no_commit(engines: Engines) -> None:
+    engine = open_engine(engines)
     store(engine, *range(60))
     found = tables(engine, NAMESPACE)
     engines.bucket.server.delete(engines.bucket.keys("/packs/"))
@@ -791,21 +793,21 @@ def test_reads_that_miss_while_commits_run_disturb_none(engines: Engines) -> Non
     assert missed == [None] * 60
     store(engine, 115)
     engines.run(5)
-    assert held(opened(engines)) == held(engine) == names(*range(100, 116))
+    assert held_packs(open_engine(engines)) == held_packs(engine) == pack_ids(*range(100, 116))
 
 
-def test_uses_wait_for_a_commit_and_outlive_the_handle(engines: Engines) -> None:
-    engine, client = opened(engines), engines.clients
+def test_touches_send_no_request_and_are_written_at_close(engines: Engines) -> None:
+    engine, client = open_engine(engines), engines.clients
     store(engine, 1)
     engines.run(1)
     store(engine, 2)
     engines.run(5)
     client[engine].take()
-    engine.commit(NAMESPACE, CommitBatch(touches=list(names(1))))
+    engine.commit(NAMESPACE, CommitBatch(touches=list(pack_ids(1))))
     assert client[engine].take() == {}
     engines.kill(engine)
     engine.close()
-    fresh = opened(engines)
+    fresh = open_engine(engines)
     store(fresh, 3)
     engines.run(5)
     uses = [use for use in fresh.uses(NAMESPACE, ["r1", "r2"]) if use is not None]

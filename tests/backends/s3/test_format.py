@@ -63,7 +63,7 @@ def make_feed() -> Feed:
     )
 
 
-def test_commit_as_documented() -> None:
+def test_seal_commit_matches_documented_format() -> None:
     entry = make_entry()
     data = seal(entry)
     assert data[0] == 1
@@ -77,7 +77,7 @@ def test_commit_as_documented() -> None:
     assert unseal(data, Entry) == entry
 
 
-def test_feed_object_as_documented() -> None:
+def test_seal_feed_object_matches_documented_format() -> None:
     feed = make_feed()
     fields = msgspec.msgpack.decode(seal(feed)[9:])
     assert fields[:6] == [NONCE, 7, TERM, TERM, 1.5e9, {WRITER: 5}]
@@ -125,7 +125,7 @@ def test_unseal_damaged_record_raises(damage: bytes) -> None:
         unseal(data, Feed)
 
 
-def test_segment_as_documented() -> None:
+def test_segment_records_match_documented_format() -> None:
     records = [b"one", b"", b"three"]
     data = b"".join(bytes(piece) for piece in frame_records(records))
     assert data == b"".join(struct.pack("<Q", len(record)) + record for record in records)
@@ -135,7 +135,7 @@ def test_segment_as_documented() -> None:
             list(split_records(wrong))
 
 
-def test_head_as_documented() -> None:
+def test_encode_head_matches_documented_format() -> None:
     spans = [(1, 7, TERM)]
     head = Head(
         store=NONCE,
@@ -160,7 +160,7 @@ def test_head_as_documented() -> None:
         decode_head(data[:-1], "s3://b")
 
 
-def test_identity_objects() -> None:
+def test_decode_namespace_round_trips_and_rejects_damaged_row() -> None:
     namespace = Namespace(sample_identity(), 12.5)
     data = encode_namespace(namespace)
     assert data == struct.pack("<d", 12.5) + sample_identity().encode()
@@ -169,7 +169,7 @@ def test_identity_objects() -> None:
     assert decode_namespace(NAMESPACE, data[:10]) is None
 
 
-def test_names_as_documented_and_strange_ones() -> None:
+def test_object_keys_match_format_and_parsers_reject_others() -> None:
     names, store = Names("p/", NAMESPACE, "k"), StoreNames("p/", "k")
     base = f"p/{NAMESPACE.hex()}-k/"
     assert names.pack(NAMESPACE, NONCE) == f"{base}packs/{NAMESPACE.hex()}-{NONCE.hex()}"
@@ -202,7 +202,7 @@ for thread in threads:
 
 
 @pytest.mark.slow
-def test_threads_may_be_the_first_to_decode_a_type() -> None:
-    """msgspec 0.22 crashes in one of 15 such processes unless its decoders are made before."""
+def test_unseal_first_use_in_parallel_threads_does_not_crash() -> None:
+    """msgspec 0.22 crashes in one of 15 such processes unless its decoders are created first."""
     for _ in range(40):
         assert subprocess.run([sys.executable, "-c", FIRST_DECODING], check=False).returncode == 0

@@ -6,7 +6,7 @@ Promises after each history:
 2. No read returned bytes that no engine stored under these keys.
 3. A reader with an empty cache opens the store.
 
-A failure prints its seed and its steps. Of the long test, ``PERSISTKV_HISTORIES`` is the number of histories, and
+A failure prints its seed and its steps. For the long test, ``PERSISTKV_HISTORIES`` is the number of histories, and
 ``PERSISTKV_FIRST_HISTORY`` the seed of the first one.
 """
 
@@ -37,7 +37,7 @@ PLACE = Place("bucket", "store/")
 NAMESPACE = sample_identity().digest
 HOUR_S = 3600.0
 YEAR_S = 365 * 24 * HOUR_S
-SETTLE_S = 90.0  # a takeover, and a merge
+SETTLE_S = 90.0  # enough for a takeover and a merge
 
 MIXES = (
     Faults(),
@@ -152,7 +152,7 @@ class History:
         self._check("after a calm minute")
 
     def pause_s(self) -> float:
-        """Return the time that engines must sleep now: part of the histories have a night."""
+        """Return how long engines must sleep now, in seconds: in some histories all engines sleep for hours."""
         return self._wake_at - self.world.now if self._sleep_at <= self.world.now < self._wake_at else 0.0
 
     def _process(self, name: str, program: Callable[[Process], None]) -> Process:
@@ -254,7 +254,7 @@ class History:
 
 
 class Engine:
-    """One life of an engine: it stores, reads, deletes and does background work until it is killed or time is up."""
+    """One run of an engine: it stores, reads, deletes and does background work until it is killed or its time ends."""
 
     def __init__(self, history: History, process: Process, machine: str, *, reader: bool) -> None:
         self._history = history
@@ -378,7 +378,7 @@ def run_histories(directory: Path, first: int, count: int) -> str:
     return "\n".join(steps)
 
 
-def test_histories_lose_nothing(directory: Path) -> None:
+def test_random_histories_lose_no_acknowledged_pack(directory: Path) -> None:
     steps = run_histories(directory, 0, 30)
     for event in ("LOST", "FAILED", "late", "503", "REPEATED", "DOUBLED", "SUSPENDED", "DIES", "CUT OFF", "DELETED"):
         assert event in steps
@@ -386,6 +386,6 @@ def test_histories_lose_nothing(directory: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(36_000)
-def test_many_histories_lose_nothing(directory: Path) -> None:
+def test_many_random_histories_lose_no_acknowledged_pack(directory: Path) -> None:
     first = int(os.environ.get("PERSISTKV_FIRST_HISTORY", "1000"))
     run_histories(directory, first, int(os.environ.get("PERSISTKV_HISTORIES", "300")))

@@ -33,7 +33,7 @@ def batch(number: int) -> CommitBatch:
     return CommitBatch(packs, [sample_manifest(f"r{number}", number)])
 
 
-def test_commits_that_returned_outlive_a_killed_server(open_store: Opener, endpoint: str) -> None:
+def test_acknowledged_commits_survive_killed_server(open_store: Opener, endpoint: str) -> None:
     backend, _ = open_store("refresh=0s&deadline=5s&slow=1h")
     backend.open_namespace(sample_identity())
     durable: list[int] = []

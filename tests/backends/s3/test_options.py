@@ -28,7 +28,7 @@ def parse(url: str) -> Any:
     return parse_url(StoreUrl.parse(url))
 
 
-def test_defaults_are_safe() -> None:
+def test_default_options_use_https_and_no_boto_retries() -> None:
     place, options = parse("s3://bucket/some/prefix/")
     assert (place.bucket, place.prefix, str(place)) == ("bucket", "some/prefix/", "s3://bucket/some/prefix")
     assert parse("s3://bucket")[0].prefix == ""
@@ -50,7 +50,7 @@ def test_defaults_are_safe() -> None:
         ("unsigned_payload=no", True, "auto"),
     ],
 )
-def test_bodies_are_signed_where_nothing_else_guards_them(options: str, signed: bool, style: str) -> None:
+def test_client_signs_payload_over_plain_http_unless_option_set(options: str, signed: bool, style: str) -> None:
     client = make_client(parse(f"s3://bucket/p?{options}")[1])
     assert client.meta.config.s3 == {"payload_signing_enabled": signed, "addressing_style": style}
     client.close()
@@ -80,7 +80,7 @@ def test_bodies_are_signed_where_nothing_else_guards_them(options: str, signed: 
         ("access_key=x", "access_key"),
     ],
 )
-def test_wrong_option_is_named(options: str, field: str) -> None:
+def test_parse_invalid_option_raises_and_names_it(options: str, field: str) -> None:
     with pytest.raises(ConfigurationError, match=f"s3 option {field}") as caught:
         parse(f"s3://bucket/p?{options}")
     assert "\n" not in str(caught.value)
@@ -89,19 +89,19 @@ def test_wrong_option_is_named(options: str, field: str) -> None:
 @pytest.mark.parametrize(
     "location", ["ab", "UPPER/x", "b..d/x", "bucket/a//b", "bucket/../x", "bucket/ä", "bucket/" + "x" * 300]
 )
-def test_wrong_place_is_named(location: str) -> None:
+def test_parse_invalid_bucket_or_prefix_raises(location: str) -> None:
     with pytest.raises(ConfigurationError, match="url"):
         parse(f"s3://{location}")
 
 
-def test_endpoint_of_the_environment_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_endpoint_from_environment_enables_payload_signing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
     client = make_client(parse("s3://bucket/p")[1])
     assert client.meta.config.s3["payload_signing_enabled"]
     client.close()
 
 
-def test_credentials_in_an_endpoint_are_refused_and_not_repeated() -> None:
+def test_parse_endpoint_with_credentials_raises_without_showing_them() -> None:
     with pytest.raises(ConfigurationError) as caught:
         parse("s3://bucket/p?endpoint_url=https://user:hunter2@host")
     assert "hunter2" not in str(caught.value)
@@ -119,7 +119,7 @@ def test_credentials_in_an_endpoint_are_refused_and_not_repeated() -> None:
         "s3://bucket/p?endpoint_url=https://user:hunter2@host:port",
     ],
 )
-def test_secrets_in_a_url_are_refused_and_not_repeated(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parse_url_with_secret_raises_without_showing_it(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigurationError) as caught:
         parse(url)
     assert "hunter2" not in str(caught.value) + repr(caught.value)
@@ -129,7 +129,7 @@ def test_secrets_in_a_url_are_refused_and_not_repeated(url: str, capsys: pytest.
     assert "hunter2" not in shown.out + shown.err
 
 
-def test_credentials_show_nowhere(
+def test_backend_credentials_are_absent_from_errors_repr_and_log(
     open_store: Opener, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend, client = open_store()
@@ -143,7 +143,7 @@ def test_credentials_show_nowhere(
     assert "NoSuchBucket" in str(caught.value)
 
 
-def test_unreachable_server_is_named_with_code_and_cause(
+def test_unreachable_server_errors_name_endpoint_and_cause(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.socket() as unused:
@@ -166,13 +166,15 @@ def test_unreachable_server_is_named_with_code_and_cause(
 
 
 @pytest.mark.skipif("PERSISTKV_S3_ENDPOINT" not in os.environ, reason="moto accepts any secret")
-def test_wrong_secret(open_store: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_wrong_secret_raises_403(open_store: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     with pytest.raises(StoreUnavailableError, match="403"):
         open_store()
 
 
-def test_no_credentials(endpoint: str, bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_open_without_credentials_raises(
+    endpoint: str, bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
@@ -181,14 +183,14 @@ def test_no_credentials(endpoint: str, bucket: str, monkeypatch: pytest.MonkeyPa
         S3Backend.open(StoreUrl.parse(f"s3://{bucket}/p?endpoint_url={endpoint}"))
 
 
-def test_other_things_under_the_prefix_are_not_touched(open_store: Opener, raw_client: Any, bucket: str) -> None:
+def test_open_foreign_object_at_head_key_raises_and_keeps_it(open_store: Opener, raw_client: Any, bucket: str) -> None:
     raw_client.put_object(Bucket=bucket, Key="store/persistkv", Body=b"my notes on persistkv")
     with pytest.raises(StoreUnavailableError.__base__, match="no persistkv store"):  # type: ignore[arg-type]
         open_store()
     assert raw_client.get_object(Bucket=bucket, Key="store/persistkv")["Body"].read() == b"my notes on persistkv"
 
 
-def test_without_boto3_the_error_says_what_to_install() -> None:
+def test_cli_without_boto3_prints_package_to_install() -> None:
     program = (
         "import sys; sys.modules.update(dict.fromkeys(('boto3', 'botocore'))); "
         "from persistkv_tools.cli import main; sys.argv = ['persistkv', 'ls', 's3://bucket/prefix']; main()"
@@ -199,12 +201,12 @@ def test_without_boto3_the_error_says_what_to_install() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_importing_the_driver_imports_no_boto3() -> None:
+def test_import_driver_does_not_import_boto3() -> None:
     program = "import sys, persistkv, persistkv_s3, persistkv_tools.cli; sys.exit('boto3' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
 
 
-def test_open_existing_store_with_another_policy_keeps_the_recorded_one(
+def test_open_with_other_policy_keeps_recorded_policy_and_warns(
     open_store: Opener, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, _ = open_store("capacity=10GiB&ttl=7d")

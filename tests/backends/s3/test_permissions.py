@@ -50,7 +50,7 @@ def fill(backend: S3Backend) -> list[bytes]:
     return list(pack.segments[0].keys)
 
 
-def look_at_everything(reader: S3Backend) -> None:
+def read_everything(reader: S3Backend) -> None:
     """Read a store in all the ways that the commands use."""
     pack = sample_pack(NAMESPACE, 1)
     payload = payload_of(pack)
@@ -67,17 +67,17 @@ def look_at_everything(reader: S3Backend) -> None:
     assert reader.breaker.state == "closed"
 
 
-def test_who_looks_lists_and_gets(open_store: Opener, proxy: FaultProxy) -> None:
+def test_read_only_handle_sends_only_get_and_head(open_store: Opener, proxy: FaultProxy) -> None:
     fill(open_store().backend)
     with pytest.raises(StoreError, match="403"):
         open_store(port=proxy.port).backend.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 2)]))
     reader, client = open_store(port=proxy.port, read_only=True)
-    look_at_everything(reader)
+    read_everything(reader)
     assert set(client.take()) <= {"GET", "HEAD"}
 
 
 @pytest.mark.parametrize("command", [("ls",), ("stat",), ("show", "r"), ("verify",)])
-def test_commands_list_and_get(
+def test_inspect_commands_need_only_read_permissions(
     open_store: Opener,
     proxy: FaultProxy,
     endpoint: str,
@@ -95,7 +95,7 @@ def test_commands_list_and_get(
     assert ends[0] == ends[1], "what may be written makes no difference"
 
 
-def test_engine_that_only_reads_promotes_and_stores_nothing(open_store: Opener, proxy: FaultProxy) -> None:
+def test_read_only_engine_promotes_and_writes_nothing(open_store: Opener, proxy: FaultProxy) -> None:
     keys = fill(open_store().backend)
     backend, client = open_store("refresh=0s&read_only=yes", port=proxy.port)
     rows = Rows(memoryview(bytearray(8 * 4096)), RowLayout(4096, (GroupLayout(((0, 4096),)),)))
@@ -114,7 +114,7 @@ def test_engine_that_only_reads_promotes_and_stores_nothing(open_store: Opener, 
     assert backend.breaker.state == "closed"
 
 
-def test_engine_that_only_reads_forgets_what_does_not_verify(
+def test_read_only_engine_corrupt_pack_is_dropped_locally(
     open_store: Opener, proxy: FaultProxy, raw_client: Any, bucket: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = fill(open_store().backend)
@@ -168,7 +168,7 @@ class Users:
 
 
 @pytest.mark.skipif(CEPH is None, reason="PERSISTKV_S3_CEPH names no server whose users can be made")
-def test_policies_of_the_docs_are_enough_and_no_more(
+def test_documented_policies_grant_exactly_needed_permissions(
     endpoint: str, raw_client: Any, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for_writers, for_readers, lifecycle = re.findall(r"```json\n(.*?)```", DOCS.read_text(), re.DOTALL)
@@ -176,11 +176,11 @@ def test_policies_of_the_docs_are_enough_and_no_more(
     users = Users(bucket, raw_client)
     url = StoreUrl.parse(f"s3://{bucket}/kv?endpoint_url={endpoint}&refresh=0s&cache=no&slow=1h")
 
-    def become(credentials: dict[str, str]) -> None:
+    def use_credentials(credentials: dict[str, str]) -> None:
         for name, value in credentials.items():
             monkeypatch.setenv(name, value)
 
-    become(users.add(for_writers))
+    use_credentials(users.add(for_writers))
     writer = S3Backend.open(url)
     fill(writer)
     gone = sample_pack(NAMESPACE, 3)
@@ -191,8 +191,8 @@ def test_policies_of_the_docs_are_enough_and_no_more(
     with pytest.raises(StoreError, match="403"):
         S3Backend.open(StoreUrl.parse(f"s3://{bucket}/elsewhere?endpoint_url={endpoint}"))
 
-    become(users.add(for_readers))
-    look_at_everything(S3Backend.open(url, read_only=True))
+    use_credentials(users.add(for_readers))
+    read_everything(S3Backend.open(url, read_only=True))
     refused = S3Backend.open(url)
     with pytest.raises(StoreError, match="403"):
         refused.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 2)]))

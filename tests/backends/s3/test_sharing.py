@@ -41,7 +41,7 @@ def pack_key(backend: S3Backend, pack_id: bytes) -> str:
 
 
 @pytest.mark.parametrize("where", ["/packs/", "/keys/", "/inbox/"])
-def test_commit_that_fails_half_way_is_not_there(open_store: Opener, where: str, monkeypatch: Any) -> None:
+def test_commit_failed_put_leaves_no_partial_batch(open_store: Opener, where: str, monkeypatch: Any) -> None:
     monkeypatch.setattr("persistkv_s3.client.bucket.MOST_ATTEMPTS", 2)
     backend, client = open_store()
     backend.open_namespace(sample_identity())
@@ -69,7 +69,7 @@ def test_commit_that_fails_half_way_is_not_there(open_store: Opener, where: str,
     check_totals(backend)
 
 
-def test_missing_object_is_a_miss_and_no_quarantine(open_store: Opener, raw_client: Any, bucket: str) -> None:
+def test_read_missing_object_misses_without_quarantine(open_store: Opener, raw_client: Any, bucket: str) -> None:
     backend, _ = open_store("refresh=1h")
     identity = Identity.of({"weights": "w"})
     memory = bytearray(8 * 4096)
@@ -143,7 +143,7 @@ def commit_many(backend: S3Backend, seeds: range) -> None:
         backend.commit(NAMESPACE, batch)
 
 
-def test_uses_wait_for_a_commit_and_outlive_the_handle(open_store: Opener) -> None:
+def test_touches_send_no_request_and_are_written_at_close(open_store: Opener) -> None:
     backend, client = open_store("refresh=1h")
     backend.open_namespace(sample_identity())
     packs = [sample_pack(NAMESPACE, seed) for seed in range(2)]
@@ -156,7 +156,7 @@ def test_uses_wait_for_a_commit_and_outlive_the_handle(open_store: Opener) -> No
     assert "PUT" in client.take(), "the uses are written"
 
 
-def test_neighbouring_spans_are_one_request(open_store: Opener) -> None:
+def test_read_adjacent_spans_sends_one_request(open_store: Opener) -> None:
     backend, client = open_store("refresh=1h")
     backend.open_namespace(sample_identity())
     pack = sample_pack(NAMESPACE, 1, blocks=64, block_bytes=65_536)
@@ -188,9 +188,7 @@ def test_commit_pack_of_huge_blocks_uploads_it_with_one_request(open_store: Open
         assert read_pack(backend, NAMESPACE, pack.table) == payload_of(pack)
 
 
-def test_lost_pack_that_another_wrote_again_is_not_told_to_be_gone(
-    open_store: Opener, raw_client: Any, bucket: str
-) -> None:
+def test_missed_pack_rewritten_by_other_handle_stays_in_store(open_store: Opener, raw_client: Any, bucket: str) -> None:
     (one, _), (two, _) = open_store("refresh=1h"), open_store("refresh=1h")
     one.open_namespace(sample_identity())
     pack = sample_pack(NAMESPACE, 1)
@@ -210,7 +208,9 @@ def test_lost_pack_that_another_wrote_again_is_not_told_to_be_gone(
 
 
 @pytest.mark.parametrize("commits", [1, 9])
-def test_bucket_that_was_emptied_is_begun_anew(open_store: Opener, raw_client: Any, bucket: str, commits: int) -> None:
+def test_emptied_bucket_resets_changes_and_accepts_new_commits(
+    open_store: Opener, raw_client: Any, bucket: str, commits: int
+) -> None:
     backend, _ = open_store("refresh=0s&cache=no")
     backend.open_namespace(sample_identity())
     commit_many(backend, range(commits))
@@ -248,7 +248,9 @@ def write_requests(url: str, writer: int, done: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_overlapping_requests_are_stored_once(open_store: Opener, endpoint: str, raw_client: Any, bucket: str) -> None:
+def test_concurrent_writers_store_shared_packs_once(
+    open_store: Opener, endpoint: str, raw_client: Any, bucket: str
+) -> None:
     reader, _ = open_store()
     reader.open_namespace(sample_identity())
     url = f"s3://{bucket}/store?endpoint_url={endpoint}&refresh=1s"

@@ -1,4 +1,4 @@
-"""The simulated server answers as a real one does, and a seed gives one history."""
+"""The simulated server replies like a real one, and the same seed gives the same history."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.backends.s3.simulation import CALM, Faults, Process, SimulatedTranspo
 from tests.backends.s3.test_histories import History
 
 
-def answers(transport: Transport, prefix: str) -> list[object]:
+def replies(transport: Transport, prefix: str) -> list[object]:
     """Make requests of all kinds; return their results and the names of their errors."""
     found: list[object] = []
     key, other, missing = f"{prefix}b", f"{prefix}a", f"{prefix}missing"
@@ -62,7 +62,7 @@ def answers(transport: Transport, prefix: str) -> list[object]:
 
 
 def simulated(run: Callable[[Transport], object], faults: Faults = CALM) -> World:
-    """Run a program with a client of a new world, to its end."""
+    """Run a program with a client of a new world until it ends."""
     world = World(0, faults, page=3)
 
     def program(process: Process) -> None:
@@ -73,16 +73,16 @@ def simulated(run: Callable[[Transport], object], faults: Faults = CALM) -> Worl
     return world
 
 
-def test_simulated_server_answers_as_a_real_one(endpoint: str, bucket: str) -> None:
+def test_simulated_server_replies_match_real_server(endpoint: str, bucket: str) -> None:
     client = BotoClient(*parse_url(StoreUrl.parse(f"s3://{bucket}/store?endpoint_url={endpoint}")))
-    expected = answers(client, "store/")
+    expected = replies(client, "store/")
     client.close()
     found: list[object] = []
-    simulated(lambda transport: found.extend(answers(transport, "store/")))
+    simulated(lambda transport: found.extend(replies(transport, "store/")))
     assert found == expected
 
 
-def test_simulated_listing_has_pages_and_requests_are_counted() -> None:
+def test_simulated_list_is_paged_and_requests_are_counted() -> None:
     seen: list[str] = []
 
     def program(transport: Transport) -> None:
@@ -102,7 +102,7 @@ def test_simulated_listing_has_pages_and_requests_are_counted() -> None:
 
 
 @pytest.mark.parametrize("fault", [name for name in Faults._fields if name not in ("slow", "pause", "death")])
-def test_each_fault_occurs(fault: str) -> None:
+def test_simulated_fault_with_probability_occurs(fault: str) -> None:
     world, calm = simulated(put_many, Faults(**{fault: 0.5})), simulated(put_many)
     assert world.steps is not None
     assert calm.steps is not None
@@ -117,7 +117,7 @@ def put_many(transport: Transport) -> None:
             transport.put(f"p/{number}", Body([b"x"], deadline), deadline, condition=ABSENT)
 
 
-def test_same_seed_gives_the_same_history(directory: Path) -> None:
+def test_history_same_seed_gives_same_steps(directory: Path) -> None:
     steps = []
     for number in range(2):
         history = History(4, directory / str(number))

@@ -55,7 +55,7 @@ def end(request: str, keys: list[bytes]) -> RequestEnd:
     return RequestEnd(request, f"manifest-{request}", (keys,), 16 * len(keys), 16)
 
 
-def test_rows_are_free_before_anything_is_sent(open_store: Opener) -> None:
+def test_put_copies_rows_and_releases_them_before_upload(open_store: Opener) -> None:
     backend, client = open_store("refresh=1h")
     rows, keys = make_rows(64), make_keys(64)
     store = open_on(backend, rows)
@@ -70,7 +70,7 @@ def test_rows_are_free_before_anything_is_sent(open_store: Opener) -> None:
     assert (rows.array == expected).all()
 
 
-def test_what_has_no_room_is_written_from_the_rows(open_store: Opener) -> None:
+def test_put_beyond_staging_writes_from_rows(open_store: Opener) -> None:
     backend, _ = open_store("refresh=1h")
     rows, keys = make_rows(128), make_keys(128)
     store = open_on(backend, rows, staging_bytes=64 << 20)  # half of it is for copies
@@ -82,7 +82,7 @@ def test_what_has_no_room_is_written_from_the_rows(open_store: Opener) -> None:
     assert all(map(store.contains, [*keys, *make_keys(32, 1000)]))
 
 
-def test_keys_are_seen_after_the_last_put_only(open_store: Opener) -> None:
+def test_store_keys_become_visible_after_last_upload(open_store: Opener) -> None:
     backend, client = open_store("refresh=1h")
     rows, keys = make_rows(16), make_keys(16)
     store = open_on(backend, rows)
@@ -96,7 +96,7 @@ def test_keys_are_seen_after_the_last_put_only(open_store: Opener) -> None:
     assert (sorted(news.stored), news.persisted) == (sorted(keys), [("r", True)])
 
 
-def test_age_makes_a_pack(open_store: Opener) -> None:
+def test_tick_commits_pack_after_max_age(open_store: Opener) -> None:
     backend, _ = open_store("refresh=1h")
     rows, keys = make_rows(2), make_keys(2)
     store = open_on(backend, rows, max_age_s=0.01)
@@ -108,7 +108,7 @@ def test_age_makes_a_pack(open_store: Opener) -> None:
     assert store.counters.commits == 1
 
 
-def test_promotion_is_one_request_for_each_run(open_store: Opener) -> None:
+def test_read_contiguous_blocks_sends_one_request_per_run(open_store: Opener) -> None:
     backend, client = open_store("refresh=1h")
     rows, keys = make_rows(256), make_keys(256)
     store = open_on(backend, rows)
@@ -127,10 +127,10 @@ def test_promotion_is_one_request_for_each_run(open_store: Opener) -> None:
 
 
 @pytest.mark.parametrize("key", ["", "&key_env=PERSISTKV_TEST_KEY"])
-def test_promotion_of_encoded_blocks_is_one_request_for_each_run(
+def test_read_encoded_blocks_sends_one_request_per_run(
     open_store: Opener, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    """The promotion borrows memory for two frames, not for a whole run."""
+    """The promotion allocates memory for two frames, not for a whole run."""
     monkeypatch.setenv("PERSISTKV_TEST_KEY", "k" * 32)
     backend, client = open_store(f"refresh=1h{key}")
     rows, keys = make_rows(256), make_keys(256)
@@ -158,7 +158,7 @@ def test_promotion_of_encoded_blocks_is_one_request_for_each_run(
     assert (rows.array[[255 - n for n in far_apart]] == expected[far_apart]).all()
 
 
-def test_what_came_before_a_read_failed_is_kept(open_store: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_broken_off_keeps_blocks_received_before(open_store: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     backend, _ = open_store("refresh=1h")
     rows, keys = make_rows(32), make_keys(32)
     rows.array[:, 4096:] = rows.array[:, :1]
@@ -193,7 +193,7 @@ def executor() -> Iterator[ThreadExecutor]:
     running.close()
 
 
-def test_encoded_packs_share_the_memory_that_a_commit_may_take() -> None:
+def test_upload_budget_bounds_memory_of_encoded_packs() -> None:
     budget = UploadBudget(3 * 4 * 4096)
     pack, raw = sample_pack(bytes(16), 1, codec=ZstdCodec()), sample_pack(bytes(16), 2)
     inside: list[int] = []
@@ -221,7 +221,7 @@ def test_encoded_packs_share_the_memory_that_a_commit_may_take() -> None:
 
 
 @pytest.mark.slow
-def test_ranges_are_fetched_side_by_side(open_store: Opener, executor: ThreadExecutor) -> None:
+def test_read_fetches_ranges_in_parallel(open_store: Opener, executor: ThreadExecutor) -> None:
     backend, client = open_store("refresh=1h")
     rows, keys = make_rows(256), make_keys(256)
     writer = open_on(backend, rows)
@@ -240,7 +240,7 @@ def test_ranges_are_fetched_side_by_side(open_store: Opener, executor: ThreadExe
 
 
 @pytest.mark.slow
-def test_what_others_store_arrives_without_being_asked_for(
+def test_client_receives_changes_of_other_engines_without_jobs(
     open_store: Opener, endpoint: str, bucket: str, hosted: Hosted
 ) -> None:
     url = f"s3://{bucket}/store?endpoint_url={endpoint}"
@@ -261,7 +261,7 @@ def test_what_others_store_arrives_without_being_asked_for(
 
 
 @pytest.mark.slow
-def test_what_a_driver_logs_in_its_process_reaches_the_engine(
+def test_host_process_driver_log_reaches_engine(
     endpoint: str, bucket: str, raw_client: Any, hosted: Hosted, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = hosted.connect(f"s3://{bucket}/store?endpoint_url={endpoint}")
@@ -283,8 +283,8 @@ def wait_for(client: StoreClient, happened: Callable[[], bool]) -> None:
         assert time.monotonic() < until
 
 
-def test_next_opening_loads_the_index_from_its_file(open_store: Opener, tmp_path: Path) -> None:
-    """The local catalogue is not read then."""
+def test_store_reopen_loads_index_from_file(open_store: Opener, tmp_path: Path) -> None:
+    """The local catalogue is not read."""
     packs = [sample_pack(sample_identity().digest, seed, blocks=4096, block_bytes=1) for seed in range(17)]
     layout = RowLayout(4096, (GroupLayout(((0, 1),)),))
     options = f"refresh=0s&cache={tmp_path}"
@@ -303,7 +303,7 @@ def test_next_opening_loads_the_index_from_its_file(open_store: Opener, tmp_path
         assert len(store.index) == 4096 * (16 + (number == 2))
         asked.append(cursors)
         store.close()
-        if number == 1:  # another engine, with a catalogue of its own
+        if number == 1:  # another engine with its own local catalogue
             other, _ = open_store(f"refresh=0s&cache={tmp_path / 'other'}")
             other.commit(sample_identity().digest, CommitBatch(packs[16:]))
             other.close()

@@ -1,4 +1,4 @@
-"""Bodies, sinks, and the retries and limits above single requests, tested with a scripted client."""
+"""Bodies, sinks, retries, deadlines and the circuit breaker, tested with a scripted client."""
 
 from __future__ import annotations
 
@@ -97,11 +97,11 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return slept
 
 
-def reliable(client: Transport, deadline_s: float = 10.0) -> Bucket:
+def make_bucket(client: Transport, deadline_s: float = 10.0) -> Bucket:
     return Bucket(client, Breaker("test", 10.0, Clock()), deadline_s, 1, Clock())
 
 
-def test_body_hands_out_what_lies_there() -> None:
+def test_body_reads_pieces_at_send_time_and_rewinds() -> None:
     row = bytearray(b"row")
     body = Body([memoryview(row), b"", b"table"], Deadline(10))
     assert len(body) == 8
@@ -112,34 +112,34 @@ def test_body_hands_out_what_lies_there() -> None:
         body.seek(1)
 
 
-def test_large_pieces_are_sent_bit_by_bit() -> None:
+def test_body_splits_large_piece_into_1_mib_reads() -> None:
     body = Body([bytes(5 << 20), b"x"], Deadline(10))
     assert max(len(piece) for piece in iter(body.read, b"")) == 1 << 20
 
 
-def test_upload_stops_at_its_deadline() -> None:
+def test_body_read_past_deadline_raises() -> None:
     body = Body([b"a", b"b"], Deadline(0.0))
     with pytest.raises(LateError):
         body.read()
 
 
 @pytest.mark.parametrize(("start", "stop", "expected"), [(10, 500, DATA[10:500]), (0, 1, DATA[:1])])
-def test_broken_body_goes_on_where_it_broke(start: int, stop: int, expected: bytes) -> None:
+def test_fill_broken_body_resumes_at_broken_offset(start: int, stop: int, expected: bytes) -> None:
     client = Scripted(0, 0) if stop == 1 else Scripted(7, 90)
     buffers = [bytearray(3), bytearray(0), bytearray(stop - start - 3)] if stop > 4 else [bytearray(1)]
-    reliable(client).fill("k", start, [memoryview(buffer) for buffer in buffers])
+    make_bucket(client).fill("k", start, [memoryview(buffer) for buffer in buffers])
     assert b"".join(buffers) == expected
     starts = [10, 17, 107] if stop > 4 else [0, 0, 0]
     assert [call[2] for call in client.calls] == starts
 
 
-def test_get_broken_body_fetches_only_the_rest() -> None:
+def test_get_broken_body_fetches_only_remaining_bytes() -> None:
     client = Scripted(100, None)
-    assert bytes(reliable(client).get("k")) == DATA
+    assert bytes(make_bucket(client).get("k")) == DATA
     assert client.calls == [("get", "k", None, None), ("get", "k", 100, len(DATA))]
 
 
-def test_ranges_come_through_one_buffer_though_the_body_breaks() -> None:
+def test_frame_sink_broken_body_delivers_each_frame_once() -> None:
     came: list[tuple[int, bytes]] = []
     sink = FrameSink(
         [(5, 10), (15, 1), (40, 20), (200, 7)],
@@ -147,21 +147,21 @@ def test_ranges_come_through_one_buffer_though_the_body_breaks() -> None:
         lambda number, data: came.append((number, bytes(data))),
     )
     client = Scripted(3, 0, 8, 40)
-    reliable(client).download_into("k", sink)
+    make_bucket(client).download_into("k", sink)
     assert came == [(0, DATA[5:15]), (1, DATA[15:16]), (2, DATA[40:60]), (3, DATA[200:207])]
     assert [call[2] for call in client.calls] == [5, 8, 8, 16, 56]
     with pytest.raises(BrokenError):
         FrameSink([(0, 4)], memoryview(bytearray(4)), lambda number, data: None).expect(5)
 
 
-def test_sinks_refuse_what_was_not_asked_for() -> None:
+def test_sinks_longer_body_than_expected_raises() -> None:
     with pytest.raises(BrokenError):
         RowSink([memoryview(bytearray(4))]).expect(5)
     with pytest.raises(CorruptPackError):
         WholeSink(100).expect(101)
 
 
-def test_whole_sink_object_replaced_between_attempts_is_collected_anew() -> None:
+def test_whole_sink_object_replaced_between_attempts_restarts() -> None:
     sink = WholeSink(100)
     sink.expect(4)
     sink.expect(60)
@@ -173,46 +173,46 @@ def test_whole_sink_object_replaced_between_attempts_is_collected_anew() -> None
 
 
 @pytest.mark.parametrize("error", [BrokenError("x"), ThrottledError("x")])
-def test_what_may_pass_is_tried_again(error: S3Error, pauses: list[float]) -> None:
+def test_put_transient_error_is_retried_after_pause(error: S3Error, pauses: list[float]) -> None:
     client = Scripted(error, error, None)
-    reliable(client).put("k", [b"x"])
+    make_bucket(client).put("k", [b"x"])
     assert len(client.calls) == 3
     assert all(pause >= error.pause_s for pause in pauses)
 
 
-def test_get_deadline_passes_in_a_retry_error_names_the_first_failure() -> None:
+def test_get_deadline_passed_in_retry_raises_with_first_failure() -> None:
     with pytest.raises(LateError, match="took too long; the attempt before failed: connection refused"):
-        reliable(Scripted(BrokenError("connection refused"), LateError("took too long"))).get("k")
+        make_bucket(Scripted(BrokenError("connection refused"), LateError("took too long"))).get("k")
 
 
 @pytest.mark.parametrize("error", [RefusedError("x"), ObjectMissingError("x"), LateError("x")])
-def test_what_will_not_pass_is_not(error: S3Error) -> None:
+def test_head_permanent_error_is_not_retried(error: S3Error) -> None:
     client = Scripted(error)
     with pytest.raises(type(error)):
-        reliable(client).head("k")
+        make_bucket(client).head("k")
     assert len(client.calls) == 1
 
 
-def test_no_pause_reaches_past_the_deadline(pauses: list[float]) -> None:
+def test_list_pause_beyond_deadline_raises_without_waiting(pauses: list[float]) -> None:
     slow_down = ThrottledError("x")
     slow_down.pause_s = 5.0
     with pytest.raises(ThrottledError):
-        list(reliable(Scripted(slow_down), deadline_s=4).list("p"))
+        list(make_bucket(Scripted(slow_down), deadline_s=4).list("p"))
     assert pauses == []
 
 
-def test_own_object_after_a_lost_reply_is_told_apart() -> None:
+def test_put_412_after_lost_reply_is_marked_uncertain() -> None:
     with pytest.raises(ConditionFailedError) as caught:
-        reliable(Scripted(BrokenError("lost"), ThrottledError("503"), ConditionFailedError("412"))).put("k", [b"x"])
+        make_bucket(Scripted(BrokenError("lost"), ThrottledError("503"), ConditionFailedError("412"))).put("k", [b"x"])
     assert caught.value.uncertain
     with pytest.raises(ConditionFailedError) as caught:
-        reliable(Scripted(ThrottledError("503"), ConditionFailedError("412"))).put("k", [b"x"])
+        make_bucket(Scripted(ThrottledError("503"), ConditionFailedError("412"))).put("k", [b"x"])
     assert not caught.value.uncertain
 
 
-def test_long_listings_and_many_deletions_are_many_operations() -> None:
+def test_bucket_long_list_and_delete_send_several_requests() -> None:
     client = Scripted()
-    bucket = reliable(client)
+    bucket = make_bucket(client)
     assert [info.key for info in bucket.list("p")] == ["p0", "p1", "p2"]
     assert [call[2] for call in client.calls] == [None, "1", "2"]
     keys = [f"k{number}" for number in range(2 * MOST_DELETED + 1)]
@@ -251,7 +251,7 @@ def fail(breaker: Breaker, times: int) -> None:
         breaker.record(well=False, seconds=0.1)
 
 
-def test_breaker_opens_lets_one_through_and_closes() -> None:
+def test_breaker_opens_probes_once_and_closes() -> None:
     clock = BreakerClock()
     breaker = make_breaker(clock)
     fail(breaker, 4)
@@ -274,7 +274,7 @@ def test_breaker_opens_lets_one_through_and_closes() -> None:
     assert breaker.admit()
 
 
-def test_breaker_opens_on_slowness_and_on_half_of_the_last_answers() -> None:
+def test_breaker_slow_or_half_failed_requests_opens() -> None:
     clock = BreakerClock()
     slow, mixed = make_breaker(clock), make_breaker(clock)
     for _ in range(5):
@@ -285,7 +285,7 @@ def test_breaker_opens_on_slowness_and_on_half_of_the_last_answers() -> None:
     assert mixed.state == "open"
 
 
-def test_breaker_judges_bytes_per_second() -> None:
+def test_breaker_opens_when_throughput_falls_below_1_mib_s() -> None:
     breaker = make_breaker(BreakerClock())
     for _ in range(20):
         breaker.record(well=True, seconds=30.0, num_bytes=32 << 20)
@@ -296,7 +296,7 @@ def test_breaker_judges_bytes_per_second() -> None:
 
 
 @pytest.mark.parametrize("verb", ["put", "fill", "head"])
-def test_bucket_slow_large_transfers_leave_the_breaker_closed(verb: str) -> None:
+def test_bucket_slow_large_transfers_keep_breaker_closed(verb: str) -> None:
     """Each transfer takes five times the limit for a small request."""
     bucket = Bucket(Scripted(after=lambda: Event().wait(0.05)), Breaker("test", 0.01, Clock()), 10.0, 1, Clock())
     for _ in range(5):
@@ -309,7 +309,7 @@ def test_bucket_slow_large_transfers_leave_the_breaker_closed(verb: str) -> None
     assert bucket.breaker.state == ("open" if verb == "head" else "closed")
 
 
-def test_what_was_on_its_way_when_it_opened_changes_nothing() -> None:
+def test_breaker_open_ignores_results_of_earlier_requests() -> None:
     clock = BreakerClock()
     breaker = make_breaker(clock)
     fail(breaker, 5)
@@ -320,9 +320,9 @@ def test_what_was_on_its_way_when_it_opened_changes_nothing() -> None:
     assert breaker.admit()
 
 
-def test_open_breaker_answers_at_once() -> None:
+def test_bucket_open_breaker_raises_without_request() -> None:
     client = Scripted(*[RefusedError("403")] * 5)
-    bucket = reliable(client)
+    bucket = make_bucket(client)
     for _ in range(5):
         with pytest.raises(RefusedError):
             bucket.head("k")
@@ -331,15 +331,15 @@ def test_open_breaker_answers_at_once() -> None:
     assert len(client.calls) == 5
 
 
-def test_missing_objects_are_no_failure_of_the_server() -> None:
-    bucket = reliable(Scripted(*[ObjectMissingError("404")] * 50))
+def test_bucket_missing_objects_keep_breaker_closed() -> None:
+    bucket = make_bucket(Scripted(*[ObjectMissingError("404")] * 50))
     for _ in range(50):
         with pytest.raises(ObjectMissingError):
             bucket.head("k")
     assert bucket.breaker.state == "closed"
 
 
-def test_breaker_is_for_many_threads() -> None:
+def test_breaker_half_open_admits_one_of_many_threads() -> None:
     clock = BreakerClock()
     breaker = make_breaker(clock)
     fail(breaker, 5)
@@ -377,7 +377,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_calls_side_by_side_interrupted_do_not_keep_the_process() -> None:
+def test_bucket_parallel_calls_interrupted_do_not_block_exit() -> None:
     """The server hangs. Running calls are abandoned, and queued calls never start."""
     begun, seconds = run_interrupted(INTERRUPTED_CALLS).split()
     assert int(begun) == 2

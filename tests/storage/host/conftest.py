@@ -1,4 +1,4 @@
-"""Hosted stores over shared rows, on each of the three hosts: process, thread, inline."""
+"""Stores with shared rows on each of the three hosts: process, thread, inline."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from persistkv.storage.host.protocol import Hello
 from persistkv.storage.host.supervisor import ProcessHost
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
-from tests.storage.host.jobs import BLOCK, names
+from tests.storage.host.jobs import BLOCK, make_keys
 
 
 def main(url: str, first: str, sizes: str) -> None:
@@ -40,7 +40,7 @@ def main(url: str, first: str, sizes: str) -> None:
         os._exit(0)
     row = 0
     for job, count in enumerate(counts):
-        keys = names(count, int(first) + row)
+        keys = make_keys(count, int(first) + row)
         client.submit_store(job, "a", keys, range(row, row + count), None, count * BLOCK)
         row += count
     answered = 0

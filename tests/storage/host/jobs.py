@@ -1,4 +1,4 @@
-"""Keys, messages and waits for the tests of clients."""
+"""Keys, messages and waiting functions for the tests of clients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = ["process", "thread", "inline"]
 BLOCK = 64 << 10
 
 
-def names(count: int, start: int = 0) -> list[bytes]:
+def make_keys(count: int, start: int = 0) -> list[bytes]:
     return [number.to_bytes(32, "little") + bytes(4) for number in range(start, start + count)]
 
 

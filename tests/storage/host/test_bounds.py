@@ -15,40 +15,40 @@ from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.protocol import Touch
 from persistkv.storage.host.supervisor import State
 from persistkv.storage.records import News, RequestEnd
-from tests.storage.host.jobs import BLOCK, names, pid_of
+from tests.storage.host.jobs import BLOCK, make_keys, pid_of
 
 
-def test_the_queue_is_bounded_in_bytes(hosted: Any, tmp_path: Path) -> None:
+def test_submit_store_beyond_queue_bytes_is_refused(hosted: Any, tmp_path: Path) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", max_queue_bytes=80 * BLOCK)
     client.open()
     os.kill(pid_of(hosted), signal.SIGSTOP)
-    client.submit_store(1, "a", names(70), range(70), None, 70 * BLOCK)
-    client.submit_store(2, "a", names(20, 70), range(70, 90), None, 20 * BLOCK)
+    client.submit_store(1, "a", make_keys(70), range(70), None, 70 * BLOCK)
+    client.submit_store(2, "a", make_keys(20, 70), range(70, 90), None, 20 * BLOCK)
     (refused,) = client.poll()
     assert (refused.job_id, refused.refused, len(refused.failed)) == (2, True, 20)
     assert client.counters.refused_bytes == 20 * BLOCK
     os.kill(pid_of(hosted), signal.SIGCONT)
     assert hosted.finish(client, 1).failed == []
-    client.submit_store(3, "a", names(20, 70), range(70, 90), None, 20 * BLOCK)
+    client.submit_store(3, "a", make_keys(20, 70), range(70, 90), None, 20 * BLOCK)
     assert hosted.finish(client, 3).failed == []
 
 
-def test_a_job_larger_than_the_queue_goes_alone(hosted: Any, tmp_path: Path) -> None:
+def test_submit_store_job_larger_than_queue_is_accepted_alone(hosted: Any, tmp_path: Path) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", max_queue_bytes=BLOCK)
     client.open()
-    client.submit_store(1, "a", names(70), range(70), None, 70 * BLOCK)
-    client.submit_store(2, "a", names(1, 70), [70], None, BLOCK)
+    client.submit_store(1, "a", make_keys(70), range(70), None, 70 * BLOCK)
+    client.submit_store(2, "a", make_keys(1, 70), [70], None, BLOCK)
     assert hosted.finish(client, 2).refused
     assert hosted.finish(client, 1).failed == []
 
 
-def test_nothing_waits_for_a_stopped_host(hosted: Any, tmp_path: Path) -> None:
+def test_client_stopped_host_process_does_not_block_engine(hosted: Any, tmp_path: Path) -> None:
     """The engine queues thousands of messages to a process that reads none, and never blocks on them."""
     client = hosted.connect(f"lmdb://{tmp_path}/store", max_queue_bytes=1 << 40)
     client.open()
     os.kill(pid_of(hosted), signal.SIGSTOP)
     for job in range(3000):
-        client.submit_store(job, "a", names(128, 128 * job), range(128), None, 128 * BLOCK)
+        client.submit_store(job, "a", make_keys(128, 128 * job), range(128), None, 128 * BLOCK)
         assert client.poll() == []
     os.kill(pid_of(hosted), signal.SIGKILL)
     os.kill(pid_of(hosted), signal.SIGCONT)
@@ -58,11 +58,11 @@ def test_nothing_waits_for_a_stopped_host(hosted: Any, tmp_path: Path) -> None:
     assert client.counters.lost_jobs == 3000
 
 
-def test_uses_are_said_in_bounded_messages(hosted: Any, tmp_path: Path) -> None:
+def test_touch_sends_held_keys_once_and_drops_overflow(hosted: Any, tmp_path: Path) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store?capacity=64MiB", "inline", max_age_s=0.0)
-    client.touch(names(3))  # the store is not open yet
+    client.touch(make_keys(3))  # the store is not open yet
     client.open()
-    held = names(100)
+    held = make_keys(100)
     client.submit_store(1, "a", held, range(100), range(100), 100 * BLOCK)
     hosted.finish(client, 1)
     assert client.flush(90)
@@ -75,42 +75,42 @@ def test_uses_are_said_in_bounded_messages(hosted: Any, tmp_path: Path) -> None:
         send(message)
 
     client.supervisor.connection.send = count
-    client.touch([*held, *names(50, 1000)])
+    client.touch([*held, *make_keys(50, 1000)])
     client.touch(held[:10])
-    client.touch(names(70_000, 2000))  # exceeds the limit of pending uses: dropped
+    client.touch(make_keys(70_000, 2000))  # exceeds the limit of pending uses: dropped
     client.poll()
     client.poll()
     assert sent == [100], "what is held, once"
 
 
-def test_events_of_an_idle_engine_overflow_reports_loss(hosted: Any, tmp_path: Path) -> None:
+def test_events_overflow_of_idle_engine_reports_loss(hosted: Any, tmp_path: Path) -> None:
     """The keys in the events of an idle engine are bounded on both sides while another process fills the store."""
     url = f"lmdb://{tmp_path}/store?capacity=256MiB"
     idle, busy = hosted.connect(url, "inline", refresh_s=0.0), hosted.connect(url, "inline", max_age_s=0.0)
     idle.open()
     busy.open()
-    busy.submit_store(1, "a", names(128), range(128), None, 128 * BLOCK)
+    busy.submit_store(1, "a", make_keys(128), range(128), None, 128 * BLOCK)
     assert busy.flush(90)
     idle.poll()
-    assert sorted(idle.take_events().stored) == sorted(names(128))
-    delete_all_of(busy, names(1)[0])
+    assert sorted(idle.take_events().stored) == sorted(make_keys(128))
+    delete_all_of(busy, make_keys(1)[0])
     idle.poll()
     assert len(idle) == 0
-    assert not idle.contains(names(1)[0])
+    assert not idle.contains(make_keys(1)[0])
     assert idle.take_events().lost, "the removal names no keys"
     news = News()
     for start in range(0, 200_000, 4_000):
-        news.add(stored=names(4_000, start))
+        news.add(stored=make_keys(4_000, start))
         assert len(news.stored) + len(news.removed) <= 70_000
     assert news.lost
 
 
-def test_events_without_a_subscription_are_empty(hosted: Any, tmp_path: Path) -> None:
+def test_take_events_without_subscription_is_empty(hosted: Any, tmp_path: Path) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", "inline", events=False, max_age_s=0.0)
     client.open()
-    client.submit_store(1, "a", names(3), range(3), None, 3 * BLOCK)
+    client.submit_store(1, "a", make_keys(3), range(3), None, 3 * BLOCK)
     assert client.flush(90)
-    assert all(map(client.contains, names(3)))
+    assert all(map(client.contains, make_keys(3)))
     assert client.take_events() == News()
 
 
@@ -123,11 +123,13 @@ def delete_all_of(client: StoreClient, key: bytes) -> None:
     backend.close()
 
 
-def test_an_end_that_finds_no_room_is_refused(hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_request_full_manifest_queue_is_refused(
+    hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The queue of manifests is bounded while the store accepts nothing and long contexts end."""
     client = hosted.connect(f"lmdb://{tmp_path}/store", "inline")
     client.open()
-    long = names(180_000)
+    long = make_keys(180_000)
     with monkeypatch.context() as patch:
         patch.setattr(client.supervisor.connection, "send", lambda message: None)
         for number in range(4):
@@ -136,7 +138,9 @@ def test_an_end_that_finds_no_room_is_refused(hosted: Any, tmp_path: Path, monke
     assert client.counters.refused_ends == 2
 
 
-def test_short_ends_are_bounded_too(hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_request_without_keys_counts_toward_queue_bound(
+    hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests without keys use memory, too, and so do labels."""
     client = hosted.connect(f"lmdb://{tmp_path}/store", "inline")
     client.open()
@@ -149,11 +153,11 @@ def test_short_ends_are_bounded_too(hosted: Any, tmp_path: Path, monkeypatch: py
     assert "long" in client.take_persisted()
 
 
-def test_uses_wait_while_the_host_takes_nothing(hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No reply is pending, so the watchdog does not check the stopped host; the queue to it is bounded all the same."""
+def test_touch_stopped_host_bounds_queued_bytes(hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No reply is pending, so the watchdog does not check the stopped host; the queue to it is still bounded."""
     client = hosted.connect(f"lmdb://{tmp_path}/store")
     client.open()
-    held = names(128)
+    held = make_keys(128)
     client.submit_store(1, "a", held, range(128), range(128), 128 * BLOCK)
     hosted.finish(client, 1)
     assert client.flush(90)

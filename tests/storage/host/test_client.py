@@ -1,4 +1,4 @@
-"""The engine's side of a store, with each host: jobs, ends of requests, deaths of the host."""
+"""StoreClient with each host: jobs, ends of requests, and restarts after the host process dies."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from persistkv.storage.host.protocol import Hello, JobDone, Opened, Ping, Pong, 
 from persistkv.storage.host.supervisor import InlineHost, State
 from persistkv.storage.index import Index
 from persistkv.storage.records import News, StoreOptions
-from tests.storage.host.jobs import BLOCK, KINDS, end, names, pid_of, wait_for
+from tests.storage.host.jobs import BLOCK, KINDS, end, make_keys, pid_of, wait_for
 
 
-def test_a_client_that_rests_hears_what_others_store(hosted: Any, tmp_path: Path) -> None:
+def test_client_idle_receives_keys_of_other_clients(hosted: Any, tmp_path: Path) -> None:
     url = f"lmdb://{tmp_path}/store"
     resting, writing = hosted.connect(url), hosted.connect(url)
     resting.open()
     writing.open()
-    keys = names(3)
+    keys = make_keys(3)
     resting.poll()
     assert resting.poll() == []
     writing.submit_store(1, "a", keys, range(3), range(3), 3 * BLOCK)
@@ -45,11 +45,11 @@ def test_a_client_that_rests_hears_what_others_store(hosted: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_store_load_and_reopen(hosted: Any, tmp_path: Path, kind: str) -> None:
+def test_client_stored_blocks_load_after_reopen(hosted: Any, tmp_path: Path, kind: str) -> None:
     url = f"lmdb://{tmp_path}/store"
     client = hosted.connect(url, kind)
     client.open()
-    large, small = names(70), names(3, 100)
+    large, small = make_keys(70), make_keys(3, 100)
     client.submit_store(1, "a", large, range(70), range(70), 70 * BLOCK)
     assert hosted.finish(client, 1).failed == []
     client.submit_store(2, "a", small, [100, 101, 102], [70, 71, 72], 3 * BLOCK)
@@ -78,7 +78,7 @@ def test_store_load_and_reopen(hosted: Any, tmp_path: Path, kind: str) -> None:
     assert stats.host.counters.missed_blocks == 1
 
 
-def test_a_bad_job_leaves_nothing_behind(hosted: Any, tmp_path: Path) -> None:
+def test_submit_store_invalid_key_raises_and_queues_nothing(hosted: Any, tmp_path: Path) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", "inline")
     client.open()
     with pytest.raises(ValueError, match="keys have 0"):
@@ -86,22 +86,22 @@ def test_a_bad_job_leaves_nothing_behind(hosted: Any, tmp_path: Path) -> None:
     assert not client.has_pending_work
 
 
-def test_signals_to_the_host_are_the_engines_affair(hosted: Any, tmp_path: Path) -> None:
+def test_host_ignores_termination_signals_and_commits_on_close(hosted: Any, tmp_path: Path) -> None:
     """A supervisor signals all processes of a unit at once; the host still commits all accepted blocks."""
     url = f"lmdb://{tmp_path}/store"
     client = hosted.connect(url, max_age_s=1e6)
     client.open()
-    client.submit_store(1, "a", names(2), [0, 1], None, 2 * BLOCK)
+    client.submit_store(1, "a", make_keys(2), [0, 1], None, 2 * BLOCK)
     hosted.finish(client, 1)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(pid_of(hosted), number)
     assert client.close()
     again = hosted.connect(url, "inline")
     again.open()
-    assert all(map(again.contains, names(2)))
+    assert all(map(again.contains, make_keys(2)))
 
 
-def test_a_forked_child_does_not_keep_the_host(hosted: Any, tmp_path: Path) -> None:
+def test_close_with_forked_child_still_ends_host(hosted: Any, tmp_path: Path) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store")
     client.open()
     child = os.fork()
@@ -115,7 +115,7 @@ def test_a_forked_child_does_not_keep_the_host(hosted: Any, tmp_path: Path) -> N
         os.waitpid(child, 0)
 
 
-def test_a_host_that_answers_slowly_is_not_killed() -> None:
+def test_watchdog_slow_but_answering_host_is_not_killed() -> None:
     """The oldest job exceeds the watchdog's limit, but the host is alive: it answers other jobs."""
     ours, theirs = socket.socketpair()
     host = SocketConnection(theirs, ToStore)
@@ -133,7 +133,7 @@ def test_a_host_that_answers_slowly_is_not_killed() -> None:
     host.send(Opened(Table(slots, fd), b"n" * 16, ""))
     client.open()
     for job in range(8):
-        client.submit_store(job, "a", names(1, job), [0], None, 4096)
+        client.submit_store(job, "a", make_keys(1, job), [0], None, 4096)
     for job in range(1, 8):
         time.sleep(0.1)
         host.send(JobDone(job, PackedKeys(), 0))
@@ -154,32 +154,32 @@ def test_a_host_that_answers_slowly_is_not_killed() -> None:
     client.close()
 
 
-def test_a_stopped_host_is_found_out_by_an_end_alone(hosted: Any, tmp_path: Path) -> None:
+def test_watchdog_detects_stopped_host_with_only_end_pending(hosted: Any, tmp_path: Path) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", watchdog_s=0.2)
     client.open()
     os.kill(pid_of(hosted), signal.SIGSTOP)
-    client.end_request(end("a", names(2)))
+    client.end_request(end("a", make_keys(2)))
     wait_for(client, State.DOWN)
     assert client.take_persisted() == {"a": False}
 
 
-def test_events_after_a_restart_are_lost(hosted: Any, tmp_path: Path) -> None:
+def test_events_after_host_restart_report_loss(hosted: Any, tmp_path: Path) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store")
     client.open()
-    client.submit_store(1, "a", names(70), range(70), None, 70 * BLOCK)
+    client.submit_store(1, "a", make_keys(70), range(70), None, 70 * BLOCK)
     hosted.finish(client, 1)
     assert client.flush(90)
-    assert sorted(client.take_events().stored) == sorted(names(70))
+    assert sorted(client.take_events().stored) == sorted(make_keys(70))
     os.kill(pid_of(hosted), signal.SIGKILL)
     wait_for(client, State.DOWN)
     assert client.take_events().lost
     while client.state is not State.OPEN:
-        assert not client.contains(names(1)[0]), "found while no job would be taken"
+        assert not client.contains(make_keys(1)[0]), "found while no job would be taken"
         client.poll()
-    assert all(map(client.contains, names(70)))
+    assert all(map(client.contains, make_keys(70)))
 
 
-def test_what_makes_no_sense_ends_the_host_not_the_engine(
+def test_client_malformed_reply_ends_host_not_engine(
     hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", "inline")
@@ -189,18 +189,18 @@ def test_what_makes_no_sense_ends_the_host_not_the_engine(
     assert client.state is not State.OPEN
 
 
-def test_a_killed_host_fails_its_jobs_and_comes_back(hosted: Any, tmp_path: Path) -> None:
+def test_client_killed_host_fails_jobs_and_restarts(hosted: Any, tmp_path: Path) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store")
     client.open()
-    durable = names(70)
+    durable = make_keys(70)
     client.submit_store(1, "a", durable, range(70), None, 70 * BLOCK)
     hosted.finish(client, 1)
     assert client.flush(90), "the news of these blocks arrived"
     first_pid = pid_of(hosted)
     os.kill(first_pid, signal.SIGSTOP)
     client.submit_load(2, durable, range(70))
-    client.submit_store(3, "b", names(20, 70), range(70, 90), None, 20 * BLOCK)
-    client.end_request(end("b", names(20, 70)))
+    client.submit_store(3, "b", make_keys(20, 70), range(70, 90), None, 20 * BLOCK)
+    client.end_request(end("b", make_keys(20, 70)))
     os.kill(first_pid, signal.SIGKILL)
     outcomes = {2: hosted.finish(client, 2)}
     assert outcomes[2].refused
@@ -219,14 +219,14 @@ def test_a_killed_host_fails_its_jobs_and_comes_back(hosted: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_kill_in_the_middle_of_work(hosted: Any, tmp_path: Path, seed: int) -> None:
+def test_client_host_killed_mid_job_answers_each_job_once(hosted: Any, tmp_path: Path, seed: int) -> None:
     """At any time of the kill, each job is answered once, and every stored block has its content."""
     client = hosted.connect(f"lmdb://{tmp_path}/store")
     client.open()
     content = hosted.array.copy()
     jobs = {}
     for job in range(8):
-        keys = names(16, 16 * job)
+        keys = make_keys(16, 16 * job)
         jobs[job] = keys
         client.submit_store(job, "a", keys, range(16 * job, 16 * job + 16), None, 16 * BLOCK)
     time.sleep(0.004 * seed)
@@ -248,16 +248,16 @@ def test_kill_in_the_middle_of_work(hosted: Any, tmp_path: Path, seed: int) -> N
             hosted.array[:] = content
 
 
-def test_a_silent_host_is_killed_by_the_watchdog(hosted: Any, tmp_path: Path) -> None:
+def test_watchdog_silent_host_is_killed_and_restarted(hosted: Any, tmp_path: Path) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", watchdog_s=0.2)
     client.open()
     os.kill(pid_of(hosted), signal.SIGSTOP)
-    client.submit_load(1, names(1), [0])
+    client.submit_load(1, make_keys(1), [0])
     assert hosted.finish(client, 1).refused
     wait_for(client, State.OPEN)
 
 
-def test_time_without_a_cpu_is_counted(hosted: Any, tmp_path: Path) -> None:
+def test_process_host_cpu_wait_s_counts_time_without_cpu(hosted: Any, tmp_path: Path) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store")
     client.open()
     for thread in os.listdir(f"/proc/{pid_of(hosted)}/task"):
@@ -270,11 +270,11 @@ def test_time_without_a_cpu_is_counted(hosted: Any, tmp_path: Path) -> None:
         job = 0
         while client.supervisor.host.cpu_wait_s() < before + 0.05:  # the test's timeout ends this
             job += 1
-            client.submit_store(job, "a", names(1, job), [0], None, BLOCK)
+            client.submit_store(job, "a", make_keys(1, job), [0], None, BLOCK)
             assert hosted.finish(client, job).failed == []
 
 
-def test_use_after_fork_is_refused(hosted: Any, tmp_path: Path) -> None:
+def test_client_used_in_forked_child_raises(hosted: Any, tmp_path: Path) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store")
     client.open()
     child = os.fork()
@@ -288,21 +288,21 @@ def test_use_after_fork_is_refused(hosted: Any, tmp_path: Path) -> None:
     assert client.flush(90)
 
 
-def test_the_host_process_imports_no_torch(hosted: Any, tmp_path: Path) -> None:
+def test_host_process_does_not_load_torch(hosted: Any, tmp_path: Path) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", codec="zstd")
     client.open()
-    client.submit_store(1, "a", names(70), range(70), None, 70 * BLOCK)
+    client.submit_store(1, "a", make_keys(70), range(70), None, 70 * BLOCK)
     hosted.finish(client, 1)
     maps = Path(f"/proc/{pid_of(hosted)}/maps").read_text()
     assert "lmdb" in maps
     assert "torch" not in maps
 
 
-def test_closing_waits_for_what_was_given(hosted: Any, tmp_path: Path) -> None:
+def test_close_commits_all_submitted_blocks(hosted: Any, tmp_path: Path) -> None:
     url = f"lmdb://{tmp_path}/store"
     client = hosted.connect(url)
     client.open()
-    client.submit_store(1, "a", names(128), range(128), None, 128 * BLOCK)
+    client.submit_store(1, "a", make_keys(128), range(128), None, 128 * BLOCK)
     assert client.close()
     assert client.close(), "closing is idempotent"
     again = hosted.connect(url, "inline")
@@ -310,7 +310,7 @@ def test_closing_waits_for_what_was_given(hosted: Any, tmp_path: Path) -> None:
     assert len(again) == 128
 
 
-def test_an_answer_that_came_too_late_is_nobodys(hosted: Any, tmp_path: Path) -> None:
+def test_client_late_replies_are_discarded(hosted: Any, tmp_path: Path) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store")
     client.open()
     os.kill(pid_of(hosted), signal.SIGSTOP)

@@ -83,7 +83,7 @@ def eventually(holds: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def names(count: int, start: int = 0) -> list[bytes]:
+def make_keys(count: int, start: int = 0) -> list[bytes]:
     return [number.to_bytes(32, "little") + bytes(4) for number in range(start, start + count)]
 
 
@@ -108,16 +108,16 @@ def store(client: StoreClient, job: int, keys: list[bytes], first_row: int = 0) 
     client.submit_store(job, f"r{job}", keys, rows, range(len(keys)), len(keys) * BLOCK)
 
 
-def test_loads_go_on_while_a_transaction_runs(hosted: Any, client: StoreClient, medium: Medium) -> None:
-    store(client, 1, names(64))
+def test_load_continues_while_commit_is_blocked(hosted: Any, client: StoreClient, medium: Medium) -> None:
+    store(client, 1, make_keys(64))
     assert hosted.finish(client, 1).failed == []
     medium.commits.shut()
-    store(client, 2, names(64, 64), 64)
+    store(client, 2, make_keys(64, 64), 64)
     medium.commits.await_waiting()
     before = hosted.array[:64].copy()
     for job in range(3, 8):
         hosted.array[:64] = 0
-        client.submit_load(job, names(64), range(64))
+        client.submit_load(job, make_keys(64), range(64))
         assert hosted.finish(client, job).failed == []
         assert (hosted.array[:64] == before).all()
     assert client.num_jobs == 1
@@ -125,36 +125,38 @@ def test_loads_go_on_while_a_transaction_runs(hosted: Any, client: StoreClient, 
     assert hosted.finish(client, 2).failed == []
 
 
-def test_small_jobs_are_taken_while_a_transaction_runs(hosted: Any, client: StoreClient, medium: Medium) -> None:
+def test_store_small_job_is_acknowledged_while_commit_is_blocked(
+    hosted: Any, client: StoreClient, medium: Medium
+) -> None:
     medium.commits.shut()
-    store(client, 1, names(64))
+    store(client, 1, make_keys(64))
     medium.commits.await_waiting()
-    store(client, 2, names(4, 64), 64)
+    store(client, 2, make_keys(4, 64), 64)
     outcome = hosted.finish(client, 2)
     assert (outcome.failed, outcome.refused) == ([], False)
-    assert not any(map(client.contains, names(68)))
+    assert not any(map(client.contains, make_keys(68)))
     medium.commits.open()
     assert client.flush(PATIENCE_S)
-    assert all(map(client.contains, names(68)))
+    assert all(map(client.contains, make_keys(68)))
     assert medium.commits.most_running == 1
 
 
-def test_a_job_that_found_keys_in_flight_writes_what_was_lost(hosted: Any, client: StoreClient, medium: Medium) -> None:
+def test_store_job_with_keys_in_flight_rewrites_failed_blocks(hosted: Any, client: StoreClient, medium: Medium) -> None:
     medium.commits.shut()
-    store(client, 1, names(64))
+    store(client, 1, make_keys(64))
     medium.commits.await_waiting()
-    store(client, 2, names(70))  # 64 of them are in flight
-    store(client, 3, names(64, 32), 32)  # 32 are in flight with the first job, 6 with the second
+    store(client, 2, make_keys(70))  # 64 of them are in flight
+    store(client, 3, make_keys(64, 32), 32)  # 32 are in flight with the first job, 6 with the second
     client.flush(0.0)  # includes the blocks that jobs 2 and 3 write after job 1 failed
     medium.commits.errors = ["the disk went away"]
     medium.commits.open()
     outcomes = finish_all(client, {1, 2, 3})
-    assert {job: outcome.failed for job, outcome in outcomes.items()} == {1: names(64), 2: [], 3: []}
+    assert {job: outcome.failed for job, outcome in outcomes.items()} == {1: make_keys(64), 2: [], 3: []}
     assert client.flush(PATIENCE_S)
-    assert all(map(client.contains, names(96)))
+    assert all(map(client.contains, make_keys(96)))
     before = hosted.array[:96].copy()
     hosted.array[:] = 0
-    client.submit_load(4, names(96), range(96))
+    client.submit_load(4, make_keys(96), range(96))
     assert hosted.finish(client, 4).failed == []
     assert (hosted.array[:96] == before).all()
 
@@ -172,9 +174,9 @@ def end(request: str, keys: list[bytes]) -> RequestEnd:
     return RequestEnd(request, f"m-{request}", (keys,), 16 * len(keys), 16)
 
 
-def test_rows_are_free_only_when_the_slowest_part_has_ended(hosted: Any, client: StoreClient, medium: Medium) -> None:
+def test_load_partly_failed_ends_after_slowest_part(hosted: Any, client: StoreClient, medium: Medium) -> None:
     """One part of a load fails at once while another part still runs: the rows of both are in use."""
-    store(client, 1, names(128))
+    store(client, 1, make_keys(128))
     assert hosted.finish(client, 1).failed == []
     assert client.flush(PATIENCE_S)
     fails = threading.Event()
@@ -188,7 +190,7 @@ def test_rows_are_free_only_when_the_slowest_part_has_ended(hosted: Any, client:
     medium.backend.before("read", fail_first_part)
     medium.reads = Gate(medium.backend, "read")
     medium.reads.shut()
-    client.submit_load(2, names(128), range(128))
+    client.submit_load(2, make_keys(128), range(128))
     eventually(fails.is_set)
     medium.reads.await_waiting()
     assert client.poll() == []
@@ -196,24 +198,24 @@ def test_rows_are_free_only_when_the_slowest_part_has_ended(hosted: Any, client:
     medium.reads.open()
     failed = hosted.finish(client, 2).failed
     assert failed
-    assert set(failed) < set(names(128))
+    assert set(failed) < set(make_keys(128))
     frozen = hosted.array.copy()
     assert client.flush(PATIENCE_S)
     assert (hosted.array == frozen).all()
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
-def test_closing_waits_for_all_that_runs(hosted: Any, medium: Medium, codec: str) -> None:
+def test_close_waits_for_running_commits_and_loads(hosted: Any, medium: Medium, codec: str) -> None:
     client = hosted.connect("lmdb:///gated", "thread", codec=codec, max_age_s=1e6)
     client.open()
-    store(client, 1, names(64))
+    store(client, 1, make_keys(64))
     assert hosted.finish(client, 1).failed == []
     medium.commits.shut()
     medium.reads.shut()
-    store(client, 2, names(64, 64), 64)
+    store(client, 2, make_keys(64, 64), 64)
     medium.commits.await_waiting()
-    store(client, 3, names(2, 200), 5)
-    client.submit_load(4, names(64), range(64))
+    store(client, 3, make_keys(2, 200), 5)
+    client.submit_load(4, make_keys(64), range(64))
     medium.reads.await_waiting()
     committed: list[int] = []
 
@@ -229,59 +231,61 @@ def test_closing_waits_for_all_that_runs(hosted: Any, medium: Medium, codec: str
     assert sum(committed) == 130
 
 
-def test_the_loop_answers_while_the_medium_is_stuck(hosted: Any, client: StoreClient, medium: Medium) -> None:
+def test_load_missing_keys_is_answered_while_commit_is_blocked(
+    hosted: Any, client: StoreClient, medium: Medium
+) -> None:
     medium.commits.shut()
-    store(client, 1, names(64))
+    store(client, 1, make_keys(64))
     medium.commits.await_waiting()
-    client.submit_load(2, names(3, 500), [70, 71, 72])
-    assert hosted.finish(client, 2).failed == names(3, 500)
+    client.submit_load(2, make_keys(3, 500), [70, 71, 72])
+    assert hosted.finish(client, 2).failed == make_keys(3, 500)
     medium.commits.open()
     assert hosted.finish(client, 1).failed == []
 
 
-def test_a_bad_pack_is_deleted_once_the_transaction_has_ended(hosted: Any, client: StoreClient, medium: Medium) -> None:
-    store(client, 1, names(64))
+def test_corrupt_pack_is_deleted_after_running_commit_ends(hosted: Any, client: StoreClient, medium: Medium) -> None:
+    store(client, 1, make_keys(64))
     assert hosted.finish(client, 1).failed == []
     (namespace,) = medium.backend.namespaces()
     (pack,) = tables(medium.backend, namespace.id)
     flip(medium.backend, namespace.id, pack, 5)
     medium.commits.shut()
-    store(client, 2, names(64, 64), 64)
+    store(client, 2, make_keys(64, 64), 64)
     medium.commits.await_waiting()
-    client.submit_load(3, names(64), range(64))
-    assert set(hosted.finish(client, 3).failed) < set(names(64))
+    client.submit_load(3, make_keys(64), range(64))
+    assert set(hosted.finish(client, 3).failed) < set(make_keys(64))
     medium.commits.open()
     assert hosted.finish(client, 2).failed == []
-    eventually(lambda: not client.poll() and not any(map(client.contains, names(64))))
-    assert all(map(client.contains, names(64, 64)))
+    eventually(lambda: not client.poll() and not any(map(client.contains, make_keys(64))))
+    assert all(map(client.contains, make_keys(64, 64)))
 
 
-def test_no_memory_costs_blocks_and_nothing_else(hosted: Any, client: StoreClient, medium: Medium) -> None:
+def test_backend_memory_error_fails_job_and_store_continues(hosted: Any, client: StoreClient, medium: Medium) -> None:
     """Any error of the medium fails the job, and the store continues."""
     backend, no_memory = medium.backend, MemoryError("no memory for a frame")
     backend.fail("commit", no_memory)
-    store(client, 1, names(64))
-    assert hosted.finish(client, 1).failed == names(64)
+    store(client, 1, make_keys(64))
+    assert hosted.finish(client, 1).failed == make_keys(64)
     backend.clear_faults()
-    store(client, 2, names(64))
+    store(client, 2, make_keys(64))
     assert hosted.finish(client, 2).failed == []
     assert client.flush(PATIENCE_S)
     backend.fail("read", no_memory)
-    client.submit_load(3, names(64), range(64))
-    assert hosted.finish(client, 3).failed == names(64)
+    client.submit_load(3, make_keys(64), range(64))
+    assert hosted.finish(client, 3).failed == make_keys(64)
     backend.fail("stats", no_memory)
     assert client.stats(PATIENCE_S).host is not None
     backend.clear_faults()
-    client.submit_load(4, names(64), range(64))
+    client.submit_load(4, make_keys(64), range(64))
     assert hosted.finish(client, 4).failed == []
 
 
-def test_a_store_side_that_breaks_ends_and_answers_for_its_jobs(
+def test_thread_host_internal_error_refuses_running_jobs(
     hosted: Any, client: StoreClient, medium: Medium, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An internal error must not pin rows for ever: a thread, unlike a process, cannot be killed to release them."""
     medium.commits.shut()
-    store(client, 1, names(64))
+    store(client, 1, make_keys(64))
     medium.commits.await_waiting()
 
     def broken(_: object) -> None:
@@ -289,9 +293,9 @@ def test_a_store_side_that_breaks_ends_and_answers_for_its_jobs(
 
     monkeypatch.setattr("persistkv.storage.store.Store.tick", broken)
     monkeypatch.setattr(threading, "excepthook", lambda raised: None)  # pytest's hook would keep references to the rows
-    client.submit_load(2, names(3, 500), [70, 71, 72])
+    client.submit_load(2, make_keys(3, 500), [70, 71, 72])
     client.poll()
     medium.commits.open()
     outcomes = finish_all(client, {1, 2})
     assert outcomes[1].refused
-    assert not client.contains(names(1)[0])
+    assert not client.contains(make_keys(1)[0])

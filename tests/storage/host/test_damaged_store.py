@@ -39,7 +39,7 @@ def store_all(hosted: Any, client: StoreClient) -> None:
 
 @pytest.mark.parametrize("placement", ["inline", "extents"])
 @pytest.mark.parametrize("damage", [cut, fill_with_ones])
-def test_engine_outlives_a_damaged_store(
+def test_engine_damaged_store_survives_and_stores_again(
     hosted: Any, tmp_path: Path, damage: Callable[[bytearray], None], placement: str
 ) -> None:
     url = f"lmdb://{tmp_path}/kv?capacity=64MiB&placement={placement}"
@@ -68,7 +68,7 @@ def test_engine_outlives_a_damaged_store(
     assert len(list((tmp_path / "kv").glob("damaged-*"))) == 1
 
 
-def test_that_a_pack_is_bad_is_told_before_the_load_that_found_it_ends(hosted: Any, tmp_path: Path) -> None:
+def test_load_corrupt_pack_reports_removal_before_job_ends(hosted: Any, tmp_path: Path) -> None:
     """Otherwise the engine assumes that recomputed blocks are still stored, and loses them with the pack."""
     url = f"lmdb://{tmp_path}/kv?capacity=64MiB"
     client = hosted.connect(url)

@@ -21,7 +21,7 @@ from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.supervisor import ProcessHost, State
 from tests.host_processes import host_processes, kill_tree
 from tests.storage.host.engine_program import content
-from tests.storage.host.jobs import BLOCK, ENGINE_AS_INIT, KINDS, end, names, pid_of, wait_for
+from tests.storage.host.jobs import BLOCK, ENGINE_AS_INIT, KINDS, end, make_keys, pid_of, wait_for
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = "tests.storage.host.engine_program"
@@ -53,7 +53,7 @@ def status(pid: int) -> dict[str, str]:
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
-def test_host_process_inherits_nothing_that_would_end_it(tmp_path: Path) -> None:
+def test_host_process_is_detached_from_engine_session_and_signals(tmp_path: Path) -> None:
     with engine(f"lmdb://{tmp_path}/store", 0, "1") as (pid, host):
         found = status(host)
         ignored = int(found["SigIgn"], 16)
@@ -68,7 +68,7 @@ def test_host_process_inherits_nothing_that_would_end_it(tmp_path: Path) -> None
         assert soft == hard
 
 
-def kill_and_look(hosted: Any, tmp_path: Path, repeats: int) -> None:
+def kill_and_verify(hosted: Any, tmp_path: Path, repeats: int) -> None:
     """Kill engines with their process trees; each time, the next engine must find all accepted blocks."""
     chance = random.Random(repeats)
     url = f"lmdb://{tmp_path}/store?capacity=1GiB"
@@ -79,7 +79,7 @@ def kill_and_look(hosted: Any, tmp_path: Path, repeats: int) -> None:
             kill_tree(pid)
         client = hosted.connect(url, refresh_s=0.05)
         client.open()
-        keys = names(sum(sizes), first)
+        keys = make_keys(sum(sizes), first)
         wait_until(lambda: client.poll() == [] and all(map(client.contains, keys)))  # noqa: B023
         for start in range(0, len(keys), 100):
             part = keys[start : start + 100]
@@ -92,32 +92,32 @@ def kill_and_look(hosted: Any, tmp_path: Path, repeats: int) -> None:
         first += len(keys)
 
 
-def test_accepted_blocks_survive_the_death_of_the_process_tree(hosted: Any, tmp_path: Path) -> None:
-    kill_and_look(hosted, tmp_path, 3)
+def test_accepted_blocks_survive_killed_process_tree(hosted: Any, tmp_path: Path) -> None:
+    kill_and_verify(hosted, tmp_path, 3)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_accepted_blocks_survive_many_deaths_of_process_trees(hosted: Any, tmp_path: Path) -> None:
-    kill_and_look(hosted, tmp_path, SLOW_REPEATS)
+def test_accepted_blocks_survive_many_killed_process_trees(hosted: Any, tmp_path: Path) -> None:
+    kill_and_verify(hosted, tmp_path, SLOW_REPEATS)
 
 
 def wait_until_answered(client: StoreClient, hosted: Any, held: list[bytes]) -> None:
     """Wait for a host that answers, which resets the delay of its next start."""
     while True:
-        wait_for(client, State.OPEN)  # also of a host that was killed and is not seen dead yet
+        wait_for(client, State.OPEN)  # a host that was just killed may still count as OPEN
         client.submit_load(6, held, range(len(held)))
         if not hosted.finish(client, 6).failed:
             return
 
 
 def end_and_reuse(hosted: Any, tmp_path: Path, side: str, repeats: int, kind: str = "process") -> None:
-    """End one side during transfers, then reuse the free rows; no transfer may read or write them any more."""
+    """End one side during transfers, then reuse the free rows; no transfer may read or write them afterwards."""
     chance = random.Random(repeats)
     url = f"lmdb://{tmp_path}/store?capacity=256MiB"
     client = hosted.connect(url, kind)
     client.open()
-    held = names(64)
+    held = make_keys(64)
     hosted.array[:64] = 1
     client.submit_store(0, "a", held, range(64), None, 64 * BLOCK)
     assert hosted.finish(client, 0).failed == []
@@ -129,7 +129,7 @@ def end_and_reuse(hosted: Any, tmp_path: Path, side: str, repeats: int, kind: st
         wait_until_answered(client, hosted, held[:1])
         hosted.array[64:] = 2
         client.submit_load(1, held, range(64))
-        client.submit_store(2, "b", names(64, 1000 + 64 * number), range(64, 128), None, 64 * BLOCK)
+        client.submit_store(2, "b", make_keys(64, 1000 + 64 * number), range(64, 128), None, 64 * BLOCK)
         client.submit_load(3, held, range(64))
         time.sleep(chance.random() * 0.02)
         if side == "engine":
@@ -150,25 +150,25 @@ def end_and_reuse(hosted: Any, tmp_path: Path, side: str, repeats: int, kind: st
     client.submit_load(4, held, range(64))
     assert hosted.finish(client, 4).failed == []
     assert (hosted.array[:64] == 1).all()
-    later = [key for key in names(64 * repeats, 1000) if client.contains(key)][:64]
+    later = [key for key in make_keys(64 * repeats, 1000) if client.contains(key)][:64]
     client.submit_load(5, later, range(len(later)))
     assert hosted.finish(client, 5).failed == []
     assert (hosted.array[: len(later)] == 2).all(), "a row was read after it was free"
 
 
 @pytest.mark.parametrize("side", ["engine", "host"])
-def test_rows_are_free_after_a_side_ended(hosted: Any, tmp_path: Path, side: str) -> None:
+def test_rows_are_unused_after_engine_close_or_host_kill(hosted: Any, tmp_path: Path, side: str) -> None:
     end_and_reuse(hosted, tmp_path, side, 4)
 
 
-def test_rows_are_free_after_a_thread_ended(hosted: Any, tmp_path: Path) -> None:
+def test_rows_are_unused_after_thread_host_close(hosted: Any, tmp_path: Path) -> None:
     end_and_reuse(hosted, tmp_path, "engine", 4, "thread")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("side", ["engine", "host"])
-def test_rows_are_free_after_a_side_ended_many_times(hosted: Any, tmp_path: Path, side: str) -> None:
+def test_rows_are_unused_after_many_engine_closes_or_host_kills(hosted: Any, tmp_path: Path, side: str) -> None:
     end_and_reuse(hosted, tmp_path, side, SLOW_REPEATS)
 
 
@@ -177,16 +177,16 @@ def test_close_without_time_to_flush_keeps_accepted_blocks(hosted: Any, tmp_path
     url = f"lmdb://{tmp_path}/store"
     client = hosted.connect(url, kind, max_age_s=1e6)
     client.open()
-    client.submit_store(1, "a", names(3), range(3), None, 3 * BLOCK)
+    client.submit_store(1, "a", make_keys(3), range(3), None, 3 * BLOCK)
     hosted.finish(client, 1)
-    client.end_request(end("a", names(3)))
+    client.end_request(end("a", make_keys(3)))
     client.close(0.0)
     again = hosted.connect(url, refresh_s=0.05)
     again.open()
-    wait_until(lambda: again.poll() == [] and all(map(again.contains, names(3))))
+    wait_until(lambda: again.poll() == [] and all(map(again.contains, make_keys(3))))
 
 
-def test_open_with_a_region_that_is_too_short_fails(hosted: Any, tmp_path: Path) -> None:
+def test_open_with_too_short_region_raises(hosted: Any, tmp_path: Path) -> None:
     """The host process dies before it replies; it and its replacements are dead when the call returns."""
     template = hosted.connect(f"lmdb://{tmp_path}/store")
     os.ftruncate(hosted.fd, BLOCK)
@@ -198,10 +198,10 @@ def test_open_with_a_region_that_is_too_short_fails(hosted: Any, tmp_path: Path)
     os.ftruncate(hosted.fd, len(hosted.memory))
 
 
-def test_a_region_truncated_in_use_costs_misses(hosted: Any, tmp_path: Path) -> None:
+def test_region_truncated_in_use_fails_jobs_and_host_restarts(hosted: Any, tmp_path: Path) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store")
     client.open()
-    held = names(64)
+    held = make_keys(64)
     client.submit_store(1, "a", held, range(64), None, 64 * BLOCK)
     assert hosted.finish(client, 1).failed == []
     expected = hosted.array[:64].copy()
@@ -209,7 +209,7 @@ def test_a_region_truncated_in_use_costs_misses(hosted: Any, tmp_path: Path) -> 
     client.submit_load(2, held, range(64))
     loaded = hosted.finish(client, 2)
     assert sorted(loaded.failed) == sorted(held)
-    client.submit_store(3, "b", names(64, 64), range(64), None, 64 * BLOCK)
+    client.submit_store(3, "b", make_keys(64, 64), range(64), None, 64 * BLOCK)
     stored = hosted.finish(client, 3)
     assert stored.refused, "it was ended by SIGBUS"
     found = client.contains(held[0])
@@ -239,19 +239,19 @@ def full_region(tmp_path: Path) -> Iterator[int]:
         subprocess.run(["umount", "--lazy", directory], check=True)
 
 
-def test_a_region_on_a_full_tmpfs_costs_misses(hosted: Any, tmp_path: Path, full_region: int) -> None:
+def test_region_on_full_tmpfs_fails_jobs_and_host_restarts(hosted: Any, tmp_path: Path, full_region: int) -> None:
     hello = hosted.connect(f"lmdb://{tmp_path}/store").supervisor.hello
     client = StoreClient(ProcessHost((full_region,), 128 * BLOCK), hello, max_queue_bytes=1 << 30)
     hosted.clients.append(client)
     client.open()
-    held = names(64)
+    held = make_keys(64)
     client.submit_store(1, "a", held, range(64), None, 64 * BLOCK)
     assert hosted.finish(client, 1).failed == []
     client.submit_load(2, held, range(64, 128))
     loaded = hosted.finish(client, 2)
     assert sorted(loaded.failed) == sorted(held), "a system call found the fault"
     for job in (3, 4):
-        client.submit_store(job, "b", names(64, 64), range(64, 128), None, 64 * BLOCK)
+        client.submit_store(job, "b", make_keys(64, 64), range(64, 128), None, 64 * BLOCK)
         stored = hosted.finish(client, job)
         assert stored.refused, "it was ended by SIGBUS"
         wait_for(client, State.OPEN)
@@ -305,18 +305,18 @@ def hanging_store(hosted: Any, tmp_path: Path) -> StoreClient:
     """Return a client of the driver that can hang, after it stored 64 blocks and staged 3."""
     client: StoreClient = hosted.connect(f"hanging://{tmp_path}/store", max_age_s=1e6)
     client.open()
-    client.submit_store(1, "a", names(64), range(64), None, 64 * BLOCK)
-    client.submit_store(2, "a", names(3, 64), range(64, 67), None, 3 * BLOCK)
+    client.submit_store(1, "a", make_keys(64), range(64), None, 64 * BLOCK)
+    client.submit_store(2, "a", make_keys(3, 64), range(64, 67), None, 3 * BLOCK)
     assert hosted.finish(client, 2).failed == []
     return client
 
 
-def test_a_hung_read_ends_the_host_process(
+def test_watchdog_hung_read_kills_host_without_stalling_engine(
     hosted: Any, tmp_path: Path, hanging: Callable[[str], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     client = hosted.connect(f"hanging://{tmp_path}/store", watchdog_s=0.3)
     client.open()
-    held = names(64)
+    held = make_keys(64)
     client.submit_store(1, "a", held, range(64), None, 64 * BLOCK)
     assert hosted.finish(client, 1).failed == []
     hanging("read")
@@ -337,33 +337,33 @@ def test_a_hung_read_ends_the_host_process(
 
 
 @pytest.mark.slow
-def test_accepted_blocks_are_committed_beside_a_hung_read(
+def test_orphan_host_with_hung_read_commits_accepted_blocks(
     hosted: Any, tmp_path: Path, hanging: Callable[[str], Any]
 ) -> None:
     client = hanging_store(hosted, tmp_path)
     assert client.flush(60)
-    client.submit_store(3, "b", names(3, 100), range(100, 103), None, 3 * BLOCK)
+    client.submit_store(3, "b", make_keys(3, 100), range(100, 103), None, 3 * BLOCK)
     assert hosted.finish(client, 3).failed == []
     hanging("read")
-    client.submit_load(4, names(64), range(64))
+    client.submit_load(4, make_keys(64), range(64))
     time.sleep(0.2)
     pid = pid_of(hosted)
     client.supervisor.connection.close()  # has the same effect as the death of the engine
     begin = time.monotonic()
     again = hosted.connect(f"lmdb://{tmp_path}/store", "inline")
     again.open()
-    assert all(map(again.contains, names(3, 100)))
+    assert all(map(again.contains, make_keys(3, 100)))
     wait_until(lambda: pid not in host_processes(), 30)
     assert time.monotonic() - begin < 25
 
 
 @pytest.mark.slow
-def test_an_engine_opens_within_the_alarm_of_an_orphan_that_hangs(
+def test_open_succeeds_after_alarm_ends_hung_orphan_host(
     hosted: Any, tmp_path: Path, hanging: Callable[[str], Any]
 ) -> None:
     """The orphan holds the store's write lock."""
     client = hanging_store(hosted, tmp_path)
-    wait_until(lambda: client.poll() == [] and client.contains(names(1)[0]))
+    wait_until(lambda: client.poll() == [] and client.contains(make_keys(1)[0]))
     hanging("commit")
     orphan = pid_of(hosted)
     client.supervisor.connection.close()
@@ -372,7 +372,7 @@ def test_an_engine_opens_within_the_alarm_of_an_orphan_that_hangs(
     again.open()
     assert 10 < time.monotonic() - begin < 30
     assert orphan not in host_processes()
-    again.submit_load(1, names(64), range(64))
+    again.submit_load(1, make_keys(64), range(64))
     assert hosted.finish(again, 1).failed == []
 
 
@@ -400,7 +400,7 @@ print(left)
     subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True, check=False).returncode != 0,
     reason="PID namespaces need privileges",
 )
-def test_an_engine_that_is_pid_1_reaps_its_host_processes(tmp_path: Path) -> None:
+def test_engine_as_pid_1_reaps_host_processes(tmp_path: Path) -> None:
     command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", AS_INIT]
     ended = subprocess.run([*command, f"lmdb://{tmp_path}/store"], capture_output=True, text=True, check=True)
     assert ended.stdout == "None\n"

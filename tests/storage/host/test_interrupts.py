@@ -1,4 +1,4 @@
-"""Ctrl-C while a store is at work, and the flush and close that follow it."""
+"""Ctrl-C while a store runs jobs, and the flush and close that follow it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_close_after_interrupt_respects_its_limit(tmp_path: Path, kind: str) -> None:
+def test_close_after_interrupt_returns_within_timeout(tmp_path: Path, kind: str) -> None:
     """A job that Ctrl-C interrupted in the caller's stack never ends."""
     seconds = float(run_interrupted(STORE_UNTIL_INTERRUPTED, f"lmdb://{tmp_path}/store?capacity=1GiB", kind))
     assert seconds < 10

@@ -23,7 +23,9 @@ def anonymous_bytes(client: StoreClient) -> int:
 
 @pytest.mark.parametrize(("codec", "per_job"), [("raw", 1), ("raw", 128), ("planes", 16)])
 @pytest.mark.parametrize("durability", ["commit", "interval:1h"])
-def test_a_flood_stays_below_the_bound(hosted: Any, tmp_path: Path, codec: str, per_job: int, durability: str) -> None:
+def test_host_memory_under_job_flood_stays_below_staging_bytes(
+    hosted: Any, tmp_path: Path, codec: str, per_job: int, durability: str
+) -> None:
     hosted.array[:, 1::2] = np.random.default_rng(1).integers(60, 64, hosted.array[:, 1::2].shape)
     client = hosted.connect(
         f"lmdb://{tmp_path}/store?capacity=128MiB",

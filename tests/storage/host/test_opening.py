@@ -29,7 +29,7 @@ from persistkv.storage.host.server import StoreServer
 from persistkv.storage.host.supervisor import InlineHost, State
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
-from tests.storage.host.jobs import BLOCK, ENGINE_AS_INIT, KINDS, SignalledHost, names, wait_for
+from tests.storage.host.jobs import BLOCK, ENGINE_AS_INIT, KINDS, SignalledHost, make_keys, wait_for
 
 HELLO = Hello(
     "lmdb:///absent",
@@ -40,7 +40,7 @@ HELLO = Hello(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_errors_at_open_arrive_as_what_they_are(hosted: Any, tmp_path: Path, kind: str) -> None:
+def test_open_failure_raises_original_error_type_in_engine(hosted: Any, tmp_path: Path, kind: str) -> None:
     with pytest.raises(ConfigurationError, match=r"url scheme: 'nope' is not valid; expected one of .*lmdb"):
         hosted.connect("nope:///x", kind).open()
     with pytest.raises(ConfigurationError, match="capacity"):
@@ -56,7 +56,9 @@ def test_errors_at_open_arrive_as_what_they_are(hosted: Any, tmp_path: Path, kin
     assert caught.value.differences[0].field == "weights"
 
 
-def test_a_notice_reaches_the_engine_once(hosted: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_open_identity_notice_reaches_engine_once(
+    hosted: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     url = f"lmdb://{tmp_path}/store"
     hosted.connect(url).open()
     client = hosted.connect(url, identity={"weights": "v2"})
@@ -68,7 +70,7 @@ def test_a_notice_reaches_the_engine_once(hosted: Any, tmp_path: Path, caplog: p
 
 
 @pytest.mark.parametrize("deaths", [1, 3, 4])
-def test_a_host_that_dies_while_it_opens_is_started_again(hosted: Any, tmp_path: Path, deaths: int) -> None:
+def test_open_host_killed_during_open_restarts_up_to_three_times(hosted: Any, tmp_path: Path, deaths: int) -> None:
     template = hosted.connect(f"lmdb://{tmp_path}/store")
     host = SignalledHost((hosted.fd,), len(hosted.memory), signal.SIGKILL, deaths)
     client = StoreClient(host, template.supervisor.hello, max_queue_bytes=1 << 30)
@@ -83,12 +85,12 @@ def test_a_host_that_dies_while_it_opens_is_started_again(hosted: Any, tmp_path:
     assert host.started == min(deaths + 1, 4)
 
 
-def test_a_store_that_does_not_read_is_mended_by_the_next_start(hosted: Any, tmp_path: Path) -> None:
+def test_open_unreadable_store_restarts_with_empty_store(hosted: Any, tmp_path: Path) -> None:
     """An unreadable row ends the first open; the restarted host checks the store, and the engine gets an empty one."""
     url = f"lmdb://{tmp_path}/store"
     client = hosted.connect(url)
     client.open()
-    client.submit_store(1, "a", names(70), range(70), None, 70 * BLOCK)
+    client.submit_store(1, "a", make_keys(70), range(70), None, 70 * BLOCK)
     assert client.close()
     with lmdb.open(f"{tmp_path}/store", max_dbs=32) as env, env.begin(write=True) as txn:
         txn.put(b"placement", b"extentz", db=env.open_db(b"meta", txn=txn))
@@ -98,11 +100,11 @@ def test_a_store_that_does_not_read_is_mended_by_the_next_start(hosted: Any, tmp
     assert again.flush(90)
 
 
-def test_a_store_that_opens_slowly_is_missed_and_found_later(hosted: Any, tmp_path: Path) -> None:
+def test_open_past_timeout_misses_until_store_is_open(hosted: Any, tmp_path: Path) -> None:
     url = f"lmdb://{tmp_path}/store"
     client = hosted.connect(url)
     client.open()
-    client.submit_store(1, "a", names(70), range(70), None, 70 * BLOCK)
+    client.submit_store(1, "a", make_keys(70), range(70), None, 70 * BLOCK)
     assert client.close()
 
     host = SignalledHost((hosted.fd,), len(hosted.memory), signal.SIGSTOP, 1)
@@ -110,18 +112,18 @@ def test_a_store_that_opens_slowly_is_missed_and_found_later(hosted: Any, tmp_pa
     hosted.clients.append(again)
     again.open(timeout_s=0.2)
     assert again.state is State.OPENING
-    assert not again.contains(names(1)[0])
-    again.submit_load(1, names(1), [0])
+    assert not again.contains(make_keys(1)[0])
+    again.submit_load(1, make_keys(1), [0])
     assert hosted.finish(again, 1).refused
     assert host.pid is not None
     os.kill(host.pid, signal.SIGCONT)
     wait_for(again, State.OPEN)
-    assert all(map(again.contains, names(70)))
-    again.submit_load(2, names(1), [0])
+    assert all(map(again.contains, make_keys(70)))
+    again.submit_load(2, make_keys(1), [0])
     assert hosted.finish(again, 2).failed == []
 
 
-def test_a_host_that_hangs_while_it_opens_is_started_again(
+def test_open_hanging_host_is_killed_and_restarted(
     hosted: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     host = SignalledHost((hosted.fd,), len(hosted.memory), signal.SIGSTOP, 1)
@@ -138,7 +140,7 @@ def test_a_host_that_hangs_while_it_opens_is_started_again(
     assert client.flush(90)
 
 
-def test_a_host_that_answers_while_it_opens_has_ten_times_as_long() -> None:
+def test_open_answering_host_gets_ten_times_watchdog_limit() -> None:
     ours, theirs = socket.socketpair()
     host = SocketConnection(theirs, ToStore)
 
@@ -164,7 +166,7 @@ def test_a_host_that_answers_while_it_opens_has_ten_times_as_long() -> None:
     client.close()
 
 
-def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def block_open_backend(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Prevent stores from opening before the returned event is set."""
     gate = threading.Event()
 
@@ -176,8 +178,10 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return gate
 
 
-def test_the_stores_side_answers_while_it_opens(hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, woken = held_up(monkeypatch), threading.Event()
+def test_store_server_answers_ping_while_store_opens(
+    hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, woken = block_open_backend(monkeypatch), threading.Event()
     sent: list[Any] = []
     side = StoreServer(memoryview(hosted.memory), sent.append, lambda threads: ThreadExecutor(threads, woken.set))
     side.handle(msgspec.structs.replace(HELLO, url=f"lmdb://{tmp_path}/store"))
@@ -192,10 +196,10 @@ def test_the_stores_side_answers_while_it_opens(hosted: Any, tmp_path: Path, mon
     side.close()
 
 
-def test_an_engine_that_leaves_while_a_store_opens_leaves_it_closed(
+def test_store_server_closed_during_open_closes_store_cleanly(
     hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = held_up(monkeypatch)
+    gate = block_open_backend(monkeypatch)
     side = StoreServer(memoryview(hosted.memory), lambda _: None, lambda threads: ThreadExecutor(threads, lambda: None))
     side.handle(hosted.connect(f"lmdb://{tmp_path}/store").supervisor.hello)
     threading.Timer(0.05, gate.set).start()
@@ -217,7 +221,7 @@ client.close()
     subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True, check=False).returncode != 0,
     reason="PID namespaces need privileges",
 )
-def test_open_host_with_a_pid_in_use_gets_another(tmp_path: Path) -> None:
+def test_open_host_with_pid_in_use_gets_other_pid(tmp_path: Path) -> None:
     """Containers share a store, and their host processes start with the same PID."""
     command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", IN_CONTAINER]
     with ExitStack() as containers:

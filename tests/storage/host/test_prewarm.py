@@ -30,7 +30,7 @@ def backend(url: str) -> Iterator[LmdbBackend]:
         yield backend
 
 
-def test_what_is_asked_for_is_pending_until_it_is_answered(backend: LmdbBackend, url: str) -> None:
+def test_request_warm_is_pending_until_each_engine_acknowledges(backend: LmdbBackend, url: str) -> None:
     first, second = request_warm(backend, SPACE, "r1"), request_warm(backend, SPACE, "r2")
     request_warm(backend, OTHER, "r1")
     with closing(open_backend(url, read_only=True)) as reader:
@@ -44,7 +44,7 @@ def test_what_is_asked_for_is_pending_until_it_is_answered(backend: LmdbBackend,
     assert warm_answers(backend, second) == []
 
 
-def test_asking_again_is_to_be_done_again(backend: LmdbBackend) -> None:
+def test_request_warm_repeated_is_pending_again(backend: LmdbBackend) -> None:
     first = request_warm(backend, SPACE, "r1")
     acknowledge_warm(backend, first, "e1", blocks=1, missing=0)
     again = request_warm(backend, SPACE, "r1")
@@ -53,7 +53,7 @@ def test_asking_again_is_to_be_done_again(backend: LmdbBackend) -> None:
     assert warm_answers(backend, again) == []
 
 
-def test_what_is_too_old_does_not_count_and_goes(backend: LmdbBackend) -> None:
+def test_request_warm_expired_is_not_pending_and_is_deleted(backend: LmdbBackend) -> None:
     request_warm(backend, SPACE, "r1", ttl_s=-1.0)
     assert pending_warm(backend, SPACE, "e1") == []
     assert len(backend.statuses()) == 1
@@ -61,14 +61,14 @@ def test_what_is_too_old_does_not_count_and_goes(backend: LmdbBackend) -> None:
     assert len(backend.statuses()) == 1
 
 
-def test_what_is_withdrawn_goes_with_its_answers(backend: LmdbBackend) -> None:
+def test_withdraw_warm_deletes_request_and_answers(backend: LmdbBackend) -> None:
     acknowledge_warm(backend, request_warm(backend, SPACE, "r1"), "e1", blocks=1, missing=0)
     for _ in range(2):
         withdraw_warm(backend, SPACE, "r1")
     assert backend.statuses() == {}
 
 
-def test_rows_of_others_and_what_does_not_read_are_passed_over(backend: LmdbBackend) -> None:
+def test_pending_warm_skips_foreign_and_unreadable_rows(backend: LmdbBackend) -> None:
     backend.publish_status("e1", make_status("e1", time=time.time()).encode())
     backend.publish_status("ask00", b"no row")
     asked = request_warm(backend, SPACE, "r1")
@@ -77,7 +77,7 @@ def test_rows_of_others_and_what_does_not_read_are_passed_over(backend: LmdbBack
     assert [status.engine for status in read_statuses(backend)] == ["e1"]
 
 
-def test_where_nobody_could_see_it_it_is_refused(backend: LmdbBackend, url: str) -> None:
+def test_request_warm_unshared_or_read_only_store_raises(backend: LmdbBackend, url: str) -> None:
     with pytest.raises(StoreUnavailableError):
         request_warm(MemoryBackend(), SPACE, "r1")
     with closing(open_backend(url, read_only=True)) as reader, pytest.raises(StoreError):

@@ -33,14 +33,14 @@ def keys(name: str) -> list[bytes]:
     return chain([f"{name}1", f"{name}2", f"{name}3"])
 
 
-def test_what_was_asked_for_comes_before_what_was_used_last(writer: Contexts) -> None:
+def test_recent_contexts_puts_requested_before_recently_used(writer: Contexts) -> None:
     assert keys("old") in contexts(writer, 9)
     request_warm(writer.backend, writer.namespace, "old")
     assert contexts(writer, 9) == [keys("old"), *contexts(writer, 9)[1:]]
     assert contexts(writer, 3) == [keys("old")]
 
 
-def test_choice_by_id_and_by_labels(writer: Contexts) -> None:
+def test_recent_contexts_choice_selects_by_id_or_labels(writer: Contexts) -> None:
     writer.add("labelled", "old1 old2", labels={"session": "7", "user": "anna"})
     held = {*keys("old"), *keys("new")}.__contains__
 
@@ -54,7 +54,7 @@ def test_choice_by_id_and_by_labels(writer: Contexts) -> None:
     assert chosen(request="middle") == []  # none of its blocks is held
 
 
-def test_an_engine_answers_what_it_was_given(writer: Contexts) -> None:
+def test_recent_contexts_acknowledges_blocks_and_missing_counts(writer: Contexts) -> None:
     first, second = (request_warm(writer.backend, writer.namespace, name) for name in ("old", "middle"))
     assert contexts(writer, 4, "e1") == [keys("old"), keys("middle")[:1]]
     (answer,) = warm_answers(writer.backend, first)
@@ -64,7 +64,7 @@ def test_an_engine_answers_what_it_was_given(writer: Contexts) -> None:
     assert pending_warm(writer.backend, writer.namespace, "e1") == []
 
 
-def test_what_is_gone_is_answered_as_missing(writer: Contexts) -> None:
+def test_recent_contexts_unknown_request_is_answered_with_no_blocks(writer: Contexts) -> None:
     asked = request_warm(writer.backend, writer.namespace, "nobody")
     assert len(contexts(writer, 9, "e1")) == 3
     (answer,) = warm_answers(writer.backend, asked)

@@ -23,7 +23,7 @@ def pair() -> tuple[SocketConnection, SocketConnection]:
     return SocketConnection(ours, ToEngine), SocketConnection(theirs, ToStore)
 
 
-def test_large_and_small_messages_arrive_in_order() -> None:
+def test_connection_large_and_small_messages_arrive_in_order() -> None:
     engine, store = pair()
     keys = PackedKeys.of([number.to_bytes(36, "little") for number in range(100_000)])
     sent: list[Any] = [
@@ -46,7 +46,7 @@ def test_large_and_small_messages_arrive_in_order() -> None:
     engine.close()
 
 
-def test_a_descriptor_arrives_with_its_message() -> None:
+def test_connection_descriptor_arrives_with_its_message() -> None:
     engine, store = pair()
     keys = [number.to_bytes(36, "little") for number in range(100_000)]
     reader, writer = os.pipe()
@@ -74,7 +74,7 @@ def test_a_descriptor_arrives_with_its_message() -> None:
     engine.close()
 
 
-def test_a_descriptor_that_is_not_received_is_closed() -> None:
+def test_connection_unreceived_descriptor_is_closed() -> None:
     engine, store = pair()
     reader, writer = os.pipe()
     store.send(Table(3, os.dup(writer)))
@@ -88,7 +88,7 @@ def test_a_descriptor_that_is_not_received_is_closed() -> None:
 @pytest.mark.parametrize(
     "garbage", [struct.pack("<I", 3) + b"\xc1\xc1\xc1", struct.pack("<I", 1 << 31), b"\x02\0\0\0\x92\x01"]
 )
-def test_garbage_ends_the_connection(garbage: bytes) -> None:
+def test_connection_malformed_message_raises_and_ends(garbage: bytes) -> None:
     ours, theirs = socket.socketpair()
     engine = SocketConnection(ours, ToEngine)
     theirs.sendall(garbage)
@@ -99,7 +99,7 @@ def test_garbage_ends_the_connection(garbage: bytes) -> None:
     theirs.close()
 
 
-def test_a_store_that_is_sent_garbage_ends(caplog: pytest.LogCaptureFixture) -> None:
+def test_serve_malformed_message_logs_and_ends(caplog: pytest.LogCaptureFixture) -> None:
     ours, theirs = socket.socketpair()
     thread = threading.Thread(target=serve, args=(SocketConnection(theirs, ToStore), memoryview(bytearray(4096))))
     thread.start()

@@ -13,7 +13,7 @@ from persistkv.storage.host.status import StatusPublisher
 from tests.storage.stores import inject_faults
 
 
-def test_a_row_that_failed_is_followed_by_the_next(
+def test_status_publisher_failed_row_logs_once_and_next_is_published(
     open_store: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)

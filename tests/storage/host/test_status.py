@@ -9,31 +9,31 @@ from persistkv.testing import FaultyBackend, MemoryBackend
 from tests.storage.statuses import make_status
 
 
-def showing(**rows: bytes) -> FaultyBackend[MemoryBackend]:
+def backend_with_rows(**rows: bytes) -> FaultyBackend[MemoryBackend]:
     """Return a store that reports these status rows."""
     backend = FaultyBackend.of(MemoryBackend())
     backend.after("statuses", lambda _: rows)
     return backend
 
 
-def test_rows_come_back_in_the_order_of_their_start() -> None:
+def test_read_statuses_sorts_rows_by_engine_start() -> None:
     first, second = make_status("b"), make_status("a", started=2000.0, breaker="open")
-    assert read_statuses(showing(a=second.encode(), b=first.encode())) == [first, second]
+    assert read_statuses(backend_with_rows(a=second.encode(), b=first.encode())) == [first, second]
 
 
-def test_what_does_not_read_is_passed_over() -> None:
+def test_read_statuses_skips_unreadable_rows() -> None:
     good = make_status()
     rows = {"torn": good.encode()[:50], "empty": b"", "bytes": b"\xff\xfe", "other": b'{"hello": 1}'}
-    assert read_statuses(showing(good=good.encode(), **rows)) == [good]
+    assert read_statuses(backend_with_rows(good=good.encode(), **rows)) == [good]
 
 
-def test_a_newer_release_may_say_more() -> None:
+def test_read_statuses_ignores_unknown_fields_of_newer_release() -> None:
     good = make_status()
     more = msgspec.json.encode({**msgspec.json.decode(good.encode()), "new": [1, 2]})
-    assert read_statuses(showing(more=more)) == [good]
+    assert read_statuses(backend_with_rows(more=more)) == [good]
 
 
-def test_an_engine_counts_as_gone_after_some_rows_that_did_not_come() -> None:
+def test_status_is_live_until_several_rows_are_overdue() -> None:
     status = make_status(time=time.time())
     assert status.is_live(status.time + 4)
     assert not status.is_live(status.time + 60)

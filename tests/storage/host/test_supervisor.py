@@ -30,7 +30,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return stopped
 
 
-def looks(dog: Watchdog, clock: Clock, *seconds: float) -> list[str]:
+def check_after(dog: Watchdog, clock: Clock, *seconds: float) -> list[str]:
     found = []
     pings: list[float] = []
     for step in seconds:
@@ -41,35 +41,35 @@ def looks(dog: Watchdog, clock: Clock, *seconds: float) -> list[str]:
     return found
 
 
-def never() -> float:
+def no_cpu_wait() -> float:
     """Return the seconds that a host waited for a CPU on an idle machine."""
     return 0.0
 
 
-def test_who_is_silent_is_asked_once_and_then_given_up(clock: Clock) -> None:
-    dog = Watchdog(60.0, never)
+def test_watchdog_silent_host_is_pinged_once_then_reported_silent(clock: Clock) -> None:
+    dog = Watchdog(60.0, no_cpu_wait)
     dog.restart_timer()
-    assert looks(dog, clock, 0.0, 30.0, 0.5, 29.0, 2.0) == [FINE, FINE, ASK, FINE, SILENT]
+    assert check_after(dog, clock, 0.0, 30.0, 0.5, 29.0, 2.0) == [FINE, FINE, ASK, FINE, SILENT]
 
 
-def test_an_answer_begins_all_anew(clock: Clock) -> None:
-    dog = Watchdog(60.0, never)
+def test_watchdog_answer_restarts_timer(clock: Clock) -> None:
+    dog = Watchdog(60.0, no_cpu_wait)
     dog.restart_timer()
-    assert looks(dog, clock, 31.0, 29.0) == [ASK, FINE]
+    assert check_after(dog, clock, 31.0, 29.0) == [ASK, FINE]
     dog.restart_timer()
-    assert looks(dog, clock, 29.0, 2.0) == [FINE, ASK]
+    assert check_after(dog, clock, 29.0, 2.0) == [FINE, ASK]
 
 
-def test_time_without_a_cpu_is_no_silence(clock: Clock) -> None:
+def test_watchdog_excludes_time_without_cpu(clock: Clock) -> None:
     starved = iter([100.0, 160.0, 190.0, 190.0])
     dog = Watchdog(60.0, lambda: next(starved))
     dog.restart_timer()
-    assert looks(dog, clock, 31.0, 61.0, 58.0, 2.0) == [ASK, FINE, FINE, SILENT]
+    assert check_after(dog, clock, 31.0, 61.0, 58.0, 2.0) == [ASK, FINE, FINE, SILENT]
 
 
-def test_a_call_has_ten_times_as_long() -> None:
-    assert not Watchdog(60.0, never).call_hangs(600.0)
-    assert Watchdog(60.0, never).call_hangs(601.0)
+def test_watchdog_call_hangs_after_ten_times_limit() -> None:
+    assert not Watchdog(60.0, no_cpu_wait).call_hangs(600.0)
+    assert Watchdog(60.0, no_cpu_wait).call_hangs(601.0)
 
 
 class BrokenHost(Host):
@@ -89,7 +89,7 @@ class BrokenHost(Host):
         pass
 
 
-def test_waits_double_up_to_a_bound_until_something_works(clock: Clock) -> None:
+def test_supervisor_restart_delay_doubles_up_to_bound_until_success(clock: Clock) -> None:
     layout = RowLayout(4096, (GroupLayout(((0, 4096),)),))
     broken = Supervisor(BrokenHost(), Hello("", b"", layout, StoreOptions()), watchdog_s=60.0, least_start_s=60.0)
     for delay in [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0, 30.0]:

@@ -1,4 +1,4 @@
-"""Several engines on one bucket, each with its own nearer LMDB store."""
+"""Several engines on one bucket, each with its own LMDB store before the bucket."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def other_weights(checkpoint: Path, tmp_path: Path) -> Path:
     return tmp_path / "other"
 
 
-def near(tmp_path: Path, name: str) -> str:
+def near_url(tmp_path: Path, name: str) -> str:
     return f"lmdb://{tmp_path}/{name}?capacity=256MiB"
 
 
-def compute_and_die(checkpoint: Path, urls: list[str]) -> dict[str, Any]:
+def compute_and_kill(checkpoint: Path, urls: list[str]) -> dict[str, Any]:
     """Run an engine in its own process until its context is durable in all stores, then kill it."""
     command = [sys.executable, str(SCRIPT), str(checkpoint), " ".join(urls), "cold"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ) as process:
@@ -64,19 +64,19 @@ def restore(engine: Engine, expected: dict[str, Any]) -> int:
     return int(result.stats.persistent_tokens)
 
 
-def test_engines_share_a_bucket(
+def test_engines_on_one_bucket_hit_and_other_weights_miss(
     checkpoint: Path, other_weights: Path, endpoint: str, bucket: str, tmp_path: Path
 ) -> None:
     shared = f"s3://{bucket}/{uuid.uuid4().hex}?endpoint_url={endpoint}"
-    stored = compute_and_die(checkpoint, [near(tmp_path, "a"), shared])
+    stored = compute_and_kill(checkpoint, [near_url(tmp_path, "a"), shared])
     assert stored["durable"]
-    with open_engine(checkpoint, [near(tmp_path, "b"), shared]) as engine:
+    with open_engine(checkpoint, [near_url(tmp_path, "b"), shared]) as engine:
         assert restore(engine, stored) == 688
-    with open_engine(checkpoint, [near(tmp_path, "b")]) as engine:
-        assert restore(engine, stored) == 688, "what came from the bucket was written through"
+    with open_engine(checkpoint, [near_url(tmp_path, "b")]) as engine:
+        assert restore(engine, stored) == 688, "blocks from the bucket were written through"
 
     with open_engine(other_weights, []) as engine:
         right = engine.generate(PROMPT, 12).tokens
-    with open_engine(other_weights, [near(tmp_path, "c"), shared]) as engine:
+    with open_engine(other_weights, [near_url(tmp_path, "c"), shared]) as engine:
         result = engine.generate(PROMPT, 12)
         assert (result.stats.restored_tokens, result.tokens) == (0, right)

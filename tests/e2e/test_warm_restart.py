@@ -50,7 +50,7 @@ def run_engine(checkpoint: Path, url: str, environment: dict[str, str]) -> RunEn
     return run
 
 
-def test_a_killed_process_leaves_a_warm_start(run_engine: RunEngine) -> None:
+def test_engine_restart_after_sigkill_restores_identical_pages_and_answer(run_engine: RunEngine) -> None:
     killed = run_engine("cold")
     assert killed["durable"]
     warm = run_engine("warm")
@@ -60,7 +60,7 @@ def test_a_killed_process_leaves_a_warm_start(run_engine: RunEngine) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_process_leaves_a_warm_start_for_a_hybrid_model(
+def test_engine_restart_after_sigkill_hybrid_model_restores_window_pages(
     run_engine: RunEngine, hybrid_checkpoint: Path
 ) -> None:
     killed = run_engine("cold", hybrid_checkpoint)
@@ -76,7 +76,7 @@ def test_a_killed_process_leaves_a_warm_start_for_a_hybrid_model(
 
 
 @pytest.mark.slow
-def test_killed_before_anything_was_waited_for_the_store_is_whole(run_engine: RunEngine) -> None:
+def test_engine_killed_without_wait_persisted_leaves_usable_store(run_engine: RunEngine) -> None:
     killed = run_engine("unwaited")
     for _ in range(2):
         warm = run_engine("warm")
@@ -97,7 +97,9 @@ def run_demo(environment: dict[str, str], directory: Path, *arguments: str) -> s
 
 
 @pytest.mark.slow
-def test_the_demo_for_programs(environment: dict[str, str], checkpoint: Path, tmp_path: Path, url: str) -> None:
+def test_demo_json_reports_identical_warm_restart(
+    environment: dict[str, str], checkpoint: Path, tmp_path: Path, url: str
+) -> None:
     done = run_demo(environment, tmp_path, "--json", "--model", str(checkpoint), "--store", url, "--codec", "zstd")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -117,7 +119,7 @@ def test_the_demo_for_programs(environment: dict[str, str], checkpoint: Path, tm
 
 
 @pytest.mark.slow
-def test_the_demo_for_people(environment: dict[str, str], checkpoint: Path, tmp_path: Path) -> None:
+def test_demo_text_reports_identical_pages(environment: dict[str, str], checkpoint: Path, tmp_path: Path) -> None:
     done = run_demo(environment, tmp_path, "--model", str(checkpoint))
     assert done.returncode == 0, done.stderr
     assert "restored pages bit-identical" in done.stdout

@@ -43,7 +43,7 @@ def tiny_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Limit torch to one thread: such small models do not profit from more, and suffer where the cores are shared."""
+    """Limit torch to one thread: more threads do not speed up such small models, and slow them down on busy cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -119,6 +119,6 @@ def gemma() -> Gemma3ForCausalLM:
 
 @pytest.fixture(scope="session", params=[tiny_gemma3, tiny_mistral, tiny_gpt_oss])
 def windowed(request: pytest.FixtureRequest) -> PreTrainedModel:
-    """Models with mixed layers, with sliding layers only, and with a window that is no multiple of a block."""
+    """Model with mixed layers, with sliding layers only, or with a window that is not a multiple of a block."""
     made: PreTrainedModel = request.param()
     return made

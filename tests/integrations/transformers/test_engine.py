@@ -39,8 +39,8 @@ def reference(model: PreTrainedModel, prompt: list[int], count: int) -> list[int
     return tokens
 
 
-class TestAnswers:
-    def test_are_those_of_transformers(
+class TestGenerate:
+    def test_cold_or_resident_prefix_returns_tokens_of_transformers(
         self, open_engine: OpenEngine, model: PreTrainedModel, prompt: list[int]
     ) -> None:
         engine = open_engine()
@@ -48,9 +48,7 @@ class TestAnswers:
         assert engine.generate(prompt, 24).tokens == expected
         assert engine.generate(prompt, 24).tokens == expected
 
-    def test_are_those_of_transformers_for_another_architecture(
-        self, open_engine: OpenEngine, prompt: list[int]
-    ) -> None:
+    def test_gpt_neox_model_returns_tokens_of_transformers(self, open_engine: OpenEngine, prompt: list[int]) -> None:
         torch.manual_seed(0)
         config = GPTNeoXConfig(
             vocab_size=256,
@@ -67,7 +65,9 @@ class TestAnswers:
         expected = reference(neox, prompt, 12)
         assert [engine.generate(prompt, 12).tokens for _ in range(2)] == [expected, expected]
 
-    def test_do_not_depend_on_where_the_prefix_came_from(self, open_engine: OpenEngine, prompt: list[int]) -> None:
+    def test_computed_resident_or_restored_prefix_returns_same_tokens(
+        self, open_engine: OpenEngine, prompt: list[int]
+    ) -> None:
         engine = open_engine()
         cold = engine.generate(prompt, 8, load=False)
         resident = engine.generate(prompt, 8)
@@ -81,18 +81,18 @@ class TestAnswers:
         assert cold.tokens == resident.tokens == restored.tokens
         torch.testing.assert_close(cold.logits, resident.logits, rtol=1e-4, atol=1e-4)
 
-    def test_sampling_is_decided_by_its_seed(self, open_engine: OpenEngine, prompt: list[int]) -> None:
+    def test_sampling_seed_determines_tokens(self, open_engine: OpenEngine, prompt: list[int]) -> None:
         engine = open_engine()
         drawn = [engine.generate(prompt, 12, temperature=1.0, seed=seed).tokens for seed in (1, 1, 2)]
         assert drawn[0] == drawn[1] != drawn[2]
 
-    def test_end_at_a_stop_token(self, open_engine: OpenEngine, prompt: list[int]) -> None:
+    def test_stop_token_ends_answer(self, open_engine: OpenEngine, prompt: list[int]) -> None:
         engine = open_engine()
         whole = engine.generate(prompt, 12).tokens
         stopped = engine.generate(prompt, 12, stop_token_ids={whole[5]}).tokens
         assert stopped == whole[: whole.index(whole[5]) + 1]
 
-    def test_a_prompt_of_one_token_and_one_that_fills_blocks(
+    def test_prompt_of_at_most_two_blocks_returns_tokens_of_transformers(
         self, open_engine: OpenEngine, model: PreTrainedModel, prompt: list[int]
     ) -> None:
         engine = open_engine()
@@ -100,7 +100,7 @@ class TestAnswers:
             expected = reference(model, prompt[:length], 6)
             assert [engine.generate(prompt[:length], 6).tokens for _ in range(2)] == [expected, expected]
 
-    def test_logits_are_the_callers_own(self, open_engine: OpenEngine, prompt: list[int]) -> None:
+    def test_later_request_leaves_returned_logits_unchanged(self, open_engine: OpenEngine, prompt: list[int]) -> None:
         engine = open_engine()
         first = engine.generate(prompt, 2)
         kept = first.logits.clone()
@@ -108,19 +108,23 @@ class TestAnswers:
         assert torch.equal(first.logits, kept)
 
 
-class TestReuse:
-    def test_generated_tokens_are_kept_too(self, open_engine: OpenEngine, prompt: list[int]) -> None:
+class TestPrefixCache:
+    def test_prompt_with_generated_tokens_restores_their_blocks(
+        self, open_engine: OpenEngine, prompt: list[int]
+    ) -> None:
         engine = open_engine()
         result = engine.generate(prompt, 12)
         stats = engine.generate([*prompt, *result.tokens, 1], 1).stats
         assert stats.restored_tokens == 108
 
-    def test_shares_a_common_prefix(self, open_engine: OpenEngine, prompt: list[int]) -> None:
+    def test_common_prefix_is_reused_from_device(self, open_engine: OpenEngine, prompt: list[int]) -> None:
         engine = open_engine()
         engine.generate(prompt, 1)
         assert engine.generate([*prompt[:50], 255, 255], 1).stats.device_tokens == 48
 
-    def test_mixes_device_and_primary_tier(self, open_engine: OpenEngine, prompt: list[int]) -> None:
+    def test_prefix_partly_evicted_from_device_loads_rest_from_cpu_tier(
+        self, open_engine: OpenEngine, prompt: list[int]
+    ) -> None:
         engine = open_engine(device_blocks=27)
         expected = engine.generate(prompt, 8).tokens
         engine.generate([200, 201, 202, 203] * 10, 1)
@@ -130,19 +134,19 @@ class TestReuse:
         assert stats.stats.restored_tokens == 96
         assert stats.tokens == expected
 
-    def test_salts_share_nothing(self, open_engine: OpenEngine, prompt: list[int]) -> None:
+    def test_different_salt_misses(self, open_engine: OpenEngine, prompt: list[int]) -> None:
         engine = open_engine()
         engine.generate(prompt, 1, salt="one")
         assert engine.generate(prompt, 1, salt="two").stats.restored_tokens == 0
         assert engine.generate(prompt, 1, salt="one").stats.restored_tokens == 96
 
-    def test_can_be_declined_by_request_parameters(self, open_engine: OpenEngine, prompt: list[int]) -> None:
+    def test_request_parameter_load_false_misses(self, open_engine: OpenEngine, prompt: list[int]) -> None:
         engine = open_engine()
         engine.generate(prompt, 1)
         params = {"persistkv": {"load": False}}
         assert engine.generate(prompt, 1, kv_transfer_params=params).stats.restored_tokens == 0
 
-    def test_storing_can_be_declined(self, open_engine: OpenEngine, prompt: list[int]) -> None:
+    def test_store_false_stores_no_blocks(self, open_engine: OpenEngine, prompt: list[int]) -> None:
         engine = open_engine()
         engine.generate(prompt, 1, store=False)
         engine.generate(prompt[::-1], 1, kv_transfer_params={"persistkv": {"store": False}})
@@ -153,7 +157,7 @@ class TestReuse:
         "given",
         ["off", {"stores": False}, {"load": "never"}, {"labels": {"user": 1}}, {"ttl": "soon"}, {"priority": "high"}],
     )
-    def test_invalid_request_parameters_run_nothing(
+    def test_invalid_request_parameters_raise_before_running(
         self, open_engine: OpenEngine, prompt: list[int], given: object
     ) -> None:
         engine = open_engine()
@@ -161,7 +165,7 @@ class TestReuse:
             engine.generate(prompt, 1, kv_transfer_params={"persistkv": given})
         assert engine.stats().requests == 0
 
-    def test_equal_blocks_are_stored_once(self, open_engine: OpenEngine, prompt: list[int]) -> None:
+    def test_repeated_prompt_stores_each_block_once(self, open_engine: OpenEngine, prompt: list[int]) -> None:
         engine = open_engine()
         for _ in range(3):
             engine.generate(prompt, 1, load=False)
@@ -169,7 +173,7 @@ class TestReuse:
         assert engine.stats().connector.stored_blocks == 25
         assert engine.stats().resident_blocks == 25
 
-    def test_pages_are_what_the_hashes_name(self, open_engine: OpenEngine, prompt: list[int]) -> None:
+    def test_restored_pages_equal_computed_pages_of_same_hash(self, open_engine: OpenEngine, prompt: list[int]) -> None:
         engine = open_engine()
         result = engine.generate(prompt, 8)
         before = {block_hash: page.clone() for block_hash, page in engine.resident_pages().items()}
@@ -181,15 +185,17 @@ class TestReuse:
         assert all(torch.equal(after[block_hash], before[block_hash]) for block_hash in result.block_hashes[:24])
 
 
-class TestPressure:
-    def test_many_requests_through_a_small_device(self, open_engine: OpenEngine, model: PreTrainedModel) -> None:
+class TestPressureAndFaults:
+    def test_generate_small_device_pool_returns_tokens_of_transformers(
+        self, open_engine: OpenEngine, model: PreTrainedModel
+    ) -> None:
         engine = open_engine(device_blocks=12, cpu_bytes="64KiB")
         for number in range(30):
             prompt = [(number % 3 * 50 + index * 5) % 256 for index in range(36)]
             assert engine.generate(prompt, 8).tokens == reference(model, prompt, 8)
         assert engine.stats().resident_blocks <= 12
 
-    def test_a_primary_tier_too_small_drops_and_counts(
+    def test_generate_small_cpu_tier_drops_and_counts_blocks(
         self, open_engine: OpenEngine, model: PreTrainedModel, prompt: list[int]
     ) -> None:
         engine = open_engine(cpu_bytes="20KiB")
@@ -197,7 +203,7 @@ class TestPressure:
         assert engine.flush()
         assert engine.stats().connector.dropped_blocks > 0
 
-    def test_a_failed_load_is_computed_instead(
+    def test_generate_failed_load_recomputes_prompt(
         self, open_engine: OpenEngine, prompt: list[int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         engine = open_engine()
@@ -216,7 +222,7 @@ class TestPressure:
         monkeypatch.undo()
         assert engine.generate(prompt, 8).stats.device_tokens == 96
 
-    def test_an_error_in_the_model_leaks_nothing(
+    def test_generate_model_error_releases_device_blocks(
         self, open_engine: OpenEngine, prompt: list[int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         engine = open_engine()
@@ -233,7 +239,7 @@ class TestPressure:
         assert len(engine.generate(prompt * 2 + prompt[:52], 5).block_hashes) == 64, "all device blocks are available"
 
 
-class TestBadInput:
+class TestInvalidInput:
     @pytest.mark.parametrize(
         ("options", "field"),
         [
@@ -248,17 +254,19 @@ class TestBadInput:
             ({"store": "lmdb:///dev/shm/none", "host": "cloud"}, "host"),
         ],
     )
-    def test_options_are_named(self, open_engine: OpenEngine, options: dict[str, Any], field: str) -> None:
+    def test_open_invalid_option_raises_naming_it(
+        self, open_engine: OpenEngine, options: dict[str, Any], field: str
+    ) -> None:
         with pytest.raises(ConfigurationError, match=field):
             open_engine(**options)
 
     @pytest.mark.parametrize("token_ids", [[], [256], [-1], [3, 10_000]])
-    def test_tokens_must_be_in_the_vocabulary(self, open_engine: OpenEngine, token_ids: list[int]) -> None:
+    def test_generate_empty_prompt_or_unknown_token_raises(self, open_engine: OpenEngine, token_ids: list[int]) -> None:
         with pytest.raises(ConfigurationError, match="0 to 255"):
             open_engine().generate(token_ids, 1)
 
     @pytest.mark.parametrize("options", [{"max_new_tokens": 0}, {"temperature": -1}, {"top_p": 2}])
-    def test_requests_are_checked_before_they_run(
+    def test_generate_invalid_option_raises_before_running(
         self, open_engine: OpenEngine, prompt: list[int], options: dict[str, Any]
     ) -> None:
         engine = open_engine()
@@ -266,17 +274,17 @@ class TestBadInput:
             engine.generate(prompt, **options)
         assert engine.stats().requests == 0
 
-    def test_a_context_must_fit_the_device(self, open_engine: OpenEngine, prompt: list[int]) -> None:
+    def test_generate_context_larger_than_device_raises(self, open_engine: OpenEngine, prompt: list[int]) -> None:
         with pytest.raises(PromptTooLongError, match=r"device_blocks=27") as error:
             open_engine(device_blocks=26).generate(prompt, 8)
         assert (error.value.tokens, error.value.limit, error.value.needed) == (len(prompt) + 8, 107, 27)
         assert pickle.loads(pickle.dumps(error.value)).needed == 27  # noqa: S301
 
-    def test_a_model_must_be_there(self, tmp_path: Path) -> None:
+    def test_open_directory_without_model_raises(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="model"):
             Engine.open(tmp_path)
 
-    def test_other_caches_are_refused(
+    def test_open_model_with_shared_kv_layers_raises(
         self, open_engine: OpenEngine, make_model: Callable[..., LlamaForCausalLM]
     ) -> None:
         model = make_model()
@@ -285,7 +293,7 @@ class TestBadInput:
             open_engine(model)
 
 
-def test_close_is_idempotent_and_final(open_engine: OpenEngine, prompt: list[int]) -> None:
+def test_close_twice_succeeds_and_generate_raises(open_engine: OpenEngine, prompt: list[int]) -> None:
     engine = open_engine()
     engine.generate(prompt, 1)
     engine.close()
@@ -295,7 +303,7 @@ def test_close_is_idempotent_and_final(open_engine: OpenEngine, prompt: list[int
 
 
 @pytest.mark.parametrize("form", [torch.tensor, lambda ids: torch.tensor([ids]), lambda ids: [ids], tuple])
-def test_generate_accepts_one_prompt_in_all_forms(
+def test_generate_prompt_in_any_form_returns_same_tokens(
     open_engine: OpenEngine, prompt: list[int], form: Callable[[list[int]], Any]
 ) -> None:
     engine = open_engine()
@@ -305,17 +313,17 @@ def test_generate_accepts_one_prompt_in_all_forms(
 
 
 @pytest.mark.parametrize("prompts", [[[1, 2], [3, 4]], torch.tensor([[1, 2], [3, 4]]), [1.5], "text"])
-def test_generate_several_prompts_or_no_integers_is_refused(open_engine: OpenEngine, prompts: Any) -> None:
+def test_generate_several_prompts_or_non_integers_raises(open_engine: OpenEngine, prompts: Any) -> None:
     with pytest.raises(ConfigurationError, match="one prompt: integers in one row"):
         open_engine().generate(prompts, 4)
 
 
-def test_open_unknown_store_fails_before_the_model_is_loaded(tmp_path: Path) -> None:
+def test_open_unknown_store_raises_before_loading_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="'tape' is not valid"):
         Engine.open(tmp_path / "no-model", "tape:///dev/st0")
 
 
-def test_open_accepts_paths_of_stores(open_engine: OpenEngine, tmp_path: Path, prompt: list[int]) -> None:
+def test_open_store_path_creates_lmdb_store(open_engine: OpenEngine, tmp_path: Path, prompt: list[int]) -> None:
     for store in (tmp_path / "kv", str(tmp_path / "kv")):
         engine = open_engine(store=store)
         engine.generate(prompt, 4)

@@ -70,8 +70,8 @@ def pages_of(engine: Engine, block_hashes: Collection[bytes]) -> dict[tuple[int,
     }
 
 
-class TestAnswers:
-    def test_are_those_of_a_plain_forward_pass(
+class TestGenerate:
+    def test_cold_resident_or_restored_prefix_matches_plain_forward_pass(
         self, open_engine: OpenEngine, windowed: PreTrainedModel, long_prompt: list[int]
     ) -> None:
         engine = open_engine(windowed)
@@ -88,10 +88,10 @@ class TestAnswers:
         assert_greedy(windowed, long_prompt, cold.tokens)
 
     @pytest.mark.parametrize("length", [1, 5, 28, 31, 32, 33, 36, 63, 64, 65, 100])
-    def test_do_not_depend_on_how_much_was_restored(
+    def test_any_restored_length_matches_plain_forward_pass(
         self, open_engine: OpenEngine, gemma: PreTrainedModel, long_prompt: list[int], length: int
     ) -> None:
-        """All, part or none of the window that the first computed token attends to was restored."""
+        """The restored prefix covers all, part or none of the window of the first computed token."""
         engine = open_engine()
         engine.generate(long_prompt[:length], 1)
         engine.forget_device()
@@ -100,7 +100,7 @@ class TestAnswers:
         assert_close(result.logits, plain_logits(gemma, long_prompt))
 
     @pytest.mark.parametrize("length", [20, 30, 31, 32, 33])
-    def test_are_right_while_decoding_over_the_end_of_the_window(
+    def test_decoding_past_window_end_matches_plain_forward_pass(
         self, open_engine: OpenEngine, windowed: PreTrainedModel, long_prompt: list[int], length: int
     ) -> None:
         engine = open_engine(windowed)
@@ -109,7 +109,7 @@ class TestAnswers:
         engine.forget_device()
         assert_greedy(windowed, prompt, engine.generate(prompt, 40).tokens)
 
-    def test_go_on_from_what_was_decoded(
+    def test_prompt_with_restored_generated_tokens_matches_forward_pass(
         self, open_engine: OpenEngine, windowed: PreTrainedModel, long_prompt: list[int]
     ) -> None:
         engine = open_engine(windowed)
@@ -121,8 +121,8 @@ class TestAnswers:
         assert_close(result.logits, plain_logits(windowed, longer))
 
 
-class TestWhatIsLoaded:
-    def test_of_a_window_only_what_is_under_it(
+class TestLoadedBlocks:
+    def test_sliding_window_group_loads_only_blocks_inside_window(
         self, open_engine: OpenEngine, gemma: PreTrainedModel, long_prompt: list[int]
     ) -> None:
         engine = open_engine()
@@ -134,7 +134,7 @@ class TestWhatIsLoaded:
         resident = [len(engine.resident_pages(group)) for group in range(2)]
         assert resident == [WINDOW // BLOCK, 42]
 
-    def test_a_shorter_context_finds_the_window_under_its_own_end(
+    def test_shorter_prompt_loads_window_before_its_own_end(
         self, open_engine: OpenEngine, gemma: PreTrainedModel, long_prompt: list[int]
     ) -> None:
         engine = open_engine()
@@ -146,7 +146,7 @@ class TestWhatIsLoaded:
         assert shorter.stats.cpu_tokens == 100
         assert_close(shorter.logits, plain_logits(gemma, long_prompt[:101]))
 
-    def test_the_device_gives_the_begin_and_the_primary_tier_the_rest(
+    def test_prefix_partly_on_device_loads_rest_from_cpu_tier(
         self, open_engine: OpenEngine, gemma: PreTrainedModel, long_prompt: list[int]
     ) -> None:
         engine = open_engine()
@@ -160,7 +160,7 @@ class TestWhatIsLoaded:
 
 class TestRestart:
     @pytest.mark.parametrize("codec", ["raw", "zstd:3"])
-    def test_a_new_engine_starts_warm(
+    def test_new_engine_restores_identical_pages_and_answer(
         self,
         open_engine: OpenEngine,
         windowed: PreTrainedModel,
@@ -184,10 +184,10 @@ class TestRestart:
         assert warm.tokens == resident.tokens == cold.tokens
         restored = pages_of(second, warm.block_hashes[:42])
         assert {group for group, _ in restored} == set(range(len(second.geometry)))
-        assert all(torch.equal(page, pages[place]) for place, page in restored.items())
+        assert all(torch.equal(page, pages[key]) for key, page in restored.items())
         assert second.wait_persisted(warm)
 
-    def test_a_primary_tier_too_small_for_the_context_takes_its_begin(
+    def test_cpu_tier_smaller_than_context_restores_leading_blocks(
         self, open_engine: OpenEngine, gemma: PreTrainedModel, url: str, long_prompt: list[int]
     ) -> None:
         first = open_engine(url=url)
@@ -199,7 +199,7 @@ class TestRestart:
         assert result.stats.persistent_tokens == (30 - WINDOW // BLOCK) * BLOCK
         assert_close(result.logits, plain_logits(gemma, long_prompt))
 
-    def test_another_window_is_another_identity(
+    def test_changed_sliding_window_misses_and_adds_notice(
         self, open_engine: OpenEngine, gemma: PreTrainedModel, url: str, long_prompt: list[int]
     ) -> None:
         first = open_engine(url=url)
@@ -214,8 +214,10 @@ class TestRestart:
             gemma.config.sliding_window = WINDOW
 
 
-class TestPressure:
-    def test_many_requests_through_a_small_device(self, open_engine: OpenEngine, gemma: PreTrainedModel) -> None:
+class TestDeviceLimit:
+    def test_generate_small_device_pool_matches_plain_forward_pass(
+        self, open_engine: OpenEngine, gemma: PreTrainedModel
+    ) -> None:
         engine = open_engine(device_blocks=14, cpu_bytes="96KiB")
         for number in range(20):
             prompt = [(number % 3 * 50 + index * 5) % 256 for index in range(48)]
@@ -224,6 +226,6 @@ class TestPressure:
         last = engine.generate(range(200, 252), 5)
         assert len(last.block_hashes) == 14, "all device blocks of both groups are available"
 
-    def test_a_context_must_fit_the_device(self, open_engine: OpenEngine, long_prompt: list[int]) -> None:
+    def test_generate_context_larger_than_device_raises(self, open_engine: OpenEngine, long_prompt: list[int]) -> None:
         with pytest.raises(ConfigurationError, match="device_blocks=44"):
             open_engine(device_blocks=43).generate(long_prompt, 8)

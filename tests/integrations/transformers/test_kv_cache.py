@@ -28,7 +28,7 @@ def pages() -> GroupPages:
     return GroupPages(FULL, num_blocks=8, block_size=4)
 
 
-def filled(num_tokens: int, capacity: int = 32) -> RequestCache:
+def filled_cache(num_tokens: int, capacity: int = 32) -> RequestCache:
     torch.manual_seed(1)
     cache = RequestCache((FULL,), capacity)
     for layer_idx in FULL.layers:
@@ -36,7 +36,7 @@ def filled(num_tokens: int, capacity: int = 32) -> RequestCache:
     return cache
 
 
-def test_update_appends_and_returns_everything() -> None:
+def test_request_cache_update_appends_and_returns_all_tokens() -> None:
     cache = RequestCache((FULL,), 16)
     first, second = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 1, 8)
     cache.update(first, -first, 1)
@@ -47,16 +47,16 @@ def test_update_appends_and_returns_everything() -> None:
 
 
 @pytest.mark.parametrize("block_ids", [[0, 1, 2, 3], [7, 2, 3, 0], [3, 2, 1, 0]])
-def test_what_is_scattered_is_gathered(pages: GroupPages, block_ids: list[int]) -> None:
-    (buffer,) = filled(18).buffers
+def test_group_pages_gather_returns_scattered_blocks(pages: GroupPages, block_ids: list[int]) -> None:
+    (buffer,) = filled_cache(18).buffers
     pages.scatter(buffer, [0, 1, 2, 3], block_ids)
     (other,) = RequestCache((FULL,), 20).buffers
     pages.gather(other, [0, 1, 2, 3], block_ids)
     assert torch.equal(other[:, :, :, :16], buffer[:, :, :, :16])
 
 
-def test_copies_only_the_blocks_named(pages: GroupPages) -> None:
-    (buffer,) = filled(16).buffers
+def test_group_pages_copy_touches_only_given_blocks(pages: GroupPages) -> None:
+    (buffer,) = filled_cache(16).buffers
     pages.scatter(buffer, [1, 3], [5, 6])
     assert torch.equal(pages.pages[5], buffer[:, :, :, 4:8])
     assert torch.equal(pages.pages[6], buffer[:, :, :, 12:16])
@@ -69,8 +69,8 @@ def test_copies_only_the_blocks_named(pages: GroupPages) -> None:
     assert not other[:, :, :, 12:].any()
 
 
-class TestSlidingWindow:
-    def test_shows_what_a_new_token_attends_to(self) -> None:
+class TestRequestCacheSlidingWindow:
+    def test_update_returns_only_tokens_inside_window(self) -> None:
         cache = RequestCache(HYBRID, 16)
         states = torch.randn(1, 2, 10, 8)
         assert cache.is_sliding == [True, False, True]
@@ -84,24 +84,24 @@ class TestSlidingWindow:
             cache.update(new[:, :1], new[:, :1], 1)
             assert (cache.get_seq_length(0), cache.get_seq_length(1)) == (stop, stop)
 
-    def test_behaves_as_the_layer_of_transformers(self) -> None:
+    def test_update_matches_sliding_window_layer_of_transformers(self) -> None:
         torch.manual_seed(3)
-        cache, theirs = RequestCache(HYBRID, 64), DynamicSlidingWindowLayer(sliding_window=4)
+        cache, reference = RequestCache(HYBRID, 64), DynamicSlidingWindowLayer(sliding_window=4)
         for count in (1, 1, 2, 1, 3, 9, 1, 1, 4, 5):
             new = torch.randn(1, 2, count, 8)
-            assert cache.get_mask_sizes(count, 2) == theirs.get_mask_sizes(count)
-            ours = cache.update(new, new + 1, 2)
-            assert all(map(torch.equal, ours, theirs.update(new, new + 1)))
-            assert cache.get_seq_length(2) == theirs.get_seq_length()
+            assert cache.get_mask_sizes(count, 2) == reference.get_mask_sizes(count)
+            returned = cache.update(new, new + 1, 2)
+            assert all(map(torch.equal, returned, reference.update(new, new + 1)))
+            assert cache.get_seq_length(2) == reference.get_seq_length()
 
-    def test_keeps_what_it_does_not_show(self) -> None:
+    def test_update_keeps_tokens_outside_window_in_buffer(self) -> None:
         cache = RequestCache(HYBRID, 16)
         states = torch.randn(1, 2, 10, 8)
         cache.update(states, states, 2)
         assert torch.equal(cache.buffers[0][1, 0, :, :10], states[0])
 
 
-def test_workers_see_each_page_as_its_bytes() -> None:
+def test_paged_kv_cache_canonical_tensors_alias_pages_as_bytes() -> None:
     torch.manual_seed(2)
     device = PagedKVCache(HYBRID, num_blocks=8, block_size=4)
     canonical = device.canonical()
@@ -118,14 +118,14 @@ def test_workers_see_each_page_as_its_bytes() -> None:
         assert not group.pages[0].any()
 
 
-def names(*numbers: int) -> list[bytes]:
+def hashes_of(*numbers: int) -> list[bytes]:
     return [f"hash {number}".encode() for number in numbers]
 
 
-def fill(pool: BlockPool, *numbers: int) -> list[int]:
+def fill_pool(pool: BlockPool, *numbers: int) -> list[int]:
     blocks = pool.allocate(len(numbers))
     assert blocks is not None
-    for block_id, block_hash in zip(blocks, names(*numbers), strict=True):
+    for block_id, block_hash in zip(blocks, hashes_of(*numbers), strict=True):
         pool.publish(block_id, block_hash)
     pool.release(blocks)
     return blocks
@@ -137,27 +137,27 @@ def acquire(pool: BlockPool, hashes: list[bytes]) -> list[int]:
     return [block_id for block_id in acquired if block_id is not None]
 
 
-def test_knows_what_is_resident() -> None:
+def test_block_pool_holds_and_acquires_only_resident_hashes() -> None:
     pool = BlockPool(8)
-    blocks = fill(pool, 1, 2, 3)
-    assert [pool.holds(block_hash) for block_hash in names(1, 3, 9)] == [True, True, False]
-    assert [pool.acquire(block_hash) for block_hash in names(1, 3, 9)] == [blocks[0], blocks[2], None]
+    blocks = fill_pool(pool, 1, 2, 3)
+    assert [pool.holds(block_hash) for block_hash in hashes_of(1, 3, 9)] == [True, True, False]
+    assert [pool.acquire(block_hash) for block_hash in hashes_of(1, 3, 9)] == [blocks[0], blocks[2], None]
 
 
-def test_evicts_the_oldest_and_of_one_request_its_end() -> None:
+def test_block_pool_evicts_oldest_request_and_its_last_block_first() -> None:
     pool = BlockPool(4)
-    fill(pool, 1, 2)
-    fill(pool, 3, 4)
+    fill_pool(pool, 1, 2)
+    fill_pool(pool, 3, 4)
     pool.allocate(1)
-    assert set(pool.resident()) == set(names(1, 3, 4))
+    assert set(pool.resident()) == set(hashes_of(1, 3, 4))
     pool.allocate(2)
-    assert set(pool.resident()) == set(names(3))
+    assert set(pool.resident()) == set(hashes_of(3))
 
 
-def test_does_not_evict_what_is_in_use() -> None:
+def test_block_pool_acquired_blocks_are_not_evicted() -> None:
     pool = BlockPool(4)
-    fill(pool, 1, 2)
-    held = acquire(pool, names(1, 2))
+    fill_pool(pool, 1, 2)
+    held = acquire(pool, hashes_of(1, 2))
     assert pool.allocate(3) is None
     assert pool.num_available == 2
     pool.release(held)
@@ -165,34 +165,34 @@ def test_does_not_evict_what_is_in_use() -> None:
     assert pool.resident() == {}
 
 
-def test_shared_blocks_stay_until_the_last_release() -> None:
+def test_block_pool_shared_block_is_not_evicted_before_last_release() -> None:
     pool = BlockPool(2)
-    fill(pool, 1)
-    first, second = acquire(pool, names(1)), acquire(pool, names(1))
+    fill_pool(pool, 1)
+    first, second = acquire(pool, hashes_of(1)), acquire(pool, hashes_of(1))
     pool.release(first)
     assert pool.allocate(2) is None
     pool.release(second)
     assert pool.allocate(2) is not None
 
 
-def test_of_two_blocks_with_one_hash_the_first_stays() -> None:
+def test_block_pool_duplicate_hash_keeps_first_block() -> None:
     pool = BlockPool(4)
-    (first,) = fill(pool, 1)
-    fill(pool, 1)
-    assert pool.resident() == {names(1)[0]: first}
+    (first,) = fill_pool(pool, 1)
+    fill_pool(pool, 1)
+    assert pool.resident() == {hashes_of(1)[0]: first}
     assert pool.num_available == 4
 
 
-def test_forgets_idle_blocks_only() -> None:
+def test_block_pool_forget_drops_only_idle_blocks() -> None:
     pool = BlockPool(4)
-    fill(pool, 1, 2)
-    acquire(pool, names(1))
+    fill_pool(pool, 1, 2)
+    acquire(pool, hashes_of(1))
     pool.forget()
-    assert list(pool.resident()) == names(1)
+    assert list(pool.resident()) == hashes_of(1)
     assert pool.num_available == 3
 
 
-def test_never_loses_or_doubles_a_block() -> None:
+def test_block_pool_random_use_neither_leaks_nor_duplicates_blocks() -> None:
     random.seed(5)
     pool = BlockPool(16)
     held: list[list[int]] = []
@@ -200,7 +200,7 @@ def test_never_loses_or_doubles_a_block() -> None:
         if held and random.random() < 0.5:
             pool.release(held.pop(random.randrange(len(held))))
             continue
-        chain = names(*(random.randrange(3) * 100 + depth for depth in range(random.randrange(1, 6))))
+        chain = hashes_of(*(random.randrange(3) * 100 + depth for depth in range(random.randrange(1, 6))))
         blocks = acquire(pool, chain)
         new = pool.allocate(len(chain) - len(blocks))
         for block_id, block_hash in zip(new or [], chain[len(blocks) :], strict=False):

@@ -64,11 +64,11 @@ BART_SIDE = {"layers": 1, "attention_heads": 4, "ffn_dim": 48}
 LAYERS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 
 
-def test_tells_the_shape_of_grouped_heads(model: PreTrainedModel) -> None:
+def test_probe_model_grouped_query_attention_returns_geometry(model: PreTrainedModel) -> None:
     assert probe_model(model) == (KVGroupGeometry((0, 1), 2, 16, None, torch.float32, torch.device("cpu")),)
 
 
-def test_tells_the_type(make_model: Callable[..., LlamaForCausalLM]) -> None:
+def test_probe_model_bfloat16_returns_dtype(make_model: Callable[..., LlamaForCausalLM]) -> None:
     (group,) = probe_model(make_model().to(torch.bfloat16))
     assert group.dtype is torch.bfloat16
 
@@ -81,7 +81,9 @@ def test_tells_the_type(make_model: Callable[..., LlamaForCausalLM]) -> None:
         (MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=None), MistralForCausalLM, 2),
     ],
 )
-def test_takes_full_attention(config: PretrainedConfig, kind: type[PreTrainedModel], heads: int) -> None:
+def test_probe_model_full_attention_returns_one_group_without_window(
+    config: PretrainedConfig, kind: type[PreTrainedModel], heads: int
+) -> None:
     (group,) = probe_model(kind(config).eval())
     assert (group.num_heads, group.sliding_window) == (heads, None)
 
@@ -106,7 +108,7 @@ def test_takes_full_attention(config: PretrainedConfig, kind: type[PreTrainedMod
         ),
     ],
 )
-def test_groups_layers_by_their_kind(
+def test_probe_model_sliding_window_layers_are_grouped_by_window(
     config: PretrainedConfig, kind: type[PreTrainedModel], groups: list[tuple[tuple[int, ...], int | None]]
 ) -> None:
     assert [(group.layers, group.sliding_window) for group in probe_model(kind(config).eval())] == groups
@@ -162,7 +164,9 @@ def test_groups_layers_by_their_kind(
         (lambda: BertLMHeadModel(BertConfig(**SMALL)), "BertLMHeadModel attends to later tokens"),
     ],
 )
-def test_refuses_other_caches_by_name(make: Callable[[], PreTrainedModel], part: str) -> None:
+def test_probe_model_unsupported_architecture_raises_naming_reason(
+    make: Callable[[], PreTrainedModel], part: str
+) -> None:
     with pytest.raises(UnsupportedModelError, match=part):
         probe_model(make().eval())
 
@@ -178,7 +182,7 @@ def test_refuses_other_caches_by_name(make: Callable[[], PreTrainedModel], part:
         ),
     ],
 )
-def test_load_checkpoint_of_no_causal_model_is_refused_by_name(
+def test_load_model_non_causal_checkpoint_raises_naming_class(
     make: Callable[[], PreTrainedModel], part: str, tmp_path: Path
 ) -> None:
     make().save_pretrained(tmp_path)
@@ -186,27 +190,29 @@ def test_load_checkpoint_of_no_causal_model_is_refused_by_name(
         load_model(tmp_path)
 
 
-def test_load_missing_checkpoint_names_its_path(tmp_path: Path) -> None:
+def test_load_model_missing_checkpoint_raises_naming_path(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="absent"):
         load_model(tmp_path / "absent")
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
-def test_refuses_rotary_embeddings_that_look_ahead(make_model: Callable[..., LlamaForCausalLM], rope_type: str) -> None:
+def test_probe_model_length_dependent_rope_raises(make_model: Callable[..., LlamaForCausalLM], rope_type: str) -> None:
     model = make_model()
     model.config.rope_parameters = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0}
     with pytest.raises(UnsupportedModelError, match=rope_type):
         probe_model(model)
 
 
-def test_refuses_layers_that_share_their_cache(make_model: Callable[..., LlamaForCausalLM]) -> None:
+def test_probe_model_layers_with_shared_kv_cache_raises(make_model: Callable[..., LlamaForCausalLM]) -> None:
     model = make_model()
     model.model.layers[1].self_attn.layer_idx = 0
     with pytest.raises(UnsupportedModelError, match="layer 0 wrote its KV 2 times"):
         probe_model(model)
 
 
-def test_layers_of_different_shapes_are_groups_of_their_own(make_model: Callable[..., LlamaForCausalLM]) -> None:
+def test_probe_model_layers_of_different_shapes_are_separate_groups(
+    make_model: Callable[..., LlamaForCausalLM],
+) -> None:
     model = make_model()
     attention = model.model.layers[1].self_attn
     attention.k_proj, attention.v_proj = torch.nn.Linear(64, 16), torch.nn.Linear(64, 16)
@@ -214,7 +220,7 @@ def test_layers_of_different_shapes_are_groups_of_their_own(make_model: Callable
     assert [(group.layers, group.num_heads) for group in probe_model(model)] == [((0,), 2), ((1,), 1)]
 
 
-def test_refuses_layers_of_different_types(make_model: Callable[..., LlamaForCausalLM]) -> None:
+def test_probe_model_layers_of_different_dtypes_raises(make_model: Callable[..., LlamaForCausalLM]) -> None:
     model = make_model()
     attention = model.model.layers[1].self_attn
     attention.k_proj.register_forward_hook(lambda _module, _inputs, output: output.double())
@@ -233,11 +239,11 @@ def different_fields(ours: PreTrainedModel, theirs: PreTrainedModel) -> list[str
     return [difference.field for difference in identity(ours).diff(identity(theirs))]
 
 
-def test_equal_models_have_one_identity(make_model: Callable[..., LlamaForCausalLM]) -> None:
+def test_model_identity_equal_models_have_equal_digests(make_model: Callable[..., LlamaForCausalLM]) -> None:
     assert identity(make_model()).digest == identity(make_model()).digest
 
 
-def test_is_json_and_says_what_matters(model: PreTrainedModel) -> None:
+def test_model_identity_is_json_with_weights_config_dtype_and_groups(model: PreTrainedModel) -> None:
     fields = json.loads(json.dumps(model_identity(model, None, probe_model(model), 16), allow_nan=False))
     assert fields["weights"].startswith("state-dict:")
     assert fields["architecture"] == "LlamaForCausalLM"
@@ -253,14 +259,14 @@ def test_is_json_and_says_what_matters(model: PreTrainedModel) -> None:
     }
 
 
-def test_one_edited_row_is_another_identity(make_model: Callable[..., LlamaForCausalLM]) -> None:
+def test_model_identity_edited_row_differs_in_weights(make_model: Callable[..., LlamaForCausalLM]) -> None:
     edited = make_model()
     with torch.no_grad():
         edited.model.embed_tokens.weight[17] += 1e-3
     assert different_fields(make_model(), edited) == ["weights"]
 
 
-def test_names_the_field_that_differs(make_model: Callable[..., LlamaForCausalLM]) -> None:
+def test_model_identity_changed_model_differs_in_changed_field(make_model: Callable[..., LlamaForCausalLM]) -> None:
     assert different_fields(make_model(), make_model(seed=1)) == ["weights"]
     rope = {"rope_type": "default", "rope_theta": 500.0}
     assert "config.rope_parameters.rope_theta" in different_fields(make_model(), make_model(rope_parameters=rope))
@@ -268,7 +274,7 @@ def test_names_the_field_that_differs(make_model: Callable[..., LlamaForCausalLM
     assert different_fields(make_model(), make_model(attn_implementation="eager")) == ["attention"]
 
 
-def test_block_size_matters_and_the_path_does_not(make_model: Callable[..., LlamaForCausalLM]) -> None:
+def test_model_identity_depends_on_block_size_but_not_on_path(make_model: Callable[..., LlamaForCausalLM]) -> None:
     model = make_model()
     assert identity(model, block_size=8).digest != identity(model).digest
     model.config.name_or_path = "/somewhere/else"
@@ -276,7 +282,9 @@ def test_block_size_matters_and_the_path_does_not(make_model: Callable[..., Llam
     assert identity(model).digest == identity(make_model()).digest
 
 
-def test_quantisation_is_kept_whole_and_parts_are_not_forgotten(make_model: Callable[..., LlamaForCausalLM]) -> None:
+def test_model_identity_keeps_full_quantization_and_filters_text_config(
+    make_model: Callable[..., LlamaForCausalLM],
+) -> None:
     model = make_model()
     model.config.quantization_config = {"quant_method": "x", "dtype": "int8", "use_cache": 1}
     model.config.text_config = {"dtype": "float32", "hidden_size": 9}
@@ -285,7 +293,7 @@ def test_quantisation_is_kept_whole_and_parts_are_not_forgotten(make_model: Call
     assert config["text_config"] == {"hidden_size": 9}
 
 
-def test_checkpoints_and_objects_do_not_meet(
+def test_model_identity_checkpoint_and_loaded_model_differ_in_weights(
     make_model: Callable[..., LlamaForCausalLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -296,7 +304,7 @@ def test_checkpoints_and_objects_do_not_meet(
     assert [difference.field for difference in on_disk.diff(identity(model))] == ["weights"]
 
 
-def test_weights_without_bytes_have_no_identity(make_model: Callable[..., LlamaForCausalLM]) -> None:
+def test_model_identity_meta_tensors_raises(make_model: Callable[..., LlamaForCausalLM]) -> None:
     model = make_model()
     geometry = probe_model(model)
     with pytest.raises(UnsupportedModelError, match="embed_tokens"):

@@ -1,4 +1,4 @@
-"""The engine over a real store: restarts, other models on the same store, damage, and the death of the I/O process."""
+"""The engine on a real store: restarts, changed models, damaged payloads, and a killed host process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def open_engine(model: PreTrainedModel, url: str | list[str] | None, **options: 
 
 
 def answer_without_store(model: PreTrainedModel, prompt: list[int], restored_tokens: int = 0) -> GenerateResult:
-    """Return the answer of an engine without a store that splits the prompt where the restored run splits it."""
+    """Return the answer of an engine without a store that splits the prompt after the same number of tokens."""
     with open_engine(model, None) as engine:
         if restored_tokens:
             engine.generate(prompt[:restored_tokens], 1)
@@ -45,7 +45,9 @@ def answer_without_store(model: PreTrainedModel, prompt: list[int], restored_tok
 
 @pytest.mark.parametrize("host", ["process", "thread", "inline"])
 @pytest.mark.parametrize("codec", ["raw", "zstd:3"])
-def test_a_new_engine_starts_warm(model: PreTrainedModel, url: str, prompt: list[int], host: str, codec: str) -> None:
+def test_engine_restart_restores_identical_pages_and_answer(
+    model: PreTrainedModel, url: str, prompt: list[int], host: str, codec: str
+) -> None:
     with open_engine(model, url, host=host, codec=codec) as first:
         cold = first.generate(prompt, 8)
         resident = first.generate(prompt, 8, store=False)
@@ -61,7 +63,7 @@ def test_a_new_engine_starts_warm(model: PreTrainedModel, url: str, prompt: list
         assert second.notices == ()
 
 
-def test_prewarm_share_promotes_recent_contexts_before_the_first_request(
+def test_prewarm_share_promotes_recent_contexts_before_first_request(
     model: PreTrainedModel, url: str, prompt: list[int]
 ) -> None:
     other = [(token + 1) % 256 for token in prompt]
@@ -81,7 +83,7 @@ def test_prewarm_share_promotes_recent_contexts_before_the_first_request(
         open_engine(model, url, prewarm_share=2)
 
 
-def test_result_ids_are_those_of_the_listed_requests(model: PreTrainedModel, url: str, prompt: list[int]) -> None:
+def test_generate_result_id_equals_id_of_listed_request(model: PreTrainedModel, url: str, prompt: list[int]) -> None:
     with open_engine(model, url, host="inline") as engine:
         results = [engine.generate(prompt[start:], 2) for start in range(3)]
         assert all(map(engine.wait_persisted, results))
@@ -89,9 +91,7 @@ def test_result_ids_are_those_of_the_listed_requests(model: PreTrainedModel, url
         assert {request.id for request in store.requests().requests} == {result.req_id for result in results}
 
 
-def test_prompt_after_a_wait_is_stored_whole_in_rows_for_little_more_than_one(
-    model: PreTrainedModel, url: str, prompt: list[int]
-) -> None:
+def test_wait_persisted_frees_cpu_rows_for_next_prompt(model: PreTrainedModel, url: str, prompt: list[int]) -> None:
     other = [(token + 1) % 256 for token in prompt]
     with open_engine(model, None) as engine:
         block_bytes = engine.stats().block_bytes
@@ -103,7 +103,7 @@ def test_prompt_after_a_wait_is_stored_whole_in_rows_for_little_more_than_one(
         assert engine.generate(other, 1).stats.persistent_tokens == 96
 
 
-def test_a_primary_tier_too_small_for_the_prefix_takes_its_begin(
+def test_generate_cpu_tier_smaller_than_prefix_restores_leading_blocks(
     model: PreTrainedModel, url: str, prompt: list[int]
 ) -> None:
     with open_engine(model, url) as first:
@@ -115,7 +115,7 @@ def test_a_primary_tier_too_small_for_the_prefix_takes_its_begin(
         assert result.tokens == answer_without_store(model, prompt).tokens
 
 
-def test_what_a_far_store_holds_is_written_to_the_near_one_when_used(
+def test_generate_hit_in_far_store_writes_blocks_to_near_store(
     model: PreTrainedModel, prompt: list[int], tmp_path: Path
 ) -> None:
     near, far = f"lmdb://{tmp_path}/near?capacity=256MiB", f"lmdb://{tmp_path}/far?capacity=256MiB"
@@ -131,7 +131,9 @@ def test_what_a_far_store_holds_is_written_to_the_near_one_when_used(
         assert third.generate(prompt, 8).stats.persistent_tokens == 96
 
 
-def test_both_stores_keep_what_is_computed(model: PreTrainedModel, prompt: list[int], tmp_path: Path) -> None:
+def test_generate_two_stores_persists_context_in_both(
+    model: PreTrainedModel, prompt: list[int], tmp_path: Path
+) -> None:
     urls = [f"lmdb://{tmp_path}/{name}?capacity=256MiB" for name in ("near", "far")]
     with open_engine(model, urls) as first:
         assert first.wait_persisted(first.generate(prompt, 8))
@@ -140,7 +142,7 @@ def test_both_stores_keep_what_is_computed(model: PreTrainedModel, prompt: list[
             assert other.generate(prompt, 8).stats.persistent_tokens == 96
 
 
-def test_salts_share_nothing_over_a_restart(model: PreTrainedModel, url: str, prompt: list[int]) -> None:
+def test_engine_restart_restores_only_context_of_same_salt(model: PreTrainedModel, url: str, prompt: list[int]) -> None:
     with open_engine(model, url) as first:
         assert first.wait_persisted(first.generate(prompt, 8, salt="one"))
     with open_engine(model, url) as second:
@@ -176,8 +178,8 @@ def other_dtype(make_model: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM
         (other_dtype, "dtype.kv"),
     ],
 )
-class TestAnotherModelOnTheSameStore:
-    def test_misses_answers_right_and_says_why(
+class TestChangedModelOnSameStore:
+    def test_generate_misses_and_notice_names_changed_field(
         self,
         model: PreTrainedModel,
         make_model: Callable[..., LlamaForCausalLM],
@@ -199,7 +201,7 @@ class TestAnotherModelOnTheSameStore:
             assert third.generate(prompt, 8).stats.persistent_tokens == 96
             assert third.notices == ()
 
-    def test_is_refused_where_identities_are_strict(
+    def test_open_strict_identity_raises_naming_changed_field(
         self,
         model: PreTrainedModel,
         make_model: Callable[..., LlamaForCausalLM],
@@ -217,7 +219,7 @@ class TestAnotherModelOnTheSameStore:
             assert again.generate(prompt, 8).stats.persistent_tokens == 96
 
 
-def test_a_checkpoint_is_known_by_its_bytes(
+def test_engine_copied_checkpoint_hits_and_other_dtype_misses(
     make_model: Callable[..., LlamaForCausalLM], tmp_path: Path, url: str, prompt: list[int]
 ) -> None:
     make_model().save_pretrained(tmp_path / "one")
@@ -231,7 +233,7 @@ def test_a_checkpoint_is_known_by_its_bytes(
         assert "dtype" in cast.notices[0]
 
 
-def test_a_flipped_byte_is_a_miss_and_the_answer_is_right(
+def test_engine_flipped_payload_byte_misses_and_answers_correctly(
     model: PreTrainedModel, url: str, prompt: list[int], tmp_path: Path
 ) -> None:
     with open_engine(model, url) as first:
@@ -254,16 +256,18 @@ def test_a_flipped_byte_is_a_miss_and_the_answer_is_right(
         assert third.generate(prompt, 8).stats.persistent_tokens == 96
 
 
-def io_process() -> int:
+def host_process() -> int:
     (pid,) = host_processes()
     return pid
 
 
-def test_goes_on_when_the_io_process_is_killed(model: PreTrainedModel, url: str, prompt: list[int]) -> None:
+def test_engine_killed_host_process_restarts_and_persists_requests(
+    model: PreTrainedModel, url: str, prompt: list[int]
+) -> None:
     with open_engine(model, url) as engine:
         expected = engine.generate(prompt, 8)
         assert engine.wait_persisted(expected)
-        pid = io_process()
+        pid = host_process()
         os.kill(pid, signal.SIGKILL)
         for number in range(3):
             fresh = [number, *prompt[1:]]
@@ -273,20 +277,22 @@ def test_goes_on_when_the_io_process_is_killed(model: PreTrainedModel, url: str,
             assert time.monotonic() < deadline
             engine.generate([1, 2, 3], 1)
             time.sleep(0.05)
-        assert io_process() != pid
+        assert host_process() != pid
         later = engine.generate([77, *prompt], 8)
         assert engine.wait_persisted(later)
     with open_engine(model, url) as second:
         assert second.generate([77, *prompt], 8).stats.persistent_tokens == 100
 
 
-def test_waiting_says_no_where_there_is_no_store(model: PreTrainedModel, prompt: list[int]) -> None:
+def test_wait_persisted_without_store_returns_false(model: PreTrainedModel, prompt: list[int]) -> None:
     with open_engine(model, None) as engine:
         assert not engine.wait_persisted(engine.generate(prompt, 1))
         assert engine.flush()
 
 
-def test_a_request_gives_up_waiting_at_its_deadline(model: PreTrainedModel, url: str, prompt: list[int]) -> None:
+def test_generate_lookup_deadline_exceeded_recomputes_prompt(
+    model: PreTrainedModel, url: str, prompt: list[int]
+) -> None:
     with open_engine(model, url) as first:
         assert first.wait_persisted(first.generate(prompt, 8))
     with open_engine(model, url, lookup_deadline_s=0.0) as second:

@@ -49,7 +49,7 @@ def save_answer(model: PreTrainedModel, prompt: list[int], store: Path, **option
     return tokens
 
 
-def test_generate_with_stored_prefix_returns_the_tokens_of_plain_transformers(
+def test_generate_stored_prefix_returns_tokens_of_plain_transformers(
     model: LlamaForCausalLM, prompt: list[int], store: Path
 ) -> None:
     expected = generate(model, prompt)
@@ -63,7 +63,7 @@ def test_generate_with_stored_prefix_returns_the_tokens_of_plain_transformers(
     assert generate(model, longer, cache) == generate(model, longer)
 
 
-def test_generate_hybrid_model_returns_the_tokens_of_plain_transformers(
+def test_generate_hybrid_model_returns_tokens_of_plain_transformers(
     windowed: PreTrainedModel, prompt: list[int], store: Path
 ) -> None:
     expected = save_answer(windowed, prompt, store)
@@ -72,15 +72,17 @@ def test_generate_hybrid_model_returns_the_tokens_of_plain_transformers(
         cache = persistkv.load(windowed, prompt, store)
         assert len(cache.restored_tokens) == 96
         assert generate(windowed, prompt, cache) == expected
-        persistkv.save(cache, expected)  # of a cache that has no blocks before the window
+        persistkv.save(cache, expected)  # the restored cache has no blocks before the window
 
 
-def test_cache_longer_than_its_capacity_grows(model: LlamaForCausalLM, prompt: list[int], store: Path) -> None:
+def test_persistent_cache_beyond_capacity_grows(model: LlamaForCausalLM, prompt: list[int], store: Path) -> None:
     cache = persistkv.load(model, prompt, store)
     assert generate(model, prompt, cache, max_new_tokens=600) == generate(model, prompt, max_new_tokens=600)
 
 
-def test_cropped_cache_continues_from_its_last_token(model: LlamaForCausalLM, prompt: list[int], store: Path) -> None:
+def test_persistent_cache_cropped_generates_same_tokens_again(
+    model: LlamaForCausalLM, prompt: list[int], store: Path
+) -> None:
     cache = persistkv.load(model, prompt, store)
     tokens = generate(model, prompt, cache)
     cache.crop(50)
@@ -103,7 +105,7 @@ print(len(cache.restored_tokens), *output[0].tolist())
 """
 
 
-def test_load_in_a_new_process_restores_what_another_saved(
+def test_load_in_new_process_restores_saved_context(
     model: LlamaForCausalLM, prompt: list[int], store: Path, tmp_path: Path
 ) -> None:
     model.save_pretrained(tmp_path / "checkpoint")
@@ -116,7 +118,7 @@ def test_load_in_a_new_process_restores_what_another_saved(
     assert warm[1:] == cold[1:] == [str(token) for token in generate(model, prompt, max_new_tokens=20)]
 
 
-def test_load_other_weights_or_salt_misses(model: LlamaForCausalLM, prompt: list[int], store: Path) -> None:
+def test_load_other_weights_salt_or_block_size_misses(model: LlamaForCausalLM, prompt: list[int], store: Path) -> None:
     save_answer(model, prompt, store)
     other = tiny_llama(seed=1)
     assert persistkv.load(other, prompt, store).restored_tokens == ()
@@ -129,7 +131,9 @@ def test_load_other_weights_or_salt_misses(model: LlamaForCausalLM, prompt: list
     assert generate(other, prompt, persistkv.load(other, prompt, store)) == generate(other, prompt)
 
 
-def test_engine_and_load_find_each_others_contexts(model: LlamaForCausalLM, prompt: list[int], store: Path) -> None:
+def test_engine_and_load_restore_contexts_of_each_other(
+    model: LlamaForCausalLM, prompt: list[int], store: Path
+) -> None:
     tokens = save_answer(model, prompt, store, labels={"user": "anna"})
     options: dict[str, Any] = {"cpu_bytes": "8MiB", "device_blocks": 32, "host": "inline"}
     with Engine.open(model, store, **options) as engine:
@@ -141,7 +145,7 @@ def test_engine_and_load_find_each_others_contexts(model: LlamaForCausalLM, prom
     assert len(persistkv.load(model, other, store).restored_tokens) == 96
 
 
-def test_save_returns_the_id_of_the_listed_request(model: LlamaForCausalLM, prompt: list[int], store: Path) -> None:
+def test_save_returns_id_of_listed_request(model: LlamaForCausalLM, prompt: list[int], store: Path) -> None:
     cache = persistkv.load(model, prompt, store)
     tokens = generate(model, prompt, cache)
     saved = persistkv.save(cache, torch.tensor([tokens]), labels={"user": "anna"}, codec="zstd")
@@ -150,7 +154,7 @@ def test_save_returns_the_id_of_the_listed_request(model: LlamaForCausalLM, prom
     assert (request.id, request.labels, request.tokens) == (saved, {"user": "anna"}, len(tokens) - 1)
 
 
-def test_load_damaged_block_restores_the_blocks_before_it(
+def test_load_damaged_block_restores_only_earlier_blocks(
     model: LlamaForCausalLM, prompt: list[int], store: Path
 ) -> None:
     tokens = save_answer(model, prompt, store)

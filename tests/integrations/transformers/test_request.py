@@ -20,26 +20,26 @@ def hashes(tokens: Sequence[int], block_size: int = 4, salt: str | None = None) 
     return chain.hashes
 
 
-def test_a_hash_stands_for_all_tokens_up_to_its_end() -> None:
+def test_block_hash_chain_hash_depends_on_all_earlier_tokens() -> None:
     first, second = hashes(list(range(12))), hashes([99, *range(1, 12)])
     assert len(set(first) | set(second)) == 6
     assert hashes([*range(8), 0, 0, 0, 0])[:2] == first[:2]
 
 
-def test_growth_in_pieces_is_growth_at_once() -> None:
+def test_block_hash_chain_extend_in_parts_equals_extend_at_once() -> None:
     chain = BlockHashChain(4)
     new = [chain.extend(piece) for piece in ([1, 2, 3], [4, 5], [6, 7, 8, 9, 10, 11, 12], [])]
     assert [len(block) for block in new] == [0, 1, 2, 0]
     assert chain.hashes == hashes(range(1, 13))
 
 
-def test_is_what_the_identity_says() -> None:
+def test_block_hash_chain_first_hash_is_sha256_of_root_and_tokens() -> None:
     root = hashlib.sha256(b"persistkv block chain 1\n").digest()
     tokens = b"".join(token.to_bytes(4, "little") for token in (1, 2, 70_000, 4))
     assert hashes([1, 2, 70_000, 4]) == [hashlib.sha256(root + tokens).digest()]
 
 
-def test_salts_share_nothing() -> None:
+def test_block_hash_chain_different_salts_share_no_hash() -> None:
     tokens = list(range(8))
     found = [hashes(tokens, salt=salt) for salt in (None, "", "a", "b")]
     assert len({block for chain in found for block in chain}) == 8
@@ -50,28 +50,28 @@ def draw(count: int = 200, **options: Any) -> list[int]:
     return [sampler.choose(LOGITS) for _ in range(count)]
 
 
-def test_temperature_0_takes_the_most_likely() -> None:
+def test_sampler_temperature_0_chooses_most_likely_token() -> None:
     assert set(draw()) == {1}
 
 
-def test_equal_seeds_draw_equal_tokens() -> None:
+def test_sampler_equal_seeds_choose_equal_tokens() -> None:
     assert draw(temperature=1.0, seed=3) == draw(temperature=1.0, seed=3)
     assert draw(temperature=1.0, seed=3) != draw(temperature=1.0, seed=4)
 
 
-def test_draws_by_probability() -> None:
+def test_sampler_temperature_1_chooses_by_probability() -> None:
     drawn = draw(4000, temperature=1.0)
     expected = LOGITS.softmax(-1)
     for token in range(4):
         assert drawn.count(token) / 4000 == pytest.approx(float(expected[token]), abs=0.03)
 
 
-def test_top_p_keeps_the_likely_and_at_least_one() -> None:
+def test_sampler_top_p_keeps_likely_tokens_and_at_least_one() -> None:
     assert set(draw(temperature=1.0, top_p=0.6)) == {1, 2}
     assert set(draw(temperature=1.0, top_p=1e-9)) == {1}
 
 
-def test_top_k_keeps_that_many() -> None:
+def test_sampler_top_k_keeps_k_most_likely_tokens() -> None:
     assert set(draw(temperature=1.0, top_k=2)) == {1, 2}
     assert set(draw(temperature=1.0, top_k=1)) == {1}
 
@@ -79,6 +79,6 @@ def test_top_k_keeps_that_many() -> None:
 @pytest.mark.parametrize(
     "options", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}]
 )
-def test_refuses_options_by_name(options: dict[str, Any]) -> None:
+def test_sampler_invalid_option_raises_naming_it(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(options))):
         Sampler(**DEFAULTS | options)

@@ -1,6 +1,6 @@
-"""In bf16, a warm answer may differ from a cold one: its prompt is computed in two parts, which rounds differently.
+"""In bf16, a warm answer may differ from a cold one, because its prompt is computed in two parts, with other rounding.
 
-The difference is that of plain transformers between the same two splits; restored KV adds none.
+Plain transformers shows the same difference between the same two splits; restored KV adds none.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def answer(model: PreTrainedModel, *parts: list[int]) -> tuple[torch.Tensor, lis
     return first, tokens
 
 
-def test_warm_answer_differs_from_cold_as_plain_transformers_does_between_the_same_splits(tmp_path: Path) -> None:
+def test_engine_bfloat16_answers_equal_plain_transformers_at_same_split(tmp_path: Path) -> None:
     differing_logits = 0
     for make in (tiny_cohere2, tiny_gemma3, tiny_gpt_oss, tiny_mistral):
         model, url = make().to(torch.bfloat16), f"lmdb://{tmp_path}/{make.__name__}"

@@ -38,7 +38,7 @@ def prompt(number: int, length: int = 400) -> list[int]:
 
 
 SHORT = prompt(99, 10)
-"""Prompt that fills no block. Engines in this mode step only while they have requests; steps apply store events."""
+"""Prompt shorter than one block. These engines step, and apply store events, only while they have requests."""
 
 
 PREWARM: dict[str, Any] = {"type": "persistkv-prewarm", "share": 0.9}
@@ -217,9 +217,9 @@ def damage_payloads(url: str) -> None:
 @pytest.fixture(scope="session")
 def plain_engine(tmp_path_factory: pytest.TempPathFactory, model: Path, zygote: Zygote) -> Iterator[Engine]:
     """Engine without a connector."""
-    place = tmp_path_factory.mktemp("plain")
+    directory = tmp_path_factory.mktemp("plain")
     settings = {"model": str(model), "connector": None, "engine": {}}
-    engine = Engine(spawn_engine(zygote, settings, {"XDG_CACHE_HOME": str(place)}), place / "engine.log")
+    engine = Engine(spawn_engine(zygote, settings, {"XDG_CACHE_HOME": str(directory)}), directory / "engine.log")
     yield engine
     engine.close()
     engine.release()

@@ -48,8 +48,8 @@ class Server:
         return _answers(outputs) | {"seconds": seconds, "ttft": latencies}
 
     def margins(self, prompts: list[list[int]], max_tokens: int = 12) -> list[float]:
-        """Return, for each prompt, the smallest difference between the log-probabilities of the answer's tokens and of
-        the tokens that were second.
+        """Return, for each prompt, the smallest difference between the log-probabilities of an answer's token and of
+        the second most likely token.
         """
         outputs, _ = self._run(prompts, max_tokens, None, logprobs=2)
         found = []
@@ -87,7 +87,7 @@ class Server:
         return found
 
     def delete(self) -> None:
-        """Delete the ``LLM`` object, as a notebook does. No command may follow."""
+        """Delete the ``LLM`` object, as a notebook does. Send no further command."""
         self._llm = None
         gc.collect()
 

@@ -17,11 +17,11 @@ from typing import Any
 from tests.integrations.vllm.zygote import MAX_MESSAGE
 
 Spawn = Callable[[int, int, int], int]
-"""Starts a process in a session of its own that reads, writes and logs to these descriptors; its process id."""
+"""Function that starts a process in its own session with three descriptors (input, output, log) and returns its id."""
 
 
 class Program:
-    """Process, which need not be a child.
+    """Process that answers lines of JSON; it need not be a child of this process.
 
     :param log: file to which the process appends its log.
     """
@@ -49,7 +49,7 @@ class Program:
         """
         line = self._stdout.readline()
         if not line:
-            self.wait(60)  # it may still write the reason to its log
+            self.wait(60)  # the process may still write the reason to its log
             raise RuntimeError(f"the process ended:\n{self.log[-6000:]}")
         return json.loads(line)
 
@@ -67,7 +67,7 @@ class Program:
         return bool(select.select([self._fd], [], [], timeout_s)[0])
 
     def kill(self) -> None:
-        """Send SIGKILL to the process group; processes in sessions of their own survive, such as the store's."""
+        """Send SIGKILL to the process group. Processes in other sessions survive, such as the host process."""
         os.killpg(self.pid, signal.SIGKILL)
         assert self.wait(60)
 
@@ -93,9 +93,9 @@ def new_process(command: Sequence[str], environment: dict[str, str]) -> Spawn:
     """Return a function that starts a command line as a new process."""
 
     def spawn(stdin: int, stdout: int, stderr: int) -> int:
-        places = [(os.POSIX_SPAWN_DUP2, source, number) for number, source in enumerate((stdin, stdout, stderr))]
+        file_actions = [(os.POSIX_SPAWN_DUP2, source, number) for number, source in enumerate((stdin, stdout, stderr))]
         return os.posix_spawnp(
-            command[0], list(command), {**os.environ, **environment}, file_actions=places, setsid=True
+            command[0], list(command), {**os.environ, **environment}, file_actions=file_actions, setsid=True
         )
 
     return spawn

@@ -95,8 +95,8 @@ class Server(Program):
 
     @contextmanager
     def running_request(self, prompt: list[int], max_tokens: int) -> Iterator[http.client.HTTPResponse]:
-        """Request whose answer has begun; the rest is to be read. A server that drains waits until it is, or until the
-        connection is closed, as it is on exit.
+        """Send a streaming request and read its first line; the caller may read the rest. The context closes the
+        connection. A draining server waits until the answer is read or the connection is closed.
         """
         with closing(_UnixConnection(self._socket)) as connection:
             body = _body(prompt, max_tokens, None) | {"stream": True}

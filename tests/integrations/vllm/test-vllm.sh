@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Real vLLM engines over this plugin, in a virtual environment of their own (make setup-vllm). Where vLLM for CPUs cannot
-# be installed this says so and succeeds: what of the plugin needs no vLLM has been tested all the same. TESTS=vllm runs
-# the slow ones, too.
+# Tests of the plugin with real vLLM engines, in a separate virtual environment (make setup-vllm). If vLLM for CPUs
+# cannot be installed, this prints a message and succeeds; the tests that need no vLLM are part of `make test`.
+# TESTS=vllm also runs the slow tests.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
 PYTHON=${VLLM_PYTHON:-${VLLM_VENV:-.venv-vllm-0.32.0}/bin/python}
@@ -14,8 +14,8 @@ skip() {
 [ -n "${VLLM_PYTHON:-}" ] || make --no-print-directory setup-vllm || skip "vLLM for CPUs cannot be installed here"
 $PYTHON -c "import vllm" >/dev/null || skip "vLLM is installed and does not import"
 
-# NEXT=DIRECTORY: the Python files of a newer release, for which the installed one has the dependencies. Its engines need
-# compiled code that has no build for CPUs, so these are the tests without an engine.
+# NEXT=DIRECTORY: the Python files of a newer release, used with the dependencies of the installed one. Engines of that
+# release need compiled code that has no build for CPUs, so only the tests without an engine run.
 if [ -n "${NEXT:-}" ]; then
   export PYTHONPATH="$NEXT${PYTHONPATH:+:$PYTHONPATH}"
   set -- tests/integrations/vllm/test_{manager,releases,spec,tier}.py "$@"

@@ -39,14 +39,14 @@ def start(url, monkeypatch):
     caches = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
     monkeypatch.setattr(tier, "find_kv_cache_config", lambda: caches)
     monkeypatch.setattr(tier, "engine_facts", lambda: {"device": "cpu"})
-    known = test_manager.offloading_config
+    original = test_manager.offloading_config
 
-    def described(*arguments):
-        config = known(*arguments)
+    def config_with_layout(*arguments):
+        config = original(*arguments)
         object.__setattr__(config, "kv_cache_layout", "LBHNC")
         return config
 
-    monkeypatch.setattr(test_manager, "offloading_config", described)
+    monkeypatch.setattr(test_manager, "offloading_config", config_with_layout)
     running = []
 
     def start(release, *others, **options):
@@ -66,13 +66,13 @@ def start(url, monkeypatch):
         engine.close()
 
 
-def compute(engine, context):
+def compute_and_store(engine, context):
     engine.pages[:] = pages_of(context)
     engine.store(keys_of(context))
 
 
-def loads(engine, context, timeout_s):
-    """Return whether a context can be loaded within this time, and has the bytes that were computed of it."""
+def can_load(engine, context, timeout_s):
+    """Return whether a context can be loaded within this time and equals the computed pages."""
     deadline = time.monotonic() + timeout_s
     while not engine.load(keys_of(context), CHUNKS):
         if time.monotonic() > deadline:
@@ -81,36 +81,36 @@ def loads(engine, context, timeout_s):
     return bool((engine.pages[CHUNKS : CHUNKS + LENGTH] == pages_of(context)[:LENGTH]).all())
 
 
-def fill(start):
+def fill_store(start):
     older = start("0.31")
     for context in (1, 2, 3):
-        compute(older, context)
+        compute_and_store(older, context)
     older.close()
 
 
-def test_newer_release_adopts_chunks_through_the_manager(start):
-    fill(start)
+def test_manager_newer_release_adopts_chunks_after_comparison(start):
+    fill_store(start)
     newer = start("0.32")
-    assert not loads(newer, 3, 0)
+    assert not can_load(newer, 3, 0)
     for context in (1, 2):
-        compute(newer, context)
-    assert loads(newer, 3, 60)
+        compute_and_store(newer, context)
+    assert can_load(newer, 3, 60)
     newer.close()
-    assert loads(start("0.32"), 3, 10)
+    assert can_load(start("0.32"), 3, 10)
 
 
-def test_newer_release_with_another_kind_of_tier_adopts_nothing(start):
-    """The other tier could supply chunks of any release."""
-    fill(start)
+def test_manager_newer_release_with_other_tier_type_adopts_nothing(start):
+    """A tier of another type may supply chunks of any release."""
+    fill_store(start)
     newer = start("0.32", {"type": "example"})
     for context in (1, 2):
-        compute(newer, context)
-    assert not loads(newer, 3, 3)
+        compute_and_store(newer, context)
+    assert not can_load(newer, 3, 3)
 
 
-def test_newer_release_that_adopts_never_starts_cold(start):
-    fill(start)
+def test_manager_adopt_never_misses_chunks_of_older_release(start):
+    fill_store(start)
     newer = start("0.32", adopt="never")
     for context in (1, 2):
-        compute(newer, context)
-    assert not loads(newer, 3, 3)
+        compute_and_store(newer, context)
+    assert not can_load(newer, 3, 3)

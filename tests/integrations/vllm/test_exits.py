@@ -1,7 +1,7 @@
 """Every way in which a vLLM process ends; the next engine finds all blocks that the store had accepted.
 
-The servers are ended in the middle of an answer: their blocks are staged and not yet committed. vLLM's engine core
-outlives a front end that is killed; here it runs until the end of the test.
+Each server ends during an answer: its blocks are staged and not yet committed. vLLM's engine core survives a killed
+front end and runs until the end of the test.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def accepted_request(server: Server, tokens: list[int]) -> Iterator[HTTPResponse
         yield response
 
 
-def test_server_ended_during_an_answer_leaves_accepted_blocks(
+def test_server_ended_during_answer_keeps_accepted_blocks(
     start_server: StartServer, start_engine: StartEngine, url: str, expected: Any
 ) -> None:
     for number, (end, timeout_s) in enumerate(EXITS):
@@ -68,12 +68,12 @@ def test_server_ended_during_an_answer_leaves_accepted_blocks(
     assert engine.generate(*PROMPTS) == {"tokens": expected, "cached": [CACHED] * len(PROMPTS)}
 
 
-def test_deleted_llm_leaves_its_contexts(start_engine: StartEngine, url: str, expected: Any) -> None:
+def test_llm_deleted_leaves_contexts_for_next_engine(start_engine: StartEngine, url: str, expected: Any) -> None:
     for number in (0, 1):  # without and with a process for the engine core
         engine = start_engine(tier(url), environment={"VLLM_ENABLE_V1_MULTIPROCESSING": str(number)})
         cached = [CACHED] * number + [0]
         assert engine.generate(*PROMPTS[: number + 1]) == {"tokens": expected[: number + 1], "cached": cached}
-        engine.ask(do="delete")  # its process lives until the end of the test
+        engine.ask(do="delete")  # its process runs until the end of the test
     engine = start_engine(tier(url))
     assert engine.generate(*PROMPTS[:2]) == {"tokens": expected[:2], "cached": [CACHED] * 2}
     wait_stored(url, 2)

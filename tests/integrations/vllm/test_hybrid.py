@@ -15,19 +15,19 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 PROMPTS = [prompt(1, 700), prompt(2, 300)]
 
 
-def test_a_model_with_a_sliding_window_starts_warm(start_engine, url, tmp_path):
-    place = make_hybrid_model(tmp_path / "hybrid")
-    plain = start_engine(checkpoint=place)
+def test_engine_restart_sliding_window_model_starts_warm(start_engine, url, tmp_path):
+    checkpoint = make_hybrid_model(tmp_path / "hybrid")
+    plain = start_engine(checkpoint=checkpoint)
     right = plain.generate(*PROMPTS)
     plain.close()
-    filling = start_engine(tier(url), checkpoint=place)
-    assert filling.generate(*PROMPTS) == right
-    filling.close()
+    writer = start_engine(tier(url), checkpoint=checkpoint)
+    assert writer.generate(*PROMPTS) == right
+    writer.close()
     wait_stored(url, 2)
     with contextlib.closing(open_backend(url, read_only=True)) as store:
         (namespace,) = store.namespaces()
         assert all(len(manifest.group_blocks) == 2 for manifest in store.manifests(namespace.id))
-    warm = start_engine(tier(url), checkpoint=place)
+    warm = start_engine(tier(url), checkpoint=checkpoint)
     again = warm.generate(*PROMPTS)
     assert again["tokens"] == right["tokens"]
     assert again["cached"] == [672, 288]

@@ -68,13 +68,13 @@ def set_path(config, path, value):
         setattr(target, name, value)
 
 
-def test_where_the_model_lies_does_not_matter(config, offloading, tmp_path):
+def test_engine_identity_other_model_path_has_equal_digest(config, offloading, tmp_path):
     ours = identity(config, offloading)
     config.model_config.model = str(make_model(tmp_path / "elsewhere"))
     assert identity(config, offloading).digest == ours.digest
 
 
-def test_a_changed_weight_file_at_the_same_place_is_another_identity(config, offloading, tmp_path):
+def test_engine_identity_changed_weight_file_differs_in_weights(config, offloading, tmp_path):
     ours = identity(config, offloading)
     make_model(tmp_path / "model", seed=1)
     assert [difference.field for difference in ours.diff(identity(config, offloading))] == ["weights"]
@@ -91,7 +91,7 @@ def test_a_changed_weight_file_at_the_same_place_is_another_identity(config, off
         ("cache_config.sliding_window", 64, "attention.sliding_window"),
     ],
 )
-def test_names_the_field_of_the_engine_that_differs(config, offloading, path, value, field):
+def test_engine_identity_changed_engine_config_differs_in_its_field(config, offloading, path, value, field):
     ours = identity(config, offloading)
     set_path(config, path, value)
     assert [difference.field for difference in ours.diff(identity(config, offloading))] == [field]
@@ -106,7 +106,7 @@ def test_names_the_field_of_the_engine_that_differs(config, offloading, path, va
         ("kv_cache_layout", "HND", "kv_cache.layout"),
     ],
 )
-def test_names_the_field_of_the_offloading_that_differs(config, offloading, path, value, field):
+def test_engine_identity_changed_offloading_config_differs_in_its_field(config, offloading, path, value, field):
     ours = identity(config, offloading)
     set_path(offloading, path, value)
     assert [difference.field for difference in ours.diff(identity(config, offloading))] == [field]
@@ -141,7 +141,7 @@ SHARED = [
 
 
 @pytest.mark.parametrize("facts", SHARED)
-def test_layout_that_is_independent_of_the_parallel_sizes_is_one_identity(config, facts):
+def test_engine_identity_shared_layout_is_equal_for_all_world_sizes(config, facts):
     specs = [spec_of(1, **facts), spec_of(2, **facts)]
     layouts = [shared_layout(spec) for spec in specs]
     kind = "canonical" if facts.get("canonical_layout") else "direct"
@@ -156,26 +156,26 @@ def test_layout_that_is_independent_of_the_parallel_sizes_is_one_identity(config
     [
         {"declared": False, "canonical_layout": True},
         {"declared": False, "kv_cache_layout": "BHLNC"},
-        {},  # vLLM declares the direct layout of single layers independent; two layers of two workers interleave
+        {},  # vLLM declares LBHNC independent of the world size, but with two layers the rows of two workers differ
         {"kv_cache_layout": None},
         {"kv_cache_layout": "BHLNC", "blocks": 2},
         {"kv_cache_layout": "BHLNC", "cell": 36864},
     ],
 )
-def test_other_layouts_are_an_identity_for_each_parallel_size(config, facts):
+def test_engine_identity_unshared_layout_differs_per_world_size(config, facts):
     specs = [spec_of(1, **facts), spec_of(2, **facts)]
     assert shared_layout(specs[1]) is None
     one, two = (identity(config, spec.config, shared=shared_layout(spec)) for spec in specs)
     assert one.digest != two.digest
 
 
-def test_another_hash_seed_is_another_identity(config, offloading, monkeypatch):
+def test_engine_identity_changed_hash_seed_differs_in_hash_seed(config, offloading, monkeypatch):
     ours = identity(config, offloading)
     monkeypatch.setenv("PYTHONHASHSEED", "1")
     assert [difference.field for difference in ours.diff(identity(config, offloading))] == ["hash.seed"]
 
 
-def test_adapters_must_be_named(config, offloading):
+def test_engine_identity_unnamed_adapters_raises(config, offloading):
     config.lora_config = SimpleNamespace(lora_dtype="torch.float16", target_modules=None)
     with pytest.raises(ConfigurationError, match="option adapters"):
         identity(config, offloading)
@@ -183,21 +183,21 @@ def test_adapters_must_be_named(config, offloading):
     assert [difference.field for difference in first.diff(second)] == ["adapters.name"]
 
 
-def test_weights_that_cannot_be_read_must_be_named(config, offloading):
+def test_engine_identity_unreadable_weights_without_name_raises(config, offloading):
     config.load_config.load_format = "tensorizer"
     with pytest.raises(ConfigurationError, match="option weights"):
         identity(config, offloading)
     assert identity(config, offloading, weights="v7").fields["weights"] == "named:v7"
 
 
-def test_random_weights_are_told_by_their_seed(config, offloading):
+def test_engine_identity_dummy_weights_with_other_seed_differ_in_weights(config, offloading):
     config.load_config.load_format = "dummy"
     ours = identity(config, offloading)
     config.model_config.seed = 1
     assert [difference.field for difference in ours.diff(identity(config, offloading))] == ["weights"]
 
 
-def test_a_draft_model_is_part_of_it(config, offloading, tmp_path):
+def test_engine_identity_changed_draft_model_differs_in_its_weights(config, offloading, tmp_path):
     ours = identity(config, offloading)
     draft = copy.copy(config.model_config)
     draft.model = str(make_model(tmp_path / "draft", seed=3))
@@ -208,7 +208,7 @@ def test_a_draft_model_is_part_of_it(config, offloading, tmp_path):
     assert [difference.field for difference in first.diff(identity(config, offloading))] == ["speculation.weights"]
 
 
-def test_random_hashes_are_recognised(monkeypatch):
+def test_has_random_hashes_depends_on_algorithm_and_seed(monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     assert not has_random_hashes("sha256", fixes_seed=True)
     assert has_random_hashes("xxhash", fixes_seed=True)

@@ -25,7 +25,7 @@ TIMEOUT_S = 60
 
 
 class Engine:
-    """The scheduler's side of an engine and one worker of it, over one spec.
+    """Manager and one worker of an engine, built from one spec.
 
     :param used: for each KV cache group, the bytes of a page that its blocks use.
     """
@@ -80,11 +80,11 @@ class Engine:
             self.manager.on_schedule_end(ScheduleEndContext([], []))
 
     def store(self, keys, **facts):
-        """Store the first pages under these keys and wait until the tier has taken them."""
+        """Store the first pages under these keys and wait until no work is pending."""
         context = self.request(keys, **facts)
         with self.lock:
             output = self.manager.prepare_store(keys, context)
-        if absent := output.keys_to_store:  # those that the primary tier does not hold
+        if absent := output.keys_to_store:  # keys that the primary tier lacks
             pages = [keys.index(key) for key in absent]
             assert self.worker.submit_store(self._job(), self._blocks(pages, absent), output.store_spec)
         with self.lock:
@@ -101,7 +101,7 @@ class Engine:
             time.sleep(0.001)
 
     def load(self, keys, first_page, **arguments):
-        """Promote the keys, copy them to pages and return whether all were found."""
+        """Promote the chunks of these keys and copy them to pages; return whether all were found."""
         from vllm.v1.kv_offload.base import LookupResult
 
         context = self.request(keys)
@@ -169,7 +169,7 @@ def keys_of(count, first=0, group=0):
 
 
 def prompt_keys(token_ids, cache_salt):
-    """Return the keys of a prompt's full chunks, from one hash after the other, as vLLM documents them."""
+    """Return the keys of a prompt's full chunks: chained hashes, as documented by vLLM."""
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash
 
@@ -181,11 +181,11 @@ def prompt_keys(token_ids, cache_salt):
     return [bytes(block_hash) + bytes(4) for block_hash in hashes[1:]]
 
 
-def same(engine, count, first_page):
+def pages_equal(engine, count, first_page):
     return bool((engine.pages[:count] == engine.pages[first_page : first_page + count]).all())
 
 
-def test_restart_loads_what_the_last_engine_stored(start):
+def test_manager_restart_loads_chunks_of_previous_engine(start):
     engine, keys = start(), keys_of(4)
     engine.store(keys)
     before = engine.pages[:4].clone()
@@ -195,8 +195,8 @@ def test_restart_loads_what_the_last_engine_stored(start):
     assert bool((engine.pages[8:12] == before).all())
 
 
-def test_restart_loads_groups_that_use_different_parts_of_a_page(start):
-    state_bytes = 3000  # of a Mamba layer, whose pages vLLM pads to the size of attention's
+def test_manager_restart_loads_groups_with_padded_pages(start):
+    state_bytes = 3000  # of a Mamba layer; vLLM pads its pages to the size of attention pages
     keys = keys_of(3) + keys_of(2, group=1)
     engine = start(used=(CHUNK_BYTES, state_bytes))
     engine.store(keys)
@@ -210,15 +210,15 @@ def test_restart_loads_groups_that_use_different_parts_of_a_page(start):
     assert bool((engine.pages[11:13, state_bytes:] == padding).all())
 
 
-def test_expedited_load_is_finished_when_it_was_submitted(start):
+def test_worker_expedited_load_finishes_in_submit_load(start):
     engine, keys = start(), keys_of(2)
     engine.store(keys)
     assert engine.load(keys, 8, expedited=True)
-    assert same(engine, 2, 8)
+    assert pages_equal(engine, 2, 8)
     assert [result.success for result in engine.worker.get_finished()] == [True, True]
 
 
-def test_reset_cache_keeps_the_store_and_promotes_again_after_it_was_flushed(start):
+def test_manager_reset_cache_keeps_store_and_promotes_after_flush(start):
     from vllm.v1.kv_offload.base import LookupResult
 
     engine, keys = start(), keys_of(4)
@@ -230,10 +230,10 @@ def test_reset_cache_keeps_the_store_and_promotes_again_after_it_was_flushed(sta
         with engine.lock:
             engine.manager.on_reset_flushed()
     assert engine.load(keys, 8)
-    assert same(engine, 4, 8)
+    assert pages_equal(engine, 4, 8)
 
 
-def test_reset_cache_during_a_store_and_a_promotion_leaves_no_job_behind(start):
+def test_manager_reset_cache_during_promotion_finishes_all_jobs(start):
     engine, keys = start(), keys_of(4)
     engine.store(keys)
     with engine.lock:
@@ -248,16 +248,16 @@ def test_reset_cache_during_a_store_and_a_promotion_leaves_no_job_behind(start):
         getattr(engine.manager, "on_reset_flushed", lambda: None)()
     engine.settle()
     assert engine.load(keys, 8)
-    assert same(engine, 4, 8)
+    assert pages_equal(engine, 4, 8)
 
 
-def test_lookups_and_polls_of_a_second_thread(start):
+def test_manager_concurrent_lookups_and_steps_load_correct_bytes(start):
     engine = start()
     contexts = [keys_of(3, 3 * number) for number in range(5)]
     ended, problems = threading.Event(), []
 
     def poll():
-        """What vLLM's thread does for peers: lookups for other requests, and steps in between."""
+        """Look up keys of other requests and run steps, as vLLM's thread that serves other engines does."""
         try:
             while not ended.is_set():
                 keys = contexts[len(problems) % 5]
@@ -280,14 +280,14 @@ def test_lookups_and_polls_of_a_second_thread(start):
                     engine.manager.reset_cache()
                     getattr(engine.manager, "on_reset_flushed", lambda: None)()
                 assert engine.load(keys, 8)
-                assert same(engine, 3, 8)
+                assert pages_equal(engine, 3, 8)
     finally:
         ended.set()
         thread.join()
     assert not problems
 
 
-def test_wake_with_new_pages_loads_what_was_stored_before_the_sleep(start):
+def test_worker_wake_with_new_pages_loads_chunks_stored_before_sleep(start):
     engine, keys = start(), keys_of(4)
     engine.store(keys)
     before = engine.pages[:4].clone()
@@ -297,7 +297,7 @@ def test_wake_with_new_pages_loads_what_was_stored_before_the_sleep(start):
     assert bool((engine.pages[8:12] == before).all())
 
 
-def test_manager_is_built_again_over_the_same_spec(start):
+def test_manager_shutdown_removes_persistent_tiers_from_spec(start):
     from persistkv.integrations.vllm.tier import persistent_tiers
 
     engine = start()
@@ -306,7 +306,7 @@ def test_manager_is_built_again_over_the_same_spec(start):
     assert not persistent_tiers(engine.spec)
 
 
-def test_config_info_names_the_store(start):
+def test_manager_config_info_labels_describe_store(start):
     engine = start()
     if not hasattr(engine.manager, "config_info"):
         pytest.skip("this release has no config_info")
@@ -332,7 +332,7 @@ def test_config_info_names_the_store(start):
         {"token_ids": list(range(4 * CHUNK_TOKENS)), "cache_salt": "tenant"},
     ],
 )
-def test_prefetch_hint_promotes_a_context_before_its_request(start, url, payload):
+def test_manager_prefetch_hint_promotes_context_before_its_request(start, url, payload):
     from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
     from vllm.v1.kv_offload.base import LookupResult
 
@@ -355,7 +355,7 @@ def test_prefetch_hint_promotes_a_context_before_its_request(start, url, payload
     assert LookupResult.HIT not in engine.look_up(other, engine.request(other))
 
 
-def test_prefetch_hint_of_an_engine_with_two_stores_is_queued_once(start, tmp_path):
+def test_manager_prefetch_hint_with_two_stores_is_queued_once(start, tmp_path):
     from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
     from persistkv.integrations.vllm.tier import persistent_tiers

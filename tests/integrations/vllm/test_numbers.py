@@ -25,7 +25,7 @@ def attention(**fields):
     return SimpleNamespace(**(spec | fields))
 
 
-def described(layout="LBHNC", device="cuda", *, spec=None, workers=1, item=4, engine=None, **offloading):
+def build_layout(layout="LBHNC", device="cuda", *, spec=None, workers=1, item=4, engine=None, **offloading):
     names = tuple(f"layers.{number}" for number in range(LAYERS))
     page = (spec or attention()).num_kv_heads * TOKENS * 2 * SIZE * item
     fields = {
@@ -45,23 +45,23 @@ def described(layout="LBHNC", device="cuda", *, spec=None, workers=1, item=4, en
 
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC"])
 @pytest.mark.parametrize("part", [0, 1])
-def test_number_layout_finds_each_part_of_each_head_of_each_layer(layout, part):
-    """A change of one part of one head in one layer is found in exactly the cell of that part."""
-    numbers = described(layout)
+def test_number_layout_changed_keys_or_values_are_found_in_their_cell(layout, part):
+    """A change to the keys (part 0) or values (part 1) of one head in one layer is reported for exactly that cell."""
+    numbers = build_layout(layout)
     sizes = [AXES[axis] for axis in layout]
     row = np.random.default_rng(0).standard_normal(sizes).astype(np.float32)
     assert fits(numbers, 0, row.nbytes)
     for cell, (layer, head) in enumerate(np.ndindex(LAYERS, HEADS)):
         changed = row.copy()
-        place = {"L": layer, "H": head, "C": slice(part * SIZE, (part + 1) * SIZE)}
-        changed[tuple(place.get(axis, slice(None)) for axis in layout)] *= 2
+        index = {"L": layer, "H": head, "C": slice(part * SIZE, (part + 1) * SIZE)}
+        changed[tuple(index.get(axis, slice(None)) for axis in layout)] *= 2
         found = compare(numbers, 0, row.reshape(-1).view(np.uint8), changed.reshape(-1).view(np.uint8))
         assert (found.cell, found.error) == (2 * cell + part, pytest.approx(0.5))
         assert found.tokens == BLOCKS * TOKENS
 
 
-def test_number_layout_on_cpus_has_the_keys_of_a_head_before_its_values():
-    numbers = described(device="cpu")
+def test_number_layout_on_cpu_places_keys_of_head_before_its_values():
+    numbers = build_layout(device="cpu")
     row = np.random.default_rng(0).standard_normal((LAYERS, BLOCKS, HEADS, 2, TOKENS, SIZE)).astype(np.float32)
     changed = row.copy()
     changed[1, :, 1, 1] *= 2
@@ -69,14 +69,14 @@ def test_number_layout_on_cpus_has_the_keys_of_a_head_before_its_values():
     assert (found.cell, found.error) == ((1 * HEADS + 1) * 2 + 1, pytest.approx(0.5))
 
 
-def test_number_layout_of_two_workers_describes_both_parts():
-    numbers = described(workers=2)
+def test_number_layout_two_workers_describes_both_parts():
+    numbers = build_layout(workers=2)
     assert numbers.groups[0].cells[0] == (2, LAYERS * BLOCKS * HEADS * TOKENS * 2 * SIZE * 4)
 
 
 @pytest.mark.parametrize(("name", "dtype", "item"), [("fp8", "float8_e4m3fn", 1), ("fp8_e5m2", "float8_e5m2", 1)])
-def test_number_layout_of_fp8_follows_the_cache_dtype(name, dtype, item):
-    assert described(item=item, engine={"cache_dtype": name}).dtype == dtype
+def test_number_layout_fp8_cache_dtype_returns_float8_dtype(name, dtype, item):
+    assert build_layout(item=item, engine={"cache_dtype": name}).dtype == dtype
 
 
 @pytest.mark.parametrize(
@@ -96,11 +96,11 @@ def test_number_layout_of_fp8_follows_the_cache_dtype(name, dtype, item):
         {"parallel": SimpleNamespace(world_size=2, tp_size=1, pp_size=2)},
     ],
 )
-def test_number_layout_unknown_bytes_are_not_described(options):
-    assert described(**options) is None
+def test_number_layout_unsupported_cache_returns_none(options):
+    assert build_layout(**options) is None
 
 
-def test_number_layout_with_speculative_drafts_is_not_described():
+def test_number_layout_speculative_decoding_returns_none():
     engine = SimpleNamespace(
         cache_config=SimpleNamespace(cache_dtype="auto"), speculative_config=SimpleNamespace(method="eagle")
     )

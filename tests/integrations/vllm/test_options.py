@@ -13,7 +13,7 @@ from persistkv.integrations.vllm.options import vllm_options
         ({"url": "s3://b/p?refresh=1s", "deadline": "5s"}, "s3://b/p?refresh=1s&deadline=5s"),
     ],
 )
-def test_options_of_the_store_go_into_its_url(options, url):
+def test_vllm_options_store_options_are_added_to_url(options, url):
     assert vllm_options(options).tier_options["url"] == url
 
 
@@ -31,7 +31,7 @@ def test_options_of_the_store_go_into_its_url(options, url):
         ({"url": "lmdb:///x?ttl=1d", "ttl": "2d"}, "ttl"),
     ],
 )
-def test_a_wrong_option_is_named(wrong, field):
+def test_vllm_options_invalid_option_raises_naming_it(wrong, field):
     with pytest.raises(ConfigurationError) as caught:
         vllm_options(wrong)
     assert caught.value.field.split()[-1] == field

@@ -1,13 +1,13 @@
-"""vLLM's server with eight clients, killed at random: all answers are right, and every restart is warm.
+"""vLLM's server with eight clients, killed at random: all answers are correct, and every restart is warm.
 
-``PERSISTKV_KILL_SECONDS`` is the least duration (default 90). ``PERSISTKV_KILL_SEED`` seeds times, prompts and the
-first victim.
+``PERSISTKV_KILL_SECONDS`` is the minimum duration (default 90). ``PERSISTKV_KILL_SEED`` seeds the times, the prompts
+and the process that is killed first.
 
 Rounding depends on which requests share a batch, so a comparison of answers is sound only where rounding cannot change
 a greedy choice. A reference engine without persistkv computes each answer and its margin: the smallest difference
 between the log-probabilities of the chosen token and of the second one. Prompts with a margin below 0.01 are not used.
-The reference engine computes the margins twice, in other batches and with other parts of the prompts cached: they must
-agree to a tenth of that.
+The reference engine computes the margins twice, with different batches and cached prefixes; the two margins of a prompt
+must differ by less than 0.001.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Question(NamedTuple):
 
     @property
     def cached(self) -> int:
-        """Tokens that are served from a store which holds the whole prompt: all whole blocks before the last token."""
+        """Tokens that a store with the whole prompt supplies: all whole blocks before the last token."""
         return (len(self.tokens) - 1) // 32 * 32
 
 
 class Clients:
-    """Threads that send questions, compare the answers, and wait while there is no server."""
+    """Threads that send questions and compare the answers; they wait while no server runs."""
 
     def __init__(self, questions: list[Question]) -> None:
         self.wrong: list[str] = []
@@ -145,7 +145,7 @@ def questions(plain_engine: Engine) -> list[Question]:
     return found
 
 
-def test_server_killed_at_random_answers_right_and_starts_warm(
+def test_server_killed_at_random_answers_correctly_and_restarts_warm(
     start_server: StartServer, url: str, questions: list[Question], capsys: pytest.CaptureFixture[str]
 ) -> None:
     draw = random.Random(SEED)

@@ -27,7 +27,7 @@ def rows_of(memory):
     return memoryview(np.frombuffer(memory, np.int8).reshape(ROWS, STRIDE))
 
 
-def check_leads_to(fds, rows):
+def check_same_memory(fds, rows):
     try:
         (fd,) = fds
         os.pwrite(fd, b"\x05", 2 * STRIDE)
@@ -37,23 +37,23 @@ def check_leads_to(fds, rows):
 
 
 @pytest.mark.parametrize("unlinked", [False, True])
-def test_finds_the_file_behind_a_mapping(file, unlinked):
+def test_open_region_mapped_file_returns_its_descriptor(file, unlinked):
     with file.open("r+b") as opened:
         rows = rows_of(mmap.mmap(opened.fileno(), ROWS * STRIDE))
         if unlinked:
             file.unlink()
-        check_leads_to(open_region(rows), rows)
+        check_same_memory(open_region(rows), rows)
 
 
-def test_finds_a_file_whose_descriptor_was_closed(file):
+def test_open_region_closed_descriptor_reopens_file(file):
     with file.open("r+b") as opened:
         rows = rows_of(mmap.mmap(opened.fileno(), ROWS * STRIDE))
-    check_leads_to(open_region(rows), rows)
+    check_same_memory(open_region(rows), rows)
 
 
 @pytest.fixture
 def segments():
-    """Three unlinked files, the last longer than its part of the rows, and the rows that are mapped from them."""
+    """Three memory files, the last longer than its mapped part, and the rows that are mapped from them."""
     sizes = [2 * STRIDE, STRIDE, STRIDE]
     fds = [os.memfd_create(f"segment-{index}") for index in range(3)]
     for fd, size in zip(fds, [2 * STRIDE, STRIDE, 2 * STRIDE], strict=True):
@@ -65,7 +65,7 @@ def segments():
         os.close(fd)
 
 
-def test_finds_the_segments_of_a_region_in_order(segments):
+def test_open_region_several_segments_returns_files_in_order(segments):
     fds, rows = segments
     found = open_region(rows)
     assert [os.fstat(fd).st_ino for fd in found] == [os.fstat(fd).st_ino for fd in fds]
@@ -75,13 +75,13 @@ def test_finds_the_segments_of_a_region_in_order(segments):
     close_region(found)
 
 
-def test_segments_that_are_longer_than_their_part_of_the_rows_are_not_taken(segments):
+def test_open_region_segment_longer_than_mapping_returns_no_file(segments):
     fds, rows = segments
     os.ftruncate(fds[1], 2 * STRIDE)
     assert open_region(rows) == ()
 
 
-def test_rows_that_are_ready_keep_their_bytes_and_are_written_without_faults():
+def test_ready_keeps_bytes_and_avoids_page_faults():
     size = 8 << 20  # four huge pages
     fd = os.memfd_create("rows")
     os.posix_fallocate(fd, 0, size)
@@ -98,43 +98,43 @@ def test_rows_that_are_ready_keep_their_bytes_and_are_written_without_faults():
     os.close(fd)
 
 
-def test_memory_that_is_no_file_is_left_as_it_is():
+def test_ready_anonymous_memory_is_unchanged():
     rows = np.zeros((ROWS, STRIDE), np.uint8)
     ready(memoryview(rows))
     assert not rows.any()
 
 
-def test_memory_of_this_process_alone_has_no_file():
+def test_open_region_private_memory_returns_no_file():
     assert open_region(memoryview(np.zeros((ROWS, STRIDE), np.int8))) == ()
 
 
-def test_a_mapping_that_does_not_begin_with_the_file_is_not_taken(file):
+def test_open_region_mapping_at_file_offset_returns_no_file(file):
     with file.open("r+b") as opened:
         memory = mmap.mmap(opened.fileno(), (ROWS - 1) * STRIDE, offset=STRIDE)
     assert open_region(memoryview(np.frombuffer(memory, np.int8).reshape(ROWS - 1, STRIDE))) == ()
 
 
-def test_removes_what_nobody_maps(file, tmp_path):
+def test_remove_leftovers_unmapped_region_is_deleted(file, tmp_path):
     other = tmp_path / "somebody_elses.mmap"
     other.touch()
     assert remove_leftovers(str(tmp_path), sees_all_processes=True) == [str(file)]
     assert other.exists()
 
 
-def test_what_another_process_maps_stays(file, tmp_path):
+def test_remove_leftovers_mapped_region_is_kept(file, tmp_path):
     program = (
         "import mmap, sys; file = open(sys.argv[1], 'r+b'); memory = mmap.mmap(file.fileno(), 0); "
         "print(flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program, str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as user:
-        assert user.stdout.readline()
+    ) as process:
+        assert process.stdout.readline()
         assert remove_leftovers(str(tmp_path), sees_all_processes=True) == []
     assert remove_leftovers(str(tmp_path), sees_all_processes=True) == [str(file)]
 
 
-def test_a_young_file_stays_where_not_all_processes_are_seen(file, tmp_path):
+def test_remove_leftovers_young_region_in_pid_namespace_is_kept(file, tmp_path):
     assert remove_leftovers(str(tmp_path), sees_all_processes=False) == []
     os.utime(file, (0, 0))
     assert remove_leftovers(str(tmp_path), sees_all_processes=False) == [str(file)]

@@ -24,7 +24,7 @@ def positions_of(*groups):
     return {key: (index + 1) * CHUNK for keys in groups for index, key in enumerate(keys)}
 
 
-def test_positions_bring_keys_into_order():
+def test_live_request_learned_keys_are_sorted_by_position():
     full, window = keys_of(0, 4), keys_of(1, 4)
     live = request(positions_of(full, window))
     live.learn([full[2], window[3]])
@@ -36,7 +36,7 @@ def test_positions_bring_keys_into_order():
     assert description.labels == {"model": "tiny"}
 
 
-def test_without_all_positions_order_is_unknown():
+def test_live_request_key_without_position_drops_description():
     keys = keys_of(0, 2)
     live = request(positions_of(keys[:1]))
     assert live.learn(keys[:1]).description is not None
@@ -44,7 +44,7 @@ def test_without_all_positions_order_is_unknown():
     assert live.end().description is None
 
 
-def test_the_first_keys_decide_whether_a_request_is_long_enough():
+def test_live_request_min_tokens_is_checked_for_first_keys_only():
     keys = keys_of(0, 4)
     short, long = request(positions_of(keys)), request(positions_of(keys))
     assert not short.wants(keys[:1], 2 * CHUNK)
@@ -53,7 +53,7 @@ def test_the_first_keys_decide_whether_a_request_is_long_enough():
     assert long.wants(keys[:1], 2 * CHUNK)
 
 
-def test_a_request_that_opted_out_wants_nothing():
+def test_live_request_opted_out_wants_no_keys():
     keys = keys_of(0, 1)
     assert not request(positions_of(keys), store=False).wants(keys, 0)
 
@@ -69,20 +69,20 @@ def test_a_request_that_opted_out_wants_nothing():
         ({"persistkv": {"load": False}}, True, False),
     ],
 )
-def test_a_request_opts_out(parameters, store, load):
+def test_request_options_parameters_set_store_and_load(parameters, store, load):
     options, _ = request_options("a", parameters)
     assert (options.store, options.load) == (store, load)
 
 
-def test_labels_of_a_request_are_added_to_those_of_the_tier():
+def test_live_request_labels_override_tier_labels():
     options, _ = request_options("a", {"persistkv": {"labels": {"user": "anna"}}})
     live = LiveRequest("a", options, positions_of(keys_of(0, 1)).get, (CHUNK,), {"model": "tiny", "user": "all"})
     assert live.end().description.labels == {"model": "tiny", "user": "anna"}
 
 
-@pytest.mark.parametrize("asked", ["off", {"stores": False}, {"store": "never"}, 3])
-def test_a_request_that_is_not_understood_is_served_without_the_store(asked, caplog):
-    assert request_options("a", {"persistkv": asked}) == (RequestOptions(store=False, load=False), [])
+@pytest.mark.parametrize("value", ["off", {"stores": False}, {"store": "never"}, 3])
+def test_request_options_invalid_parameters_disable_store_and_load(value, caplog):
+    assert request_options("a", {"persistkv": value}) == (RequestOptions(store=False, load=False), [])
     assert "kv_transfer_params.persistkv" in caplog.text
 
 
@@ -91,7 +91,7 @@ def action(kind, payload, version="1"):
     return SimpleNamespace(action_id="1", action_type=kind, action_version=version, payload=payload)
 
 
-def test_hints_take_precedence_over_parameters():
+def test_request_options_hints_override_parameters():
     parameters = {"persistkv": {"store": False, "load": False, "labels": {"user": "anna", "turn": "1"}}}
     hints = [
         action("persistkv.retain", {"pin": True, "ttl": "1h", "store": True}),
@@ -107,12 +107,12 @@ def test_hints_take_precedence_over_parameters():
     assert description.retention == Retention(pin=True, ttl_s=3600.0, priority="low")
 
 
-def test_request_options_without_retention_keep_the_context_as_long_as_there_is_room():
+def test_request_options_without_retention_use_default_retention():
     options, _ = request_options("a", {"persistkv": {"labels": {"user": "anna"}}})
     assert options.retention == Retention()
 
 
-def test_prefetch_hints_choose_contexts():
+def test_request_options_prefetch_hints_return_prefetches():
     hints = [
         action("persistkv.prefetch", {"request": "abc"}),
         action("persistkv.prefetch", {"labels": {"session": "7"}}),
@@ -124,12 +124,12 @@ def test_prefetch_hints_choose_contexts():
     assert prefetches[2] == Prefetch(token_ids=[3, 1], cache_salt="tenant")
 
 
-def test_prefetch_parameter_of_a_request_chooses_a_context():
+def test_request_options_prefetch_parameter_returns_prefetch():
     parameters = {"persistkv": {"store": False, "prefetch": {"token_ids": [3, 1]}}}
     assert request_options("a", parameters) == (RequestOptions(store=False), [Prefetch(token_ids=[3, 1])])
 
 
-def test_malformed_prefetch_parameter_is_ignored_with_one_line(caplog):
+def test_request_options_malformed_prefetch_is_ignored_and_logged_once(caplog):
     assert request_options("a", {"persistkv": {"pin": True, "prefetch": [3]}}) == (RequestOptions(pin=True), [])
     (record,) = caplog.records
     assert "prefetch" in record.getMessage()
@@ -164,7 +164,7 @@ def test_malformed_prefetch_parameter_is_ignored_with_one_line(caplog):
         ("persistkv.prefetch", {"labels": {"a": "b"}, "cache_salt": "tenant"}, "1"),
     ],
 )
-def test_malformed_hint_is_ignored_with_one_line(caplog, kind, payload, version):
+def test_request_options_malformed_hint_is_ignored_and_logged_once(caplog, kind, payload, version):
     assert request_options("a", None, [action(kind, payload, version)]) == (RequestOptions(), [])
     (record,) = caplog.records
     assert kind in record.getMessage()

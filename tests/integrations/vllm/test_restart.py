@@ -1,4 +1,4 @@
-"""Real vLLM engines that end, and later engines that reuse their contexts."""
+"""Restarts of real vLLM engines: later engines reuse the stored contexts."""
 
 from __future__ import annotations
 
@@ -21,55 +21,55 @@ def expected(plain_engine):
     return plain_engine.generate(*PROMPTS)["tokens"]
 
 
-def test_engines_start_warm_after_a_kill_and_after_an_end(start_engine, url, expected):
+def test_engine_restart_after_kill_and_after_exit_starts_warm(start_engine, url, expected):
     killed = start_engine(tier(url))
     assert killed.generate(*PROMPTS[:2]) == {"tokens": expected[:2], "cached": [0, 0]}
     killed.generate(SHORT)
     wait_stored(url, 2)
     killed.kill()
-    ended = start_engine(tier(url), command=[sys.executable])  # shares nothing with the first but the store
+    ended = start_engine(tier(url), command=[sys.executable])  # shares only the store with the first
     assert ended.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 384, 0]}
     ended.close()
     last = start_engine(tier(url))
     assert last.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 384, 224]}
-    assert "in a thread" not in last.log  # the store runs in a process of its own
+    assert "in a thread" not in last.log  # the store runs in a host process
 
 
-def test_another_model_misses_and_answers_right(start_engine, url, tmp_path, expected):
-    place = make_model(tmp_path / "changing")
-    filling = start_engine(tier(url), checkpoint=place)
-    assert filling.generate(*PROMPTS)["tokens"] == expected
-    filling.close()
+def test_engine_changed_model_misses_and_answers_correctly(start_engine, url, tmp_path, expected):
+    checkpoint = make_model(tmp_path / "changing")
+    writer = start_engine(tier(url), checkpoint=checkpoint)
+    assert writer.generate(*PROMPTS)["tokens"] == expected
+    writer.close()
     wait_stored(url, 3)
     for change in ({"seed": 1}, {"rope_theta": 500000.0}):
-        make_model(place, **change)
-        plain = start_engine(checkpoint=place)
+        make_model(checkpoint, **change)
+        plain = start_engine(checkpoint=checkpoint)
         right = plain.generate(*PROMPTS)
         plain.close()
-        other = start_engine(tier(url), checkpoint=place)
+        other = start_engine(tier(url), checkpoint=checkpoint)
         assert other.generate(*PROMPTS) == right, change
         other.close()
         assert right["tokens"] != expected, change
-    make_model(place)
-    other = start_engine(tier(url), checkpoint=place, dtype="bfloat16")
+    make_model(checkpoint)
+    other = start_engine(tier(url), checkpoint=checkpoint, dtype="bfloat16")
     assert other.generate(*PROMPTS)["cached"] == [0, 0, 0]
 
 
-def test_two_blocks_a_chunk(start_engine, url, expected):
+def test_engine_restart_two_blocks_per_chunk_starts_warm(start_engine, url, expected):
     options = {"extra": {"block_size": 64}}
-    filling = start_engine(tier(url), **options)
-    filling.generate(*PROMPTS)
-    filling.close()
+    writer = start_engine(tier(url), **options)
+    writer.generate(*PROMPTS)
+    writer.close()
     wait_stored(url, 3)
     warm = start_engine(tier(url), **options)
     assert warm.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 384, 192]}
 
 
-def test_what_was_used_last_is_promoted_before_it_is_asked_for(start_engine, url, expected):
+def test_prewarm_promotes_recent_contexts_before_their_requests(start_engine, url, expected):
     loaded = "vllm:kv_offload_persistkv_load_bytes"
-    filling = start_engine(tier(url))
-    filling.generate(*PROMPTS)
-    filling.close()
+    writer = start_engine(tier(url))
+    writer.generate(*PROMPTS)
+    writer.close()
     wait_stored(url, 3)
     warm = start_engine(tier(url), PREWARM)
     deadline = time.monotonic() + 120
@@ -81,7 +81,7 @@ def test_what_was_used_last_is_promoted_before_it_is_asked_for(start_engine, url
     assert warm.metrics()[loaded] == before
 
 
-def test_prefetch_by_token_ids_promotes_a_context_that_left_the_cpu_tier(start_engine, url):
+def test_prefetch_token_ids_promotes_context_evicted_from_cpu_tier(start_engine, url):
     first, *others = (prompt(seed) for seed in range(4))
     extra = {"block_size": 64, "cpu_bytes_to_use": 1000 * TOKEN_BYTES}
     engine = start_engine(tier(url), PREWARM, extra=extra)

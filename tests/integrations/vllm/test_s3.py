@@ -1,4 +1,4 @@
-"""Real vLLM engines on a bucket, and on a disk in front of a bucket."""
+"""Real vLLM engines on a bucket, and on a disk tier before a bucket."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def expected(plain_engine):
     return plain_engine.generate(*PROMPTS)["tokens"]
 
 
-def test_another_engine_starts_warm_from_the_bucket_and_fills_its_disk(start_engine, bucket_url, url, expected):
+def test_engine_start_on_filled_bucket_hits_and_fills_own_disk(start_engine, bucket_url, url, expected):
     first = start_engine(tier(bucket_url))
     assert first.generate(*PROMPTS) == {"tokens": expected, "cached": [0, 0]}
     first.generate(SHORT)
@@ -30,7 +30,7 @@ def test_another_engine_starts_warm_from_the_bucket_and_fills_its_disk(start_eng
 
 
 @pytest.mark.slow
-def test_a_bucket_that_goes_while_the_engine_serves_is_missed(
+def test_engine_bucket_lost_while_serving_answers_and_stores_on_disk(
     start_engine, bucket_url, s3_server, url, plain_engine, expected
 ):
     first = start_engine(tier(url), tier(bucket_url, deadline="2s"))

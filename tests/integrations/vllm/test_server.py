@@ -17,7 +17,7 @@ def expected(plain_engine):
     return plain_engine.generate(*PROMPTS)["tokens"]
 
 
-def test_a_server_that_is_terminated_leaves_its_contexts_to_the_next_engine(start_server, start_engine, url, expected):
+def test_server_terminated_leaves_contexts_for_next_engine(start_server, start_engine, url, expected):
     server = start_server(tier(url))
     assert server.generate(*PROMPTS) == {"tokens": expected, "cached": [0, 0]}
     server.terminate()
@@ -28,7 +28,7 @@ def test_a_server_that_is_terminated_leaves_its_contexts_to_the_next_engine(star
 
 
 @pytest.mark.slow
-def test_a_server_starts_warm(start_server, url, expected):
+def test_server_restart_hits_stored_and_misses_opted_out_request(start_server, url, expected):
     first = start_server(tier(url), new=True)
     first.generate(PROMPTS[0], params={"persistkv": False})
     first.generate(PROMPTS[1])

@@ -1,4 +1,4 @@
-"""Workers of one spec over the region of one engine, without the engine."""
+"""Workers that share the region of one engine, without the engine."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def make_workers():
 
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 2])
-def test_canonical_rows_of_two_workers_are_those_of_one(make_workers, blocks_per_chunk):
+def test_spec_canonical_rows_of_two_workers_equal_rows_of_one(make_workers, blocks_per_chunk):
     from vllm.v1.kv_offload.base import GPULoadStoreSpec
     from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 

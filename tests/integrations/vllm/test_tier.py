@@ -1,4 +1,4 @@
-"""The tier between vLLM's abstract classes and a store, without an engine."""
+"""``PersistKVTier`` on a real store, without an engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rows():
 
 @pytest.fixture
 def make_tier(rows, url, monkeypatch):
-    """Return a function that makes tiers over the rows; other tests cover the identity."""
+    """Return a function that makes tiers over the rows, with a constant engine identity."""
     from persistkv.integrations.vllm import tier as module
 
     engine = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"))
@@ -97,13 +97,13 @@ def store(tier, keys, context):
         ("ttl", "soon"),
     ],
 )
-def test_an_option_of_the_store_that_is_wrong_is_named(make_tier, tmp_path, option, value):
+def test_tier_invalid_store_option_raises_naming_it(make_tier, tmp_path, option, value):
     with pytest.raises(ConfigurationError) as caught:
         make_tier(url=f"lmdb://{tmp_path}/other", **{option: value})
     assert option in caught.value.field
 
 
-def test_what_was_stored_is_loaded_and_events_tell_of_it(make_tier, rows):
+def test_tier_stored_chunks_load_unchanged_and_emit_event(make_tier, rows):
     from vllm.v1.kv_offload.base import Locality, LookupResult, Medium
 
     tier, keys = make_tier(), keys_of(4)
@@ -126,7 +126,7 @@ def test_what_was_stored_is_loaded_and_events_tell_of_it(make_tier, rows):
     assert np.array_equal(rows[8:12], rows[:4])
 
 
-def test_events_tell_of_what_was_evicted(make_tier, tmp_path):
+def test_tier_evicted_chunks_emit_removed_events(make_tier, tmp_path):
     tier, context = make_tier(url=f"lmdb://{tmp_path}/small?capacity=8MiB"), context_of([])
     stored, removed = set(), set()
     for number in range(400):  # 50 MB
@@ -142,7 +142,7 @@ def test_events_tell_of_what_was_evicted(make_tier, tmp_path):
     assert removed < stored
 
 
-def test_keys_that_could_not_be_loaded_are_left_out_of_the_successful_ones(make_tier, rows):
+def test_tier_load_with_missing_key_reports_only_loaded_keys(make_tier, rows):
     tier, keys = make_tier(), keys_of(3)
     context = context_of(keys)
     store(tier, keys[:2], context)
@@ -153,7 +153,7 @@ def test_keys_that_could_not_be_loaded_are_left_out_of_the_successful_ones(make_
     assert np.array_equal(rows[8:10], rows[:2])
 
 
-def test_a_request_that_opted_out_is_answered_and_not_stored(make_tier):
+def test_tier_opted_out_request_succeeds_without_storing(make_tier):
     from vllm.v1.kv_offload.base import LookupResult, OffloadPolicy
 
     tier, keys = make_tier(), keys_of(2)
@@ -163,7 +163,7 @@ def test_a_request_that_opted_out_is_answered_and_not_stored(make_tier):
     assert tier.lookup(keys[0], context_of(keys)) is LookupResult.MISS
 
 
-def test_a_request_that_does_not_load_misses(make_tier):
+def test_tier_request_with_load_false_misses(make_tier):
     from vllm.v1.kv_offload.base import LookupResult, OffloadPolicy
 
     tier, keys = make_tier(), keys_of(2)
@@ -175,7 +175,7 @@ def test_a_request_that_does_not_load_misses(make_tier):
     assert tier.lookup(keys[0], context) is LookupResult.HIT
 
 
-def test_short_requests_are_not_stored(make_tier):
+def test_tier_request_below_min_tokens_is_not_stored(make_tier):
     from vllm.v1.kv_offload.base import LookupResult
 
     tier, keys = make_tier(min_tokens=3 * CHUNK), keys_of(8)
@@ -185,27 +185,27 @@ def test_short_requests_are_not_stored(make_tier):
     assert tier.lookup(keys[0], context_of(keys)) is LookupResult.HIT
 
 
-def test_chunk_level(make_tier):
+def test_tier_policy_chunk_returns_chunk_level(make_tier):
     from vllm.v1.kv_offload.base import OffloadPolicy
 
     assert make_tier(policy="chunk").on_new_request(context_of([])).policy is OffloadPolicy.CHUNK_LEVEL
 
 
-def test_statistics_are_of_metrics_that_were_defined(make_tier):
+def test_tier_get_stats_reports_only_defined_metrics(make_tier):
     tier, keys = make_tier(), keys_of(2)
     store(tier, keys, context_of(keys))
     defined = type(tier).build_metric_definitions({})
     reading = tier.get_stats()
     deadline = time.monotonic() + 60
     while reading is None or not any(name.endswith("disk_bytes") for name in reading.data["data"]):
-        assert time.monotonic() < deadline  # the store's answer arrives in a later step
+        assert time.monotonic() < deadline  # the store sends its statistics later
         list(tier.get_finished_jobs())
         reading = tier.get_stats()
     assert set(reading.data["data"]) <= set(defined)
     assert all(labels == ("lmdb",) for values in reading.data["data"].values() for labels in values)
 
 
-def test_shutdown_ends_the_requests_that_live_and_may_come_twice(make_tier, url):
+def test_tier_shutdown_twice_persists_unfinished_request(make_tier, url):
     tier, keys = make_tier(), keys_of(2)
     context = context_of(keys)
     tier.on_new_request(context)
@@ -215,7 +215,7 @@ def test_shutdown_ends_the_requests_that_live_and_may_come_twice(make_tier, url)
     assert stored_contexts(url) == 1
 
 
-def test_region_of_several_segments_is_served_by_a_host_process(make_tier):
+def test_tier_region_of_several_segments_uses_host_process(make_tier):
     from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
     if "num_segments" not in inspect.signature(SharedOffloadRegion).parameters:
@@ -239,13 +239,13 @@ def test_region_of_several_segments_is_served_by_a_host_process(make_tier):
         region.cleanup()
 
 
-def test_two_workers_without_a_certified_layout_name_the_setting(make_tier, caplog):
+def test_tier_two_workers_without_canonical_layout_logs_warning(make_tier, caplog):
     make_tier(workers=2)
     (record,) = [record for record in caplog.records if "canonical_layout" in record.getMessage()]
     assert record.levelname == "WARNING"  # vLLM shows no lower level of other packages
 
 
-def test_refused_stores_put_a_tier_under_pressure_and_skipped_ones_do_not(make_tier):
+def test_tier_refused_stores_raise_pressure_and_skipped_stores_do_not(make_tier):
     from vllm.v1.kv_offload.tiering.backpressure import EMABackpressureDetector
 
     if not hasattr(EMABackpressureDetector, "on_store_failed"):
@@ -255,7 +255,7 @@ def test_refused_stores_put_a_tier_under_pressure_and_skipped_ones_do_not(make_t
     skipped, stored = context_of(keys, {"persistkv": {"store": False}}), context_of(keys)
     for context in (skipped, stored):
         tier.on_new_request(context)
-        for number in range(8):  # the queue has room for one
+        for number in range(8):  # the queue holds one chunk
             tier.submit_store(job_of(number, keys[number : number + 1], number, context))
         for result in results_of(tier, 8):
             if not result.success:
@@ -263,7 +263,7 @@ def test_refused_stores_put_a_tier_under_pressure_and_skipped_ones_do_not(make_t
         assert detector.is_under_pressure() == (context is stored)
 
 
-def test_is_found_by_its_short_name_and_by_its_module():
+def test_register_makes_tier_and_spec_available_to_factories():
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 

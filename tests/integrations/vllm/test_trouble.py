@@ -1,4 +1,4 @@
-"""Real vLLM engines with damaged or full stores, wrong options, and other engines on the same store."""
+"""Real vLLM engines with damaged or full stores, invalid options, or a second engine on the same store."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def expected(plain_engine):
     return plain_engine.generate(*PROMPTS)["tokens"]
 
 
-def test_damaged_payloads_are_misses(start_engine, url, expected):
-    filling = start_engine(tier(url))
-    filling.generate(*PROMPTS)
-    filling.close()
+def test_engine_damaged_payloads_misses_and_answers_correctly(start_engine, url, expected):
+    writer = start_engine(tier(url))
+    writer.generate(*PROMPTS)
+    writer.close()
     wait_stored(url, 2)
     damage_payloads(url)
     engine = start_engine(tier(url))
@@ -43,11 +43,11 @@ def test_damaged_payloads_are_misses(start_engine, url, expected):
     assert engine.metrics()[f"{PREFIX}load_failed_chunks"] > 0
 
 
-def test_garbage_in_the_place_of_the_store_is_moved_aside(start_engine, url, tmp_path, expected):
+def test_engine_corrupt_store_starts_cold_and_stores_again(start_engine, url, tmp_path, expected):
     store = tmp_path / "store"
-    filling = start_engine(tier(url))
-    filling.generate(*PROMPTS)
-    filling.close()
+    writer = start_engine(tier(url))
+    writer.generate(*PROMPTS)
+    writer.close()
     for name in ("data.mdb", "segments/garbage", "notes.txt"):
         (store / name).write_bytes(bytes(range(256)) * 256)
     first = start_engine(tier(url))
@@ -59,13 +59,13 @@ def test_garbage_in_the_place_of_the_store_is_moved_aside(start_engine, url, tmp
 
 
 @pytest.mark.slow
-def test_a_full_disk_costs_contexts_and_no_answer(start_engine, plain_engine, tmp_path):
+def test_engine_full_disk_answers_correctly_and_keeps_store_open(start_engine, plain_engine, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = 'mount -t tmpfs -o size=8m tmpfs "$0" && exec "$@"'
     command = ["unshare", "-rm", "sh", "-c", mounted, str(disk)]
     if not shutil.which("unshare") or subprocess.run([*command, "true"], capture_output=True).returncode:
-        pytest.skip("no file system of our own can be mounted here")
+        pytest.skip("cannot mount a private file system")
     engine = start_engine(tier(f"lmdb://{disk}/store?capacity=1GiB"), command=[*command, sys.executable])
     prompts = [prompt(number, 1500) for number in range(20, 40)]  # 30 MB of KV
     assert engine.generate(*prompts)["tokens"] == plain_engine.generate(*prompts)["tokens"]
@@ -73,23 +73,23 @@ def test_a_full_disk_costs_contexts_and_no_answer(start_engine, plain_engine, tm
 
 
 @pytest.mark.slow
-def test_the_processes_that_vllm_starts_by_default(start_engine, url, expected):
+def test_engine_default_processes_prewarm_before_first_request(start_engine, url, expected):
     options = {"environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, "command": [sys.executable]}
     killed = start_engine(tier(url), **options)
     assert killed.generate(*PROMPTS) == {"tokens": expected, "cached": [0, 0]}
     wait_stored(url, 2)
     killed.kill()
     warm = start_engine(tier(url), PREWARM, **options)
-    wait_loaded(url, 24)  # the engine has not received a request yet
+    wait_loaded(url, 24)  # before the first request
     assert warm.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 384]}
 
 
-def test_a_wrong_option_stops_the_start_and_is_named(start_engine, url):
+def test_engine_unknown_option_fails_start_naming_it(start_engine, url):
     with pytest.raises(RuntimeError, match="secondary tier persistkv option capasity"):
         start_engine(tier(url, capasity="1GiB"))
 
 
-def test_two_engines_share_one_store(start_engine, url, expected):
+def test_engine_second_on_same_store_hits_contexts_of_first(start_engine, url, expected):
     first, second = start_engine(tier(url)), start_engine(tier(url))
     assert first.generate(PROMPTS[0])["cached"] == [0]
     first.generate(SHORT)
@@ -97,15 +97,15 @@ def test_two_engines_share_one_store(start_engine, url, expected):
     deadline = time.monotonic() + 120
     while not second.metrics().get(f"{PREFIX}held_chunks"):
         assert time.monotonic() < deadline
-        second.generate(SHORT)  # each step applies news of the store
+        second.generate(SHORT)  # each step applies store events
     assert second.generate(PROMPTS[0]) == {"tokens": expected[:1], "cached": [384]}
 
 
-def test_requests_opt_out_and_metrics_tell_of_both_directions(start_engine, url, expected):
-    filling = start_engine(tier(url))
-    filling.generate(PROMPTS[0], params={"persistkv": False})
-    filling.generate(PROMPTS[1])
-    filling.close()
+def test_engine_opted_out_request_misses_and_metrics_count_transfers(start_engine, url, expected):
+    writer = start_engine(tier(url))
+    writer.generate(PROMPTS[0], params={"persistkv": False})
+    writer.generate(PROMPTS[1])
+    writer.close()
     assert stored_contexts(url) == 1
     engine = start_engine(tier(url, backpressure={"backpressure_cls": "EMABackpressureDetector"}))
     assert engine.generate(*PROMPTS) == {"tokens": expected, "cached": [0, 384]}

@@ -1,4 +1,4 @@
-"""Real vLLM engines with two tensor-parallel workers: restarts, kills on a loaded machine, damage, a bucket."""
+"""Real vLLM engines with two tensor-parallel workers: restarts, kills on a busy machine, damaged payloads, a bucket."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def expected(plain_engine: Engine) -> Any:
 
 @pytest.fixture
 def busy() -> Iterator[None]:
-    """Two processes that take all the CPU time they get."""
+    """Two processes in busy loops."""
     processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     yield
     for process in processes:
@@ -47,7 +47,7 @@ def busy() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("busy")
-def test_accepted_contexts_survive_the_death_of_the_process_tree(start_two, url):
+def test_engine_two_workers_killed_process_tree_keeps_contexts(start_two, url):
     expected: list[list[int]] = []
     previous: list[list[int]] = []
     for number in range(REPEATS + 1):
@@ -63,7 +63,7 @@ def test_accepted_contexts_survive_the_death_of_the_process_tree(start_two, url)
         assert engine.wait(60)
 
 
-def test_engines_with_two_workers_start_warm_and_miss_damaged_payloads(start_two, url, expected):
+def test_engine_two_workers_restarts_warm_and_misses_damaged_payloads(start_two, url, expected):
     ended = start_two(url)
     assert ended.generate(PROMPTS[0]) == {"tokens": expected[:1], "cached": [0]}
     ended.close()
@@ -80,7 +80,7 @@ def test_engines_with_two_workers_start_warm_and_miss_damaged_payloads(start_two
     assert missing.metrics()["vllm:kv_offload_persistkv_load_failed_chunks"] > 0
 
 
-def test_engines_with_two_workers_share_a_bucket(start_two, bucket_url, expected):
+def test_engine_two_workers_restarts_warm_from_bucket(start_two, bucket_url, expected):
     killed = start_two(bucket_url)
     assert killed.generate(*PROMPTS) == {"tokens": expected, "cached": [0, 0]}
     time.sleep(0.2)

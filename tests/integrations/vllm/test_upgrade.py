@@ -1,4 +1,4 @@
-"""Engines of two vLLM releases on one store: the newer one uses what the older one stored, after a comparison.
+"""Engines of two vLLM releases on one store: the newer one reuses chunks of the older one after a comparison.
 
 ``VLLM_OLDER_PYTHON`` is the interpreter of a virtual environment with the older release.
 """
@@ -26,7 +26,7 @@ CACHED = 384
 """Tokens of the whole chunks of a prompt."""
 
 
-def test_newer_release_adopts_the_chunks_of_the_older_one(start_engine, url, plain_engine):
+def test_engine_newer_release_adopts_chunks_of_older_release(start_engine, url, plain_engine):
     older = start_engine(tier(url), command=[OLDER])
     older.generate(*PROMPTS)
     older.generate(SHORT)
@@ -36,7 +36,7 @@ def test_newer_release_adopts_the_chunks_of_the_older_one(start_engine, url, pla
     newer = start_engine(tier(url))
     for number in range(2):  # computed and compared
         assert newer.generate(PROMPTS[number]) == {"tokens": [cold[number]], "cached": [0]}
-    newer.generate(SHORT)  # a step that ends the requests
+    newer.generate(SHORT)  # its steps end the earlier requests
     wait_stored(url, len(PROMPTS) + 2)
     assert newer.generate(*PROMPTS[2:]) == {"tokens": cold[2:], "cached": [CACHED] * (len(PROMPTS) - 2)}
     assert "adopted the blocks of namespace" in newer.log
@@ -48,7 +48,7 @@ def test_newer_release_adopts_the_chunks_of_the_older_one(start_engine, url, pla
     assert (verdict.verdict, verdict.depths) == ("adopted", (CACHED // 32,))
 
 
-def test_release_with_adopt_never_starts_cold(start_engine, url, plain_engine):
+def test_engine_adopt_never_misses_chunks_of_older_release(start_engine, url, plain_engine):
     older = start_engine(tier(url), command=[OLDER])
     older.generate(*PROMPTS[:3])
     older.close()

@@ -67,8 +67,8 @@ STATES: dict[str, dict[str, Any]] = {
         "conv_dim": 128,
     },
 }
-"""Hybrid models, whose other layers keep a state instead of keys and values: Mamba 2 in one, a convolution's inputs in
-the other. Fields that differ from those of the Llama.
+"""Fields of two hybrid models that differ from those of the Llama. Half of their layers keep a state instead of keys
+and values: of Mamba 2 in the first model, inputs of a convolution in the second.
 """
 MLA: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -99,7 +99,7 @@ def make_model(directory: Path, *, seed: int = 0, **changes: Any) -> Path:
 
 
 def make_hybrid_model(directory: Path) -> Path:
-    """Write a checkpoint of a model half of whose layers attend to the last 64 tokens only."""
+    """Write a checkpoint of a Gemma 3 in which half of the layers have a sliding window of 64 tokens."""
     config = CONFIG | HYBRID
     tensors = _tensors(config, torch.Generator().manual_seed(0))
     for layer in range(config["num_hidden_layers"]):

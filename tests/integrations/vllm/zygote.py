@@ -37,7 +37,7 @@ def main() -> None:
         importlib.import_module(name)
     if len(os.listdir("/proc/self/task")) != 1:
         sys.exit("an import started threads: a fork of this process would lack them, and may hold their locks")
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # this process waits for no program
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the programs
     control.send(b"ready")
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE, 3)

@@ -1,4 +1,4 @@
-"""The GPU benchmarks, in tiny sizes on the CPU; their records; the kit of wheels; the script."""
+"""The GPU benchmarks, run with tiny sizes on the CPU; their records; the kit of wheels; the script."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_worker_copies_measures_each_direction_size_and_order(tmp_path: Path) ->
     assert all(record["ratio"] > 0 and record["values"]["pinned_gb_s"] > 0 for record in figures.values())
 
 
-def test_kernel_slowdown_measures_each_kernel_beside_each_way(tmp_path: Path) -> None:
+def test_kernel_slowdown_measures_each_kernel_with_each_direction(tmp_path: Path) -> None:
     figures = run_smoke("kernel_slowdown", tmp_path)
     assert set(figures) == {
         f"{kernel} beside {way}, 16 KiB pages"
@@ -62,7 +62,7 @@ def test_kernel_slowdown_measures_each_kernel_beside_each_way(tmp_path: Path) ->
     }
 
 
-def test_restore_compares_with_disk_and_link(tmp_path: Path) -> None:
+def test_restore_ratio_uses_slower_of_disk_and_link(tmp_path: Path) -> None:
     ((name, record),) = run_smoke("restore", tmp_path).items()
     values = record["values"]
     assert name == "4 MiB"
@@ -70,7 +70,7 @@ def test_restore_compares_with_disk_and_link(tmp_path: Path) -> None:
     assert record["ratio"] == pytest.approx(values["gb_s"] / slower)
 
 
-def test_ttft_restores_all_but_the_last_block_with_equal_answers(tmp_path: Path) -> None:
+def test_ttft_restores_all_but_last_block_with_equal_answers(tmp_path: Path) -> None:
     figures = run_smoke("ttft", tmp_path)
     assert {name: record["values"]["restored_tokens"] for name, record in figures.items()} == {
         "96 tokens": [80],
@@ -97,7 +97,7 @@ def make_results(directory: Path, smoke: bool = False) -> Results:
     return Results("test", argparse.Namespace(device=torch.device("cpu"), smoke=smoke, out=directory))
 
 
-def test_each_figure_is_on_disk_before_the_next(tmp_path: Path) -> None:
+def test_results_add_writes_each_figure_at_once(tmp_path: Path) -> None:
     results = make_results(tmp_path)
     for number in range(3):
         results.add(f"figure {number}", 0.5, gb_s=1.25)
@@ -119,7 +119,7 @@ def test_each_figure_is_on_disk_before_the_next(tmp_path: Path) -> None:
         (0.04, {}, None, False),
     ],
 )
-def test_ratio_is_held_against_its_target(
+def test_results_add_ratio_is_compared_with_target(
     tmp_path: Path, ratio: float, target: dict[str, float], met: bool | None, smoke: bool
 ) -> None:
     make_results(tmp_path, smoke).add("figure", ratio, **target)  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ def package(version: str, *requires: str) -> Package:
     return Package(Version(version), tuple(map(Requirement, requires)))
 
 
-def test_problems_follow_requirements_extras_and_markers() -> None:
+def test_problems_missing_or_old_requirements_are_reported() -> None:
     packages = {
         "engine": package("1.0", "driver>=2", "old; python_version < '3.12'", "cloud; extra == 's3'"),
         "driver": package("2.1", "hidden-thing"),
@@ -147,7 +147,7 @@ def test_problems_follow_requirements_extras_and_markers() -> None:
     }
 
 
-def test_present_packages_may_have_a_version(tmp_path: Path) -> None:
+def test_read_present_packages_with_and_without_version_are_read(tmp_path: Path) -> None:
     (tmp_path / "present.txt").write_text("# machine\nNumPy==2.5.2\nprompt_toolkit  # any\n\n")
     assert read_present(tmp_path / "present.txt") == {
         "numpy": Package(Version("2.5.2")),
@@ -162,7 +162,7 @@ def make_wheel(directory: Path, name: str, version: str, *requires: str) -> None
         wheel.writestr(f"{name}-{version}.dist-info/METADATA", "\n".join(lines) + "\n\n")
 
 
-def test_wheels_tell_their_requirements_and_two_versions_are_refused(tmp_path: Path) -> None:
+def test_read_wheels_returns_requirements_and_rejects_two_versions(tmp_path: Path) -> None:
     make_wheel(tmp_path, "engine", "1.0", "driver>=2")
     assert read_wheels(tmp_path) == {"engine": package("1.0", "driver>=2")}
     make_wheel(tmp_path, "engine", "1.1")
@@ -170,7 +170,7 @@ def test_wheels_tell_their_requirements_and_two_versions_are_refused(tmp_path: P
         read_wheels(tmp_path)
 
 
-def test_kit_larger_than_its_limit_is_refused_with_both_sizes(tmp_path: Path) -> None:
+def test_check_size_kit_over_limit_exits_with_both_sizes(tmp_path: Path) -> None:
     with open(tmp_path / "large.whl", "wb") as file:
         os.truncate(file.fileno(), kit.MAX_BYTES)
     assert check_size(tmp_path) == kit.MAX_BYTES
@@ -182,7 +182,7 @@ def test_kit_larger_than_its_limit_is_refused_with_both_sizes(tmp_path: Path) ->
 # The script
 
 
-def test_limits_of_the_steps_leave_time_in_ten_minutes() -> None:
+def test_script_step_limits_sum_below_ten_minutes() -> None:
     limits = {
         name: int(value) for name, value in re.findall(r"^readonly (\w+)=(\d+)", SCRIPT.read_text(), re.MULTILINE)
     }
@@ -192,7 +192,7 @@ def test_limits_of_the_steps_leave_time_in_ten_minutes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_script_runs_every_step(tmp_path: Path) -> None:
+def test_script_smoke_run_completes_every_step(tmp_path: Path) -> None:
     environment = {**os.environ, "SMOKE": "1", "PYTHON": sys.executable, "KIT": str(tmp_path / "no kit")}
     environment["STORES"] = str(tmp_path / "stores")
     ended = subprocess.run([SCRIPT, tmp_path / "out"], env=environment, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Counts of the requests on a connection, for data cut at any position."""
+"""Counts of the requests on a connection, for a stream split at any position."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXPECTING = b"PUT /bucket/key HTTP/1.1\r\nExpect: 100-Continue\r\ncontent-length
 
 
 @pytest.mark.parametrize("piece", [1, 7, 1000])
-def test_bodies_are_no_requests(piece: int) -> None:
+def test_requests_body_that_looks_like_request_is_not_counted(piece: int) -> None:
     counts: Counter[str] = Counter()
     requests = Requests(counts)
     carried = GET + PUT + GET + PUT + b"DELETE /k HTTP/1.1\r\n\r\n"
@@ -24,7 +24,7 @@ def test_bodies_are_no_requests(piece: int) -> None:
     assert counts == {"GET": 2, "PUT": 2, "DELETE": 1}
 
 
-def test_body_that_the_server_did_not_wait_for_is_left_out() -> None:
+def test_requests_omitted_expect_continue_body_counts_next_request() -> None:
     counts: Counter[str] = Counter()
     requests = Requests(counts)
     for data in (EXPECTING, bytes(300), EXPECTING, GET, EXPECTING, bytes(100), bytes(200), GET):

@@ -1,4 +1,4 @@
-"""The reference caches of the replay, compared with simple definitions."""
+"""Reference caches of the trace replay, compared with simple definitions."""
 
 from __future__ import annotations
 
@@ -48,24 +48,24 @@ def best_by_trying_all(requests: list[Request], capacity: int) -> int:
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("capacity", [1, 2, 3, 4])
-def test_the_clairvoyant_cache_is_the_best_of_all(seed: int, capacity: int) -> None:
+def test_clairvoyant_hits_small_traces_equal_exhaustive_search(seed: int, capacity: int) -> None:
     requests = chains(seed, 7)
     assert clairvoyant_hits(requests, capacity) == best_by_trying_all(requests, capacity)
 
 
-def test_the_lru_drops_what_was_used_longest_ago_and_ends_before_beginnings() -> None:
+def test_lru_hits_full_cache_evicts_oldest_chain_from_its_end() -> None:
     assert lru_hits([[1, 2], [3], [1, 2]], 2) == 1  # 2 was evicted for 3
     assert lru_hits([[1, 2], [3], [1, 2]], 3) == 2
 
 
-def test_a_block_after_two_different_ones_is_refused(tmp_path: Path) -> None:
+def test_read_trace_block_with_two_parents_raises(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"hash_ids": [1, 2]}\n{"hash_ids": [3, 2]}\n')
     with pytest.raises(ValueError, match="block 2 follows both"):
         read_trace(path)
 
 
-def test_the_trace_that_is_shipped_is_the_one_that_is_documented() -> None:
+def test_read_trace_shipped_trace_matches_documented_counts() -> None:
     requests = read_trace(CONVERSATION)
     blocks = sum(map(len, requests))
     assert (len(requests), blocks, distinct_blocks(requests)) == (12_031, 288_500, 182_790)

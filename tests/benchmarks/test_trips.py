@@ -31,7 +31,7 @@ def test_measure_three_trips_have_plausible_counts(measured: dict[str, trips.Tri
         assert 3 <= trip.frames <= 50
 
 
-def test_measure_routes_stay_short(measured: dict[str, trips.Trip]) -> None:
+def test_measure_routes_stay_within_targets(measured: dict[str, trips.Trip]) -> None:
     for name, trip in measured.items():
         assert len(trip.files) <= trips.TARGET_FILES[name], f"{name} passes through {list(trip.files)}"
         assert trip.frames <= trips.TARGET_FRAMES, f"{name}: {max(trip.device.values(), key=len)}"
@@ -46,7 +46,7 @@ def test_measure_stacks_lead_from_tier_to_driver(measured: dict[str, trips.Trip]
     assert store.frames == len(deepest)
 
 
-def test_measure_restores_the_profiler(tmp_path: Path) -> None:
+def test_measure_restores_profiler(tmp_path: Path) -> None:
     before = sys.getprofile()
     trips.measure(str(tmp_path))
     assert sys.getprofile() is before
@@ -65,7 +65,7 @@ def test_main_json_prints_counts_and_routes(
         assert trip["frames"] == max(map(len, trip["device"].values()))
 
 
-def test_main_prints_the_route_of_each_trip(
+def test_main_no_options_prints_route_of_each_trip(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["trips", "--directory", str(tmp_path)])

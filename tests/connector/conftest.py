@@ -25,7 +25,10 @@ Fill = Callable[..., None]
 
 
 class WatchedManager(CPUOffloadingManager):
-    """Primary tier with a chosen policy, blocks that can be delayed, and a record of its calls."""
+    """Primary tier that records its calls.
+
+    ``lookup`` returns None for keys in ``late`` and False for keys in ``missing``.
+    """
 
     def __init__(self, num_blocks: int, policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL) -> None:
         super().__init__(num_blocks)
@@ -100,7 +103,7 @@ def make_keys() -> MakeKeys:
 
 @pytest.fixture
 def finish() -> Finish:
-    """Return a function that reports the end of all transfers of a step."""
+    """Return a function that makes the results of all transfers of a step."""
 
     def results(metadata: ConnectorMetadata, success: bool = True) -> list[TransferResult]:
         return [TransferResult(job.job_id, success, 64, 0.1) for job in (*metadata.loads, *metadata.stores)]
@@ -110,7 +113,7 @@ def finish() -> Finish:
 
 @pytest.fixture
 def fill(finish: Finish) -> Fill:
-    """Return a function that computes and stores a request's blocks in the primary tier, and ends the request."""
+    """Return a function that computes and stores a request's blocks in the primary tier, and finishes the request."""
 
     def run(
         scheduler: OffloadingConnectorScheduler, req_id: str, keys: list[OffloadKey], block_size: int, factor: int = 1

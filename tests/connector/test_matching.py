@@ -24,7 +24,7 @@ def blocks_needed(geometry: GroupGeometry, length: int, start: int) -> set[int]:
 
 
 def servable(groups: Sequence[GroupGeometry], present: Sequence[set[int]], length: int, start: int) -> bool:
-    return all(blocks_needed(geometry, length, start) <= there for geometry, there in zip(groups, present, strict=True))
+    return all(blocks_needed(geometry, length, start) <= held for geometry, held in zip(groups, present, strict=True))
 
 
 @st.composite
@@ -65,7 +65,7 @@ def probes(
 
 @settings(max_examples=600, deadline=None)
 @given(contexts())
-def test_finds_the_longest_that_every_group_can_serve(context: Context) -> None:
+def test_longest_match_any_context_equals_exhaustive_search(context: Context) -> None:
     groups, present, tokens, start = context
     unit = math.lcm(*(geometry.offloaded_tokens for geometry in groups))
     limit = max(tokens - 1, 0)
@@ -81,7 +81,7 @@ def test_finds_the_longest_that_every_group_can_serve(context: Context) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(contexts(), st.integers(1, 40))
-def test_bounds_a_length_by_its_blocks(context: Context, max_blocks: int) -> None:
+def test_longest_that_fits_any_limit_equals_exhaustive_search(context: Context, max_blocks: int) -> None:
     groups, _, tokens, start = context
     unit = math.lcm(*(geometry.offloaded_tokens for geometry in groups))
     found = longest_that_fits(groups, unit, start, tokens, max_blocks)
@@ -104,7 +104,9 @@ def test_bounds_a_length_by_its_blocks(context: Context, max_blocks: int) -> Non
         (set(range(10)), 0, list(range(9, -1, -1))),
     ],
 )
-def test_asks_only_for_what_lies_under_a_window(missing: set[int], length: int, asked: list[int]) -> None:
+def test_longest_match_sliding_window_probes_only_blocks_in_window(
+    missing: set[int], length: int, asked: list[int]
+) -> None:
     group = GroupGeometry(KVCacheGroupSpec(4, sliding_window=8), factor=1)
     order = []
 

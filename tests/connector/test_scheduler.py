@@ -38,8 +38,10 @@ def begin(
     scheduler.update_keys(req_id, group, keys, num_tokens)
 
 
-class TestMatching:
-    def test_leaves_one_token_to_compute(self, scheduler: WatchedScheduler, make_keys: MakeKeys, fill: Fill) -> None:
+class TestSchedulerMatch:
+    def test_whole_prompt_stored_leaves_one_token_to_compute(
+        self, scheduler: WatchedScheduler, make_keys: MakeKeys, fill: Fill
+    ) -> None:
         keys = make_keys(3)
         fill(scheduler, "first", keys, 4)
         begin(scheduler, "whole", keys, 12)
@@ -47,7 +49,7 @@ class TestMatching:
         assert scheduler.get_num_new_matched_tokens("whole", 0) == 8
         assert scheduler.get_num_new_matched_tokens("longer", 0) == 12
 
-    def test_counts_behind_the_tokens_on_the_device(
+    def test_tokens_on_device_are_not_looked_up_or_counted(
         self, scheduler: WatchedScheduler, make_keys: MakeKeys, fill: Fill
     ) -> None:
         keys = make_keys(4)
@@ -56,13 +58,13 @@ class TestMatching:
         assert scheduler.get_num_new_matched_tokens("second", 8) == 8
         assert scheduler.manager.looked_up == keys[2:]
 
-    def test_ends_at_the_first_miss(self, scheduler: WatchedScheduler, make_keys: MakeKeys, fill: Fill) -> None:
+    def test_missing_block_ends_match(self, scheduler: WatchedScheduler, make_keys: MakeKeys, fill: Fill) -> None:
         fill(scheduler, "first", make_keys(2), 4)
         fill(scheduler, "other", make_keys(1, start=3), 4)
         begin(scheduler, "second", make_keys(4), 17)
         assert scheduler.get_num_new_matched_tokens("second", 0) == 8
 
-    def test_probes_past_blocks_on_their_way(
+    def test_pending_blocks_return_none_and_rest_is_probed(
         self, scheduler: WatchedScheduler, make_keys: MakeKeys, fill: Fill
     ) -> None:
         keys = make_keys(4)
@@ -76,7 +78,7 @@ class TestMatching:
         assert scheduler.get_num_new_matched_tokens("second", 0) == 16
         assert scheduler.manager.touched == [keys]
 
-    def test_uses_what_is_ready_once_it_gave_up(
+    def test_give_up_waiting_matches_only_ready_blocks(
         self, scheduler: WatchedScheduler, make_keys: MakeKeys, fill: Fill
     ) -> None:
         keys = make_keys(4)
@@ -88,7 +90,7 @@ class TestMatching:
         assert scheduler.get_num_new_matched_tokens("second", 0) == 8
         assert scheduler.stats.late_lookups == 1
 
-    def test_tells_which_tokens_had_to_be_promoted(
+    def test_pending_block_ready_later_is_counted_as_promoted(
         self, scheduler: WatchedScheduler, make_keys: MakeKeys, fill: Fill
     ) -> None:
         keys = make_keys(4)
@@ -101,7 +103,7 @@ class TestMatching:
         scheduler.update_state_after_alloc("second", [[0, 1, 2, 3]], 16)
         assert scheduler.num_promoted_tokens("second") == 4
 
-    def test_is_what_all_groups_can_serve(
+    def test_two_groups_match_only_common_prefix(
         self, make_manager: type[WatchedManager], make_keys: MakeKeys, finish: Finish
     ) -> None:
         scheduler = WatchedScheduler(make_manager(8), groups(4, 8))
@@ -114,15 +116,15 @@ class TestMatching:
         scheduler.update_keys("second", 1, large, 17)
         assert scheduler.get_num_new_matched_tokens("second", 0) == 8
 
-    def test_an_empty_or_unknown_prompt_matches_nothing(self, scheduler: WatchedScheduler, make_keys: MakeKeys) -> None:
+    def test_empty_or_unknown_prompt_matches_nothing(self, scheduler: WatchedScheduler, make_keys: MakeKeys) -> None:
         scheduler.on_new_request("empty")
         assert scheduler.get_num_new_matched_tokens("empty", 0) == 0
         begin(scheduler, "unknown", make_keys(2), 9)
         assert scheduler.get_num_new_matched_tokens("unknown", 0) == 0
 
 
-class TestLoading:
-    def test_names_rows_and_device_blocks_in_order(
+class TestSchedulerLoad:
+    def test_prefix_on_device_lists_later_rows_and_blocks_in_order(
         self, scheduler: WatchedScheduler, make_keys: MakeKeys, fill: Fill, finish: Finish
     ) -> None:
         keys = make_keys(4)
@@ -140,7 +142,7 @@ class TestLoading:
         assert output.loads["second"].num_tokens == 12
         assert scheduler.stats.loaded_blocks == 3
 
-    def test_protects_rows_until_it_ended(
+    def test_unfinished_load_protects_its_rows_from_eviction(
         self, scheduler: WatchedScheduler, make_keys: MakeKeys, fill: Fill, finish: Finish
     ) -> None:
         keys = make_keys(8)
@@ -154,7 +156,7 @@ class TestLoading:
         fill(scheduler, "another", make_keys(8, chain="c"), 4)
         assert scheduler.stats.dropped_blocks == 8
 
-    def test_skips_into_a_larger_block(
+    def test_prefix_ending_inside_row_loads_rest_of_row(
         self, make_manager: type[WatchedManager], make_keys: MakeKeys, fill: Fill
     ) -> None:
         scheduler = WatchedScheduler(make_manager(8), groups(4), block_size_factor=4)
@@ -180,7 +182,7 @@ class TestLoading:
         assert not scheduler.build_connector_meta().loads
         assert scheduler.stats.failed_loads == 1
 
-    def test_a_failure_leaves_the_tokens_to_be_computed_and_stored(
+    def test_failed_load_offers_recomputed_blocks_for_store(
         self, scheduler: WatchedScheduler, make_keys: MakeKeys, fill: Fill, finish: Finish
     ) -> None:
         keys = make_keys(2)
@@ -197,7 +199,7 @@ class TestLoading:
         assert scheduler.manager.offered == [keys]
 
     @pytest.mark.parametrize(("tables", "tokens"), [([[0]], 8), ([[0, 1]], 6), ([[0], [1]], 4), ([], 4)])
-    def test_refuses_blocks_that_do_not_fit(
+    def test_device_blocks_do_not_fit_tokens_raises(
         self, scheduler: WatchedScheduler, make_keys: MakeKeys, tables: list[list[int]], tokens: int
     ) -> None:
         begin(scheduler, "request", make_keys(2), 9)
@@ -205,8 +207,8 @@ class TestLoading:
             scheduler.update_state_after_alloc("request", tables, tokens)
 
 
-class TestStoring:
-    def test_offers_each_filled_block_once(
+class TestSchedulerStore:
+    def test_filled_blocks_are_offered_once(
         self, scheduler: WatchedScheduler, make_keys: MakeKeys, finish: Finish
     ) -> None:
         keys = make_keys(3)
@@ -225,7 +227,9 @@ class TestStoring:
         assert all(isinstance(source, GPULoadStoreSpec) for source in sources)
         assert not scheduler.build_connector_meta().stores
 
-    def test_leaves_out_what_is_held(self, make_manager: type[WatchedManager], make_keys: MakeKeys, fill: Fill) -> None:
+    def test_held_blocks_are_not_copied(
+        self, make_manager: type[WatchedManager], make_keys: MakeKeys, fill: Fill
+    ) -> None:
         scheduler = WatchedScheduler(make_manager(8), groups(4), block_size_factor=2)
         keys = make_keys(4)
         fill(scheduler, "first", keys[1:2], 4, factor=2)
@@ -241,7 +245,7 @@ class TestStoring:
     @pytest.mark.parametrize(
         ("policy", "offered"), [(OffloadPolicy.BLOCK_LEVEL, slice(3, 4)), (OffloadPolicy.REQUEST_LEVEL, slice(0, 4))]
     )
-    def test_policy_decides_on_prefix_hits(
+    def test_prefix_hits_are_offered_only_by_request_level_policy(
         self,
         make_manager: type[WatchedManager],
         make_keys: MakeKeys,
@@ -262,7 +266,7 @@ class TestStoring:
         scheduler.build_connector_meta()
         assert scheduler.manager.offered == [keys[offered]]
 
-    def test_stores_the_front_where_not_all_fits(
+    def test_batch_larger_than_tier_stores_first_blocks(
         self, scheduler: WatchedScheduler, make_keys: MakeKeys, finish: Finish
     ) -> None:
         keys = make_keys(20)
@@ -274,7 +278,9 @@ class TestStoring:
         assert (scheduler.stats.stored_blocks, scheduler.stats.dropped_blocks) == (5, 15)
         assert not scheduler.build_connector_meta().stores
 
-    def test_a_failure_leaves_no_trace(self, scheduler: WatchedScheduler, make_keys: MakeKeys, finish: Finish) -> None:
+    def test_failed_store_is_not_matched_later(
+        self, scheduler: WatchedScheduler, make_keys: MakeKeys, finish: Finish
+    ) -> None:
         keys = make_keys(2)
         begin(scheduler, "request", keys, 9)
         scheduler.update_computed_tokens("request", 8, [[0, 1]])
@@ -283,7 +289,7 @@ class TestStoring:
         begin(scheduler, "second", keys, 9)
         assert scheduler.get_num_new_matched_tokens("second", 0) == 0
 
-    def test_one_job_for_all_groups(self, make_manager: type[WatchedManager], make_keys: MakeKeys) -> None:
+    def test_two_groups_are_stored_in_one_job(self, make_manager: type[WatchedManager], make_keys: MakeKeys) -> None:
         scheduler = WatchedScheduler(make_manager(8), groups(4, 8))
         begin(scheduler, "request", make_keys(3), 16)
         scheduler.update_keys("request", 1, make_keys(2, group=1), 16)
@@ -297,8 +303,10 @@ class TestStoring:
         )
 
 
-class TestEndOfRequest:
-    def test_waits_for_the_last_store(self, scheduler: WatchedScheduler, make_keys: MakeKeys, finish: Finish) -> None:
+class TestSchedulerRequestFinished:
+    def test_pending_store_delays_release(
+        self, scheduler: WatchedScheduler, make_keys: MakeKeys, finish: Finish
+    ) -> None:
         begin(scheduler, "request", make_keys(2), 9)
         scheduler.update_computed_tokens("request", 8, [[0, 1]])
         scheduler.request_finished("request")
@@ -308,13 +316,13 @@ class TestEndOfRequest:
         assert scheduler.update_connector_output(finish(metadata)).released == ["request"]
         assert scheduler.manager.finished == ["request"]
 
-    def test_releases_at_once_where_nothing_is_stored(self, scheduler: WatchedScheduler) -> None:
+    def test_nothing_stored_releases_at_next_output(self, scheduler: WatchedScheduler) -> None:
         scheduler.on_new_request("request")
         scheduler.request_finished("request")
         scheduler.build_connector_meta()
         assert scheduler.update_connector_output([]).released == ["request"]
 
-    def test_waits_for_a_load_that_was_cancelled(
+    def test_pending_load_delays_release(
         self, scheduler: WatchedScheduler, make_keys: MakeKeys, fill: Fill, finish: Finish
     ) -> None:
         keys = make_keys(2)
@@ -329,7 +337,7 @@ class TestEndOfRequest:
         scheduler.build_connector_meta()
         assert scheduler.update_connector_output([]).released == ["second"]
 
-    def test_stores_nothing_of_a_request_that_never_got_device_blocks(
+    def test_no_device_blocks_stores_nothing_and_releases(
         self, scheduler: WatchedScheduler, make_keys: MakeKeys
     ) -> None:
         begin(scheduler, "request", make_keys(3), 13)
@@ -338,7 +346,7 @@ class TestEndOfRequest:
         assert not scheduler.build_connector_meta().stores
         assert scheduler.update_connector_output([]).released == ["request"]
 
-    def test_an_id_may_come_back_but_not_live_twice(self, scheduler: WatchedScheduler) -> None:
+    def test_request_id_in_use_is_rejected_until_finished(self, scheduler: WatchedScheduler) -> None:
         scheduler.on_new_request("request")
         with pytest.raises(ValueError, match="already exists"):
             scheduler.on_new_request("request")
@@ -346,7 +354,7 @@ class TestEndOfRequest:
         scheduler.build_connector_meta()
         scheduler.on_new_request("request")
 
-    def test_events_are_taken_through(self, scheduler: WatchedScheduler) -> None:
+    def test_take_events_calls_manager_once(self, scheduler: WatchedScheduler) -> None:
         assert scheduler.take_events() == []
         assert scheduler.manager.steps == 1
 
@@ -361,14 +369,14 @@ class TestEndOfRequest:
         (lambda manager: KVCacheGroupSpec(4, sliding_window=0), "sliding_window"),
     ],
 )
-def test_refuses_numbers_that_are_none(
+def test_scheduler_invalid_number_raises_and_names_field(
     make_manager: type[WatchedManager], make: Callable[[WatchedManager], object], field: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=field):
         make(make_manager(1))
 
 
-def test_store_threshold_second_request_stores_the_whole_prompt(make_keys: MakeKeys) -> None:
+def test_store_threshold_second_request_stores_whole_prompt(make_keys: MakeKeys) -> None:
     """Lookups end at the first miss, and the filter also counts the later blocks."""
     manager = FilterReusedOffloadingManager(CPUOffloadingManager(8), 2, 100)
     scheduler = WatchedScheduler(manager, groups(4))
@@ -385,7 +393,7 @@ def test_store_threshold_second_request_stores_the_whole_prompt(make_keys: MakeK
     assert scheduler.get_num_new_matched_tokens("third", 0) == 16
 
 
-def test_a_request_that_is_not_stored_still_loads(
+def test_on_new_request_without_store_loads_and_stores_nothing(
     make_manager: type[WatchedManager], make_keys: MakeKeys, fill: Fill, finish: Finish
 ) -> None:
     scheduler = WatchedScheduler(make_manager(8, OffloadPolicy.REQUEST_LEVEL), groups(4))
@@ -405,7 +413,7 @@ def test_a_request_that_is_not_stored_still_loads(
     assert scheduler.manager.offered == []
 
 
-def test_request_with_a_retention_describes_it(scheduler: WatchedScheduler) -> None:
+def test_on_new_request_with_retention_is_in_description(scheduler: WatchedScheduler) -> None:
     kept = Retention(pin=True, ttl_s=60.0, priority="low")
     described = [
         scheduler.on_new_request("kept", retention=kept).description,

@@ -17,7 +17,7 @@ Begin = Callable[..., list[list[OffloadKey]]]
 CONTEXT = ReqContext("request")
 
 BLOCK = 4
-FULL, SLIDING = KVCacheGroupSpec(BLOCK), KVCacheGroupSpec(BLOCK, sliding_window=9)  # two blocks before the next token
+FULL, SLIDING = KVCacheGroupSpec(BLOCK), KVCacheGroupSpec(BLOCK, sliding_window=9)  # 2 blocks before the next token
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def make_scheduler(make_manager: type[WatchedManager]) -> MakeScheduler:
 
 @pytest.fixture
 def begin(make_keys: MakeKeys) -> Begin:
-    """Announce a request; the blocks of all its groups have one size."""
+    """Start a request whose groups have blocks of one size; return the keys of each group."""
 
     def run(
         scheduler: WatchedScheduler, req_id: str, num_tokens: int, num_groups: int = 2, chain: str = "a"
@@ -51,7 +51,7 @@ def begin(make_keys: MakeKeys) -> Begin:
 
 @pytest.fixture
 def store(begin: Begin, finish: Finish) -> Begin:
-    """Compute and store a context of ``num_blocks`` blocks."""
+    """Compute and store a context of ``num_blocks`` blocks; return the keys of each group."""
 
     def run(
         scheduler: WatchedScheduler, req_id: str, num_blocks: int, num_groups: int = 2, chain: str = "a"
@@ -69,7 +69,12 @@ def store(begin: Begin, finish: Finish) -> Begin:
 def load_all(
     scheduler: WatchedScheduler, req_id: str, local: int = 0
 ) -> tuple[int, list[list[int | None]], ConnectorMetadata]:
-    """Allocate device blocks where the load needs them: number = position, plus 100 for each group."""
+    """Match a request and allocate the device blocks that its load needs.
+
+    The number of a device block is its position plus 100 times its group.
+
+    :returns: matched tokens, block table of each group, and the metadata of the step.
+    """
     matched = scheduler.get_num_new_matched_tokens(req_id, local)
     assert matched is not None
     tables = [
@@ -80,10 +85,8 @@ def load_all(
     return matched, tables, scheduler.build_connector_meta()
 
 
-class TestMatching:
-    def test_looks_up_the_blocks_under_the_window_only(
-        self, make_scheduler: MakeScheduler, store: Begin, begin: Begin
-    ) -> None:
+class TestSlidingWindowMatch:
+    def test_looks_up_only_blocks_in_window(self, make_scheduler: MakeScheduler, store: Begin, begin: Begin) -> None:
         scheduler = make_scheduler()
         full, sliding = store(scheduler, "first", 8)
         begin(scheduler, "second", 33)
@@ -91,7 +94,7 @@ class TestMatching:
         assert scheduler.manager.looked_up == [*full, sliding[7], sliding[6]]
         assert scheduler.manager.touched == [[*full, *sliding[6:]]]
 
-    def test_a_hole_in_the_window_ends_the_match_before_it(
+    def test_missing_block_in_window_shortens_match(
         self, make_scheduler: MakeScheduler, store: Begin, begin: Begin
     ) -> None:
         scheduler = make_scheduler()
@@ -100,7 +103,7 @@ class TestMatching:
         scheduler.manager.missing.add(sliding[6])
         assert scheduler.get_num_new_matched_tokens("second", 0) == 24
 
-    def test_learns_in_one_step_of_all_that_has_to_come(
+    def test_pending_blocks_are_all_probed_in_one_step(
         self, make_scheduler: MakeScheduler, store: Begin, begin: Begin
     ) -> None:
         scheduler = make_scheduler()
@@ -114,7 +117,7 @@ class TestMatching:
         assert scheduler.get_num_new_matched_tokens("second", 0) == 32
         assert set(scheduler.manager.looked_up) == asked
 
-    def test_does_not_wait_for_what_it_cannot_use(
+    def test_pending_block_after_missing_one_does_not_delay_match(
         self, make_scheduler: MakeScheduler, store: Begin, begin: Begin
     ) -> None:
         scheduler = make_scheduler()
@@ -124,7 +127,7 @@ class TestMatching:
         begin(scheduler, "second", 33)
         assert scheduler.get_num_new_matched_tokens("second", 0) == 24
 
-    def test_a_window_that_comes_too_late_is_a_miss(
+    def test_give_up_waiting_pending_window_shortens_match(
         self, make_scheduler: MakeScheduler, store: Begin, begin: Begin
     ) -> None:
         scheduler = make_scheduler()
@@ -135,7 +138,7 @@ class TestMatching:
         scheduler.give_up_waiting("second")
         assert scheduler.get_num_new_matched_tokens("second", 0) == 20
 
-    def test_what_the_primary_tier_cannot_hold_at_once_is_no_match(
+    def test_max_load_blocks_limits_match_and_lookups(
         self, make_scheduler: MakeScheduler, store: Begin, begin: Begin
     ) -> None:
         scheduler = make_scheduler(max_load_blocks=7)
@@ -144,7 +147,7 @@ class TestMatching:
         assert scheduler.get_num_new_matched_tokens("second", 0) == 20
         assert scheduler.manager.looked_up == [*full[:5], sliding[4], sliding[3]]
 
-    def test_sliding_groups_alone_skip_all_before_the_window(
+    def test_only_sliding_groups_skip_blocks_before_window(
         self, make_scheduler: MakeScheduler, store: Begin, begin: Begin
     ) -> None:
         scheduler = make_scheduler(groups=(SLIDING,))
@@ -159,8 +162,8 @@ class TestMatching:
         assert scheduler.num_promoted_tokens("second") == 32
 
 
-class TestLoading:
-    def test_loads_of_a_window_what_is_under_it(
+class TestSlidingWindowLoad:
+    def test_loads_only_blocks_in_window(
         self, make_scheduler: MakeScheduler, store: Begin, begin: Begin, finish: Finish
     ) -> None:
         scheduler = make_scheduler()
@@ -175,7 +178,7 @@ class TestLoading:
         assert source.block_ids.tolist() == rows
         assert scheduler.update_connector_output(finish(metadata)).loads["second"].num_tokens == 32
 
-    def test_loads_nothing_that_the_device_has(self, make_scheduler: MakeScheduler, store: Begin, begin: Begin) -> None:
+    def test_tokens_on_device_are_not_loaded(self, make_scheduler: MakeScheduler, store: Begin, begin: Begin) -> None:
         scheduler = make_scheduler()
         store(scheduler, "first", 8)
         begin(scheduler, "second", 33)
@@ -183,7 +186,7 @@ class TestLoading:
         target = load_specs(metadata.loads[0])[1]
         assert (matched, target.block_ids.tolist(), target.block_indices) == (4, [7, 107], (7, 7))
 
-    def test_a_window_may_begin_within_a_larger_block(
+    def test_window_starting_inside_row_loads_rest_of_row(
         self, make_manager: type[WatchedManager], make_keys: MakeKeys, finish: Finish
     ) -> None:
         scheduler = WatchedScheduler(make_manager(16), (FULL, SLIDING), block_size_factor=4)
@@ -201,7 +204,9 @@ class TestLoading:
         rows = [scheduler.manager.get_block_id(key, CONTEXT) for key in (*keys[0], keys[1][1])]
         assert source.block_ids.tolist() == rows
 
-    def test_refuses_tables_without_the_window(self, make_scheduler: MakeScheduler, store: Begin, begin: Begin) -> None:
+    def test_tables_without_window_blocks_raise(
+        self, make_scheduler: MakeScheduler, store: Begin, begin: Begin
+    ) -> None:
         scheduler = make_scheduler()
         store(scheduler, "first", 8)
         begin(scheduler, "second", 33)
@@ -212,8 +217,8 @@ class TestLoading:
             scheduler.update_state_after_alloc("second", [[None, *range(7)], list(range(8))], 32)
 
 
-class TestStoring:
-    def test_offers_only_what_the_device_has(self, make_scheduler: MakeScheduler, begin: Begin) -> None:
+class TestSlidingWindowStore:
+    def test_blocks_missing_on_device_are_not_offered(self, make_scheduler: MakeScheduler, begin: Begin) -> None:
         scheduler = make_scheduler()
         full, sliding = begin(scheduler, "request", 20)
         scheduler.update_computed_tokens("request", 20, [[0, 1, 2, 3, 4], [None, None, 7, 8, 9]])
@@ -223,7 +228,7 @@ class TestStoring:
         assert source.block_ids.tolist() == [0, 1, 2, 3, 4, 7, 8, 9]
         assert (source.group_sizes, source.block_indices) == ((5, 3), (0, 2))
 
-    def test_a_larger_block_is_stored_whole_or_not(
+    def test_row_with_missing_device_block_is_not_offered(
         self, make_manager: type[WatchedManager], make_keys: MakeKeys
     ) -> None:
         scheduler = WatchedScheduler(make_manager(16), (SLIDING,), block_size_factor=2)
@@ -236,7 +241,7 @@ class TestStoring:
         assert (store_specs(stored)[0].block_ids.tolist(), store_specs(stored)[0].block_indices) == ([2, 3, 4, 5], (2,))
 
     @pytest.mark.parametrize("policy", OffloadPolicy)
-    def test_of_prefix_hits_those_under_the_window(
+    def test_prefix_hits_request_level_policy_offers_those_in_window(
         self, make_scheduler: MakeScheduler, store: Begin, begin: Begin, finish: Finish, policy: OffloadPolicy
     ) -> None:
         scheduler = make_scheduler(policy=policy)
@@ -250,7 +255,7 @@ class TestStoring:
         first_full, first_sliding = (0, 6) if request_level else (8, 8)
         assert scheduler.manager.offered == [[*full[first_full:], *sliding[first_sliding:]]]
 
-    def test_where_not_all_fits_the_front_of_each_group(
+    def test_batch_larger_than_tier_stores_first_blocks_of_each_group(
         self, make_scheduler: MakeScheduler, begin: Begin, finish: Finish
     ) -> None:
         scheduler = make_scheduler(num_blocks=9)
@@ -264,7 +269,7 @@ class TestStoring:
         assert scheduler.get_num_new_matched_tokens("second", 0) == 16
 
 
-def test_three_groups_are_one_job_each_way(make_scheduler: MakeScheduler, store: Begin, begin: Begin) -> None:
+def test_scheduler_three_groups_load_in_one_job(make_scheduler: MakeScheduler, store: Begin, begin: Begin) -> None:
     scheduler = make_scheduler(groups=(FULL, SLIDING, KVCacheGroupSpec(BLOCK, sliding_window=2)))
     store(scheduler, "first", 8, num_groups=3)
     begin(scheduler, "second", 33, num_groups=3)
@@ -273,7 +278,9 @@ def test_three_groups_are_one_job_each_way(make_scheduler: MakeScheduler, store:
     assert (load_specs(load)[1].group_sizes, load_specs(load)[1].block_indices) == ((8, 2, 1), (0, 6, 7))
 
 
-def test_a_window_of_one_token_needs_nothing(make_scheduler: MakeScheduler, store: Begin, begin: Begin) -> None:
+def test_scheduler_window_of_one_token_loads_no_blocks(
+    make_scheduler: MakeScheduler, store: Begin, begin: Begin
+) -> None:
     scheduler = make_scheduler(groups=(FULL, KVCacheGroupSpec(BLOCK, sliding_window=1)))
     full, _ = store(scheduler, "first", 8)
     begin(scheduler, "second", 33)

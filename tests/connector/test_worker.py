@@ -9,7 +9,7 @@ from persistkv.cpu.manager import CPULoadStoreSpec
 
 
 class Handler(OffloadingHandler):
-    """Handler that moves no data, ends the transfers that were waited for, and raises in the calls in ``failing``."""
+    """Handler that copies nothing, finishes transfers passed to ``wait``, and raises in calls named in ``failing``."""
 
     def __init__(self) -> None:
         self.failing: set[str] = set()
@@ -60,14 +60,14 @@ CPU, GPU = CPULoadStoreSpec([0]), GPULoadStoreSpec([0], [1], [0])
 METADATA = ConnectorMetadata(loads=[TransferJob(1, (CPU, GPU))], stores=[TransferJob(2, (GPU, CPU))])
 
 
-def test_gives_each_transfer_to_its_direction(
+def test_start_load_and_store_reach_their_handlers(
     worker: OffloadingConnectorWorker, handlers: tuple[Handler, Handler]
 ) -> None:
     worker.start(METADATA)
     assert [handler.started for handler in handlers] == [[1], [2]]
 
 
-def test_waits_for_those_asked_and_reports_each_once(
+def test_wait_one_of_two_jobs_reports_only_it_and_once(
     worker: OffloadingConnectorWorker, handlers: tuple[Handler, Handler]
 ) -> None:
     worker.start(METADATA)
@@ -79,7 +79,7 @@ def test_waits_for_those_asked_and_reports_each_once(
     assert worker.get_finished() == []
 
 
-def test_reports_what_could_not_be_started(
+def test_start_handler_rejects_job_reports_failure(
     worker: OffloadingConnectorWorker, handlers: tuple[Handler, Handler]
 ) -> None:
     handlers[0].accepts = False
@@ -144,6 +144,8 @@ def test_shutdown_handler_raises_other_handler_is_shut_down(
     assert "raised in shutdown" in caplog.text
 
 
-def test_shuts_down_every_handler(worker: OffloadingConnectorWorker, handlers: tuple[Handler, Handler]) -> None:
+def test_shutdown_every_handler_is_shut_down_once(
+    worker: OffloadingConnectorWorker, handlers: tuple[Handler, Handler]
+) -> None:
     worker.shutdown()
     assert [handler.shutdowns for handler in handlers] == [1, 1]

@@ -1,4 +1,4 @@
-"""Keys, shared memory and requests."""
+"""Fixtures: keys, shared memory and a request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def context() -> ReqContext:
 
 @pytest.fixture
 def keys() -> Callable[[int], list[OffloadKey]]:
-    """Return a function that makes keys, never the same twice."""
+    """Return a function that makes distinct keys; it never returns the same key twice."""
     numbers = itertools.count()
     return lambda count: [make_offload_key(next(numbers).to_bytes(32, "big"), 0) for _ in range(count)]
 

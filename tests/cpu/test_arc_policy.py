@@ -1,4 +1,4 @@
-"""ARC: a scan does not evict blocks used again, and returning blocks move the target."""
+"""ARC: a scan does not evict reused blocks, and storing evicted blocks again changes the target size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def store(manager: CPUOffloadingManager, keys: list[OffloadKey], context: ReqCon
     return output.evicted_keys
 
 
-def test_a_scan_leaves_blocks_that_are_used_again(keys: MakeKeys, context: ReqContext) -> None:
+def test_arc_scan_does_not_evict_reused_blocks(keys: MakeKeys, context: ReqContext) -> None:
     held = {}
     for policy in ("lru", "arc"):
         manager = CPUOffloadingManager(20, policy)
@@ -34,7 +34,7 @@ def test_a_scan_leaves_blocks_that_are_used_again(keys: MakeKeys, context: ReqCo
     assert held == {"lru": 0, "arc": 10}
 
 
-def test_being_touched_while_written_is_no_second_use(keys: MakeKeys) -> None:
+def test_touch_block_being_written_is_not_second_use(keys: MakeKeys) -> None:
     refs = [-1, -1]
     policy = ARCCachePolicy(2, refs)
     first, second = keys(2)
@@ -45,7 +45,7 @@ def test_being_touched_while_written_is_no_second_use(keys: MakeKeys) -> None:
     assert policy.evict(2) == [(first, 0), (second, 1)]
 
 
-def test_protected_blocks_are_skipped_and_found_again_in_both_lists(keys: MakeKeys) -> None:
+def test_evict_protected_blocks_in_both_lists_skipped_until_released(keys: MakeKeys) -> None:
     refs = [1, 1, 0]
     policy = ARCCachePolicy(3, refs)
     once, again, idle = keys(3)
@@ -59,7 +59,7 @@ def test_protected_blocks_are_skipped_and_found_again_in_both_lists(keys: MakeKe
     assert policy.evict(3) == [(once, 0), (again, 1)]
 
 
-def test_blocks_that_come_back_make_room_for_new_ones(keys: MakeKeys) -> None:
+def test_insert_keys_evicted_before_adapts_target(keys: MakeKeys) -> None:
     refs = [0] * 4
     policy = ARCCachePolicy(4, refs)
     again = keys(2)
@@ -77,9 +77,7 @@ def test_blocks_that_come_back_make_room_for_new_ones(keys: MakeKeys) -> None:
 
 
 @pytest.mark.parametrize(("used_again", "limit"), [(False, 4), (True, 8)])
-def test_evicted_key_is_remembered_for_a_bounded_number_of_evictions(
-    keys: MakeKeys, used_again: bool, limit: int
-) -> None:
+def test_evict_key_is_remembered_for_bounded_number_of_evictions(keys: MakeKeys, used_again: bool, limit: int) -> None:
     for evictions, remembered in ((limit - 1, True), (limit, False)):
         policy = ARCCachePolicy(4, [0] * 4)
         returning, *others = keys(1 + evictions)
@@ -93,7 +91,7 @@ def test_evicted_key_is_remembered_for_a_bounded_number_of_evictions(
         assert policy.evict(1) == [(fresh[1], 2) if remembered else (returning, 0)]
 
 
-def test_clear_forgets_what_was_learnt(keys: MakeKeys) -> None:
+def test_clear_evicted_keys_are_forgotten(keys: MakeKeys) -> None:
     policy = ARCCachePolicy(4, [0] * 4)
     first = keys(2)
     policy.insert(first, [0, 1])

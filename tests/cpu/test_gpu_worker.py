@@ -39,7 +39,7 @@ needs_cuda = [
 
 @pytest.fixture(params=["cpu", "cuda strategy", pytest.param("cuda", marks=needs_cuda)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Device of the KV tensors; "cuda strategy" is the CPU with the CUDA strategy over a driver without a GPU."""
+    """Device of the KV tensors; "cuda strategy" is the CPU with the CUDA strategy and a driver that needs no GPU."""
     if request.param != "cuda strategy":
         return str(request.param)
     driver = request.getfixturevalue("driver")
@@ -137,7 +137,7 @@ class Job:
 @pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
 @pytest.mark.parametrize("factor", [1, 2, 4])
 @pytest.mark.parametrize("name", GEOMETRIES)
-def test_what_was_stored_is_loaded_and_nothing_else_changes(
+def test_handlers_store_then_load_restores_only_transferred_pages(
     name: str, factor: int, shared: bool, scattered: bool, device: str, shared_memory: str
 ) -> None:
     geometry = GEOMETRIES[name]
@@ -163,7 +163,7 @@ def test_what_was_stored_is_loaded_and_nothing_else_changes(
 
 
 @pytest.mark.parametrize("factor", [1, 2, 4])
-def test_rows_hold_what_the_layout_says(factor: int, device: str, shared_memory: str) -> None:
+def test_handlers_stored_rows_match_group_layouts(factor: int, device: str, shared_memory: str) -> None:
     geometry = GEOMETRIES["hybrid, shared tensor, padding"]
     caches = make_caches(geometry, device)
     with make_handlers(caches, factor, shared_memory) as (handlers, region):
@@ -187,7 +187,7 @@ def test_rows_hold_what_the_layout_says(factor: int, device: str, shared_memory:
         view.release()
 
 
-def test_transfers_of_one_direction_end_in_order(device: str) -> None:
+def test_handler_jobs_of_one_direction_finish_in_order(device: str) -> None:
     caches = make_caches(GEOMETRIES["layers"], device)
     original = caches.tensors[0].tensor[:6].clone()
     with make_handlers(caches, 1, None) as (handlers, _):
@@ -200,13 +200,13 @@ def test_transfers_of_one_direction_end_in_order(device: str) -> None:
         assert torch.equal(caches.tensors[0].tensor[5], original[4])
 
 
-def test_a_job_with_nothing_to_do_is_reported(device: str) -> None:
+def test_handler_empty_job_is_reported_with_zero_bytes(device: str) -> None:
     with make_handlers(make_caches(GEOMETRIES["layers"], device), 2, None) as (handlers, _):
         nothing = GPULoadStoreSpec([], [0], [0])
         assert finish(handlers.gpu_to_cpu_handler, 1, (nothing, CPULoadStoreSpec([]))).num_bytes == 0
 
 
-def test_tensors_of_inference_mode_can_be_loaded(device: str) -> None:
+def test_handlers_inference_mode_tensors_are_loaded(device: str) -> None:
     with torch.inference_mode():
         caches = make_caches(GEOMETRIES["layers"], device)
     original = caches.tensors[2].tensor[5].clone()
@@ -219,7 +219,7 @@ def test_tensors_of_inference_mode_can_be_loaded(device: str) -> None:
     assert torch.equal(caches.tensors[2].tensor[5], original)
 
 
-def test_any_bits_survive(device: str) -> None:
+def test_handlers_any_bit_pattern_survives_round_trip(device: str) -> None:
     """Pages are moved as wide numbers: NaNs with a payload and subnormal numbers must not change."""
     page = torch.arange(256, dtype=torch.uint8).repeat(4).sort().values.view(torch.int8)
     signalling = torch.tensor([0x7FF0000000000001, 0x000000000000000F], dtype=torch.int64).view(torch.int8)
@@ -243,14 +243,14 @@ def test_any_bits_survive(device: str) -> None:
         lambda gpu, cpu: (gpu, CPULoadStoreSpec([1, 2])),
     ],
 )
-def test_specs_that_do_not_fit_are_refused(wrong: Callable[..., TransferSpec], device: str) -> None:
+def test_transfer_async_mismatched_specs_raise(wrong: Callable[..., TransferSpec], device: str) -> None:
     with make_handlers(make_caches(GEOMETRIES["layers"], device), 1, None) as (handlers, _):
         with pytest.raises(ValueError, match=r"is no store|not one of|does not have the rows"):
             handlers.gpu_to_cpu_handler.transfer_async(1, wrong(GPULoadStoreSpec([0], [1], [0]), CPULoadStoreSpec([0])))
         assert handlers.gpu_to_cpu_handler.get_finished() == []
 
 
-def test_after_shutdown_nothing_starts_and_the_region_can_go(
+def test_handlers_after_shutdown_reject_jobs_and_release_region(
     device: str, shared_memory: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caches = make_caches(GEOMETRIES["layers"], device)
@@ -266,7 +266,7 @@ def test_after_shutdown_nothing_starts_and_the_region_can_go(
 
 
 class RaisingEngine(CopyEngine):
-    """Engine whose waits for copies fail."""
+    """Copy engine that raises when it waits for copies."""
 
     def submit(self, job_id: int, copies: Sequence[PageCopies]) -> bool:
         return True
@@ -298,11 +298,11 @@ def test_handlers_shutdown_one_raises_other_is_released(
         spec: TransferSpec = (rows, blocks) if direction is Direction.STORE else (blocks, rows)
         replaced.shutdown()
         handlers.shutdown()
-        assert not other.transfer_async(1, spec), "it was shut down, too"
+        assert not other.transfer_async(1, spec), "the other handler was shut down"
     assert f"{direction.value} handler raised in shutdown" in caplog.text
 
 
-def test_rows_and_region_must_agree(shared_memory: str) -> None:
+def test_handlers_row_count_differs_from_region_raises(shared_memory: str) -> None:
     caches = make_caches(GEOMETRIES["one group"], "cpu")
     region = SharedOffloadRegion("engine", 4096 * 2, 2, 0, 1, 64, directory=shared_memory)
     with pytest.raises(ConfigurationError, match="num_cpu_blocks: 3 is not valid; expected 2"):
@@ -312,7 +312,7 @@ def test_rows_and_region_must_agree(shared_memory: str) -> None:
         CpuGpuOffloadingHandlers(caches, 1, 0)
 
 
-def test_a_device_without_a_strategy_is_refused() -> None:
+def test_handlers_unsupported_device_raises() -> None:
     caches = CanonicalKVCaches(
         [CanonicalKVCacheTensor(torch.zeros((2, 8), dtype=torch.int8, device="meta"), 8)], [[CanonicalKVCacheRef(0, 8)]]
     )
@@ -322,7 +322,7 @@ def test_a_device_without_a_strategy_is_refused() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_store_sees_what_was_computed_before_and_a_load_waits_for_who_still_reads() -> None:
+def test_handlers_pending_kernels_finish_before_store_and_load() -> None:
     pages = torch.zeros((NUM_BLOCKS, 1 << 16), dtype=torch.int8, device="cuda")
     caches = CanonicalKVCaches([CanonicalKVCacheTensor(pages, 1 << 16)], [[CanonicalKVCacheRef(0, 1 << 16)]])
     gpu = GPULoadStoreSpec(list(range(32)), [32], [0]), CPULoadStoreSpec(list(range(32)))

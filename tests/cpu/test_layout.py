@@ -27,7 +27,7 @@ def caches(pages: list[int], groups: list[list[tuple[int, int]]]) -> CanonicalKV
     return CanonicalKVCaches(tensors, [[CanonicalKVCacheRef(*ref) for ref in refs] for refs in groups])
 
 
-def test_a_cell_is_as_wide_as_the_widest_group() -> None:
+def test_cell_bytes_several_groups_returns_size_of_widest() -> None:
     assert cell_bytes(caches([100, 40], [[(0, 100), (1, 40)]]), 3) == 420
     assert cell_bytes(caches([100, 40], [[(0, 100)], [(1, 40)]]), 3) == 300
 
@@ -37,7 +37,9 @@ def test_a_cell_is_as_wide_as_the_widest_group() -> None:
     groups=st.lists(st.sets(st.integers(0, 4), min_size=1), min_size=1, max_size=4),
     factor=st.integers(1, 3),
 )
-def test_tensors_of_one_group_never_overlap(pages: list[int], groups: list[set[int]], factor: int) -> None:
+def test_tensor_offsets_tensors_of_one_group_do_not_overlap(
+    pages: list[int], groups: list[set[int]], factor: int
+) -> None:
     refs = [[(index % len(pages), pages[index % len(pages)]) for index in group] for group in groups]
     kv_caches = caches(pages, refs)
     offsets, cell = tensor_offsets(kv_caches, factor), cell_bytes(kv_caches, factor)
@@ -59,7 +61,9 @@ def test_tensors_of_one_group_never_overlap(pages: list[int], groups: list[set[i
         (1, 2, [((0, 100), (140, 100)), ((0, 60), (100, 100), (240, 40)), ((100, 40), (240, 40))]),
     ],
 )
-def test_valid_ranges(factor: int, workers: int, expected: list[tuple[tuple[int, int], ...]]) -> None:
+def test_group_layouts_mixed_groups_return_ranges_and_block_bytes(
+    factor: int, workers: int, expected: list[tuple[tuple[int, int], ...]]
+) -> None:
     kv_caches = caches([100, 40], [[(0, 100)], [(1, 40), (0, 60)], [(1, 40)]])
     layouts = group_layouts(kv_caches, factor, workers)
     assert [layout.ranges for layout in layouts] == expected
@@ -69,12 +73,12 @@ def test_valid_ranges(factor: int, workers: int, expected: list[tuple[tuple[int,
     ]
 
 
-def test_ranges_that_touch_are_one() -> None:
+def test_group_layouts_adjacent_ranges_are_merged() -> None:
     (layout,) = group_layouts(caches([64, 64, 32], [[(0, 64), (1, 64), (2, 32)]]), 4, 2)
     assert layout.ranges == ((0, 2 * 4 * 160),)
 
 
-def test_a_tensor_named_twice_counts_once() -> None:
+def test_group_layouts_tensor_listed_twice_counts_once() -> None:
     (layout,) = group_layouts(caches([64], [[(0, 64), (0, 32)]]), 1)
     assert layout.ranges == ((0, 64),)
 
@@ -90,7 +94,9 @@ def test_a_tensor_named_twice_counts_once() -> None:
         ([64], [[(0, 0)]], "kv_caches.group_data_refs[0].page_size_bytes"),
     ],
 )
-def test_what_cannot_be_names_the_field(pages: list[int], groups: list[list[tuple[int, int]]], field: str) -> None:
+def test_check_kv_caches_invalid_reference_raises_and_names_field(
+    pages: list[int], groups: list[list[tuple[int, int]]], field: str
+) -> None:
     with pytest.raises(ConfigurationError) as caught:
         check_kv_caches(caches(pages, groups), 1)
     assert caught.value.field == field
@@ -105,13 +111,13 @@ def test_what_cannot_be_names_the_field(pages: list[int], groups: list[list[tupl
         (torch.zeros((2, 8), dtype=torch.int8), 9, "kv_caches.tensors[0].page_size_bytes"),
     ],
 )
-def test_tensors_must_be_pages_of_bytes(tensor: torch.Tensor, page: int, field: str) -> None:
+def test_check_kv_caches_tensor_without_byte_pages_raises(tensor: torch.Tensor, page: int, field: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         check_kv_caches(CanonicalKVCaches([CanonicalKVCacheTensor(tensor, page)], [[CanonicalKVCacheRef(0, 1)]]), 1)
     assert caught.value.field == field
 
 
-def test_the_factor_is_positive() -> None:
+def test_cell_bytes_zero_factor_raises() -> None:
     with pytest.raises(ConfigurationError, match="block_size_factor: 0"):
         cell_bytes(caches([64], [[(0, 64)]]), 0)
 
@@ -119,7 +125,7 @@ def test_the_factor_is_positive() -> None:
 # Copies between pages and rows
 
 
-def setting(factor: int) -> tuple[CanonicalKVCaches, KVMemory]:
+def caches_and_memory(factor: int) -> tuple[CanonicalKVCaches, KVMemory]:
     """Return two tensors of 8 blocks, and 6 rows; group 0 uses both tensors, group 1 half of the second's pages."""
     tensors = [CanonicalKVCacheTensor(torch.zeros((8, page), dtype=torch.int8), page) for page in (16, 32)]
     refs = [[CanonicalKVCacheRef(0, 16), CanonicalKVCacheRef(1, 32)], [CanonicalKVCacheRef(1, 16)]]
@@ -130,25 +136,25 @@ def setting(factor: int) -> tuple[CanonicalKVCaches, KVMemory]:
 def plan(
     factor: int, blocks: list[int], sizes: list[int], indices: list[int], rows: list[int]
 ) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    copies = plan_copies(GPULoadStoreSpec(blocks, sizes, indices), CPULoadStoreSpec(rows), *setting(factor))
+    copies = plan_copies(GPULoadStoreSpec(blocks, sizes, indices), CPULoadStoreSpec(rows), *caches_and_memory(factor))
     return {
         (part.tensor_idx, part.page_bytes): list(zip(part.blocks.tolist(), part.sub_blocks.tolist(), strict=True))
         for part in copies
     }
 
 
-def test_each_group_touches_the_tensors_it_names() -> None:
+def test_plan_copies_two_groups_copy_only_their_tensors() -> None:
     pairs = plan(1, [4, 5, 6], [2, 1], [0, 0], [3, 1, 2])
     assert pairs == {(0, 16): [(4, 3), (5, 1)], (1, 32): [(4, 3), (5, 1)], (1, 16): [(6, 2)]}
 
 
-def test_an_unaligned_first_block_skips_into_its_row() -> None:
+def test_plan_copies_unaligned_first_block_starts_inside_row() -> None:
     pairs = plan(4, [7, 0, 1, 2, 5], [4, 1], [7, 2], [2, 0, 5])
     assert pairs[0, 16] == [(7, 2 * 4 + 3), (0, 0), (1, 1), (2, 2)]
     assert pairs[1, 16] == [(5, 5 * 4 + 2)]
 
 
-def test_a_group_without_blocks_takes_no_row() -> None:
+def test_plan_copies_group_without_blocks_uses_no_row() -> None:
     assert plan(2, [3], [0, 1], [1, 1], [4]) == {(1, 16): [(3, 9)]}
     assert plan(2, [], [0, 0], [0, 0], []) == {}
 
@@ -166,20 +172,20 @@ def test_a_group_without_blocks_takes_no_row() -> None:
         ([1], [1, 0], [0, 0], [-1], "row -1 is not one of 6"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_plan_copies_mismatched_blocks_or_rows_raises(
     blocks: list[int], sizes: list[int], indices: list[int], rows: list[int], problem: str
 ) -> None:
     with pytest.raises(ValueError, match=problem):
         plan(2, blocks, sizes, indices, rows)
 
 
-def test_row_addresses_of_a_tensor_with_gaps() -> None:
+def test_row_addresses_tensor_with_gaps_uses_stride() -> None:
     storage = torch.zeros((5, 100), dtype=torch.int8)
     found = row_addresses(np.array([4, 0]), storage[:, 10:70])
     assert found.tolist() == [storage.data_ptr() + 410, storage.data_ptr() + 10]
 
 
 @pytest.mark.parametrize("row", [-1, 2])
-def test_row_addresses_of_a_row_that_does_not_exist_raises(row: int) -> None:
+def test_row_addresses_missing_row_raises(row: int) -> None:
     with pytest.raises(ValueError, match=f"row {row} is not one of 2"):
         row_addresses(np.array([0, row]), torch.zeros((2, 8), dtype=torch.int8))

@@ -11,13 +11,13 @@ from persistkv.cpu.policies import LRUCachePolicy
 KEYS = [OffloadKey(bytes([number])) for number in range(8)]
 
 
-def test_evict_prefix_leaves_last() -> None:
+def test_evict_prefix_is_evicted_last() -> None:
     policy = LRUCachePolicy(3, [0, 0, 0])
     policy.insert(KEYS[:3], [0, 1, 2])
     assert policy.evict(4) == [(KEYS[2], 2), (KEYS[1], 1), (KEYS[0], 0)]
 
 
-def test_evict_released_blocks_regain_their_places() -> None:
+def test_evict_released_blocks_keep_their_order() -> None:
     refs = [0, 1, 1, 0]
     policy = LRUCachePolicy(4, refs)
     policy.insert(KEYS[3::-1], [3, 2, 1, 0])  # coldest first: 0, 1, 2, 3
@@ -30,7 +30,7 @@ def test_evict_released_blocks_regain_their_places() -> None:
     assert policy.evict(3) == [(KEYS[1], 1), (KEYS[2], 2), (KEYS[4], 0)]
 
 
-def test_release_block_that_another_job_uses_stays_parked() -> None:
+def test_release_block_of_two_jobs_stays_protected_until_last() -> None:
     refs = [2, 0]
     policy = LRUCachePolicy(2, refs)
     policy.insert(KEYS[1::-1], [1, 0])
@@ -43,7 +43,7 @@ def test_release_block_that_another_job_uses_stays_parked() -> None:
     assert policy.evict(1) == [(KEYS[0], 0)]
 
 
-def test_evict_skips_each_protected_block_once() -> None:
+def test_evict_protected_blocks_are_skipped_only_once() -> None:
     class CountingRefs(list[int]):
         reads = 0
 
@@ -64,7 +64,7 @@ def test_evict_skips_each_protected_block_once() -> None:
     st.lists(
         st.one_of(
             st.tuples(st.just("use"), st.integers(0, 7)),
-            st.tuples(st.just("take out"), st.integers(0, 7)),
+            st.tuples(st.just("discard"), st.integers(0, 7)),
             st.tuples(st.just("protect"), st.integers(0, 7)),
             st.tuples(st.just("release"), st.integers(0, 7)),
             st.tuples(st.just("evict"), st.just(0)),
@@ -72,7 +72,7 @@ def test_evict_skips_each_protected_block_once() -> None:
         max_size=60,
     )
 )
-def test_lru_policy_equals_a_plain_list(steps: list[tuple[str, int]]) -> None:
+def test_lru_policy_random_steps_match_list_model(steps: list[tuple[str, int]]) -> None:
     refs = [0] * 8
     policy = LRUCachePolicy(8, refs)
     model: list[int] = []  # coldest first
@@ -85,7 +85,7 @@ def test_lru_policy_equals_a_plain_list(steps: list[tuple[str, int]]) -> None:
             else:
                 policy.insert([key], [number])
             model.append(number)
-        elif step == "take out":
+        elif step == "discard":
             assert policy.discard(key) == (number if number in model else None)
             model = [other for other in model if other != number]
         elif step == "protect":

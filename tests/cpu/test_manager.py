@@ -1,4 +1,4 @@
-"""The rules of the rows, one by one and compared with a plain model."""
+"""Managers of the CPU tier: allocation, protection, eviction and events of rows, alone and against a model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def store(manager: CPUOffloadingManager, keys: list[OffloadKey], context: ReqCon
     return output.evicted_keys
 
 
-def test_a_block_is_readable_only_once_it_is_written(
+def test_manager_unfinished_store_is_not_readable_until_completed(
     manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext
 ) -> None:
     (key,) = keys(1)
@@ -52,7 +52,7 @@ def test_a_block_is_readable_only_once_it_is_written(
     assert spec.block_ids.tolist() == output.store_spec.block_ids.tolist() == [manager.get_block_id(key, context)]
 
 
-def test_only_what_is_not_held_is_stored_and_each_key_once(
+def test_prepare_store_held_or_repeated_keys_are_skipped(
     manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext
 ) -> None:
     first, second, third = keys(3)
@@ -67,7 +67,7 @@ def test_only_what_is_not_held_is_stored_and_each_key_once(
     assert (again.keys_to_store, again.evicted_keys) == ([], [])
 
 
-def test_nothing_is_evicted_where_not_enough_can_be(
+def test_prepare_store_too_few_evictable_rows_evicts_nothing(
     manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext
 ) -> None:
     held = keys(4)
@@ -80,7 +80,7 @@ def test_nothing_is_evicted_where_not_enough_can_be(
     assert set(store(manager, keys(2), context)) == set(held[2:])
 
 
-def test_a_block_that_is_asked_for_is_not_evicted_for_the_others(
+def test_prepare_store_held_key_in_batch_is_not_evicted(
     manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext
 ) -> None:
     held = keys(4)
@@ -90,7 +90,9 @@ def test_a_block_that_is_asked_for_is_not_evicted_for_the_others(
     assert all(manager.is_ready(key) for key in held[2:])
 
 
-def test_protection_counts(manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext) -> None:
+def test_complete_load_block_read_twice_stays_protected_until_last(
+    manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext
+) -> None:
     held = keys(4)
     store(manager, held, context)
     manager.prepare_load([held[0], held[0], held[1]], context)
@@ -105,7 +107,9 @@ def test_protection_counts(manager: CPUOffloadingManager, keys: MakeKeys, contex
     assert manager.num_free_or_evictable() == 4
 
 
-def test_a_call_that_raises_changes_nothing(manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext) -> None:
+def test_manager_wrong_key_raises_and_changes_nothing(
+    manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext
+) -> None:
     held, writing = keys(2), keys(1)
     store(manager, held, context)
     manager.prepare_store(writing, context)
@@ -139,7 +143,9 @@ def test_complete_store_readable_keys_are_ignored(
     assert manager.num_free_or_evictable() == 4
 
 
-def test_a_failed_store_leaves_no_trace(manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext) -> None:
+def test_complete_store_failed_drops_blocks_without_events(
+    manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext
+) -> None:
     held, failing = keys(2), keys(2)
     store(manager, held, context)
     list(manager.take_events())
@@ -151,7 +157,9 @@ def test_a_failed_store_leaves_no_trace(manager: CPUOffloadingManager, keys: Mak
     assert store(manager, failing, context) == []
 
 
-def test_a_prefix_outlives_its_suffix(manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext) -> None:
+def test_touch_prefix_and_suffix_evicts_suffix_first(
+    manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext
+) -> None:
     prefix, suffix = keys(2), keys(2)
     store(manager, prefix, context)
     store(manager, suffix, context)
@@ -161,7 +169,7 @@ def test_a_prefix_outlives_its_suffix(manager: CPUOffloadingManager, keys: MakeK
     assert manager.is_ready(prefix[0])
 
 
-def test_a_touch_reaches_blocks_that_are_being_written(keys: MakeKeys, context: ReqContext) -> None:
+def test_complete_store_after_touch_keeps_suffix_first_to_evict(keys: MakeKeys, context: ReqContext) -> None:
     manager = CPUOffloadingManager(3)
     prefix, suffix = keys(1), keys(1)
     store(manager, prefix, context)
@@ -171,8 +179,8 @@ def test_a_touch_reaches_blocks_that_are_being_written(keys: MakeKeys, context: 
     assert store(manager, keys(2), context) == suffix
 
 
-def test_reading_is_not_what_keeps_a_block(keys: MakeKeys, context: ReqContext) -> None:
-    """A slow cascade that reads a suffix must not make the suffix outlive its prefix."""
+def test_prepare_load_without_touch_keeps_eviction_order(keys: MakeKeys, context: ReqContext) -> None:
+    """A secondary tier that reads a suffix late must not keep the suffix longer than its prefix."""
     manager = CPUOffloadingManager(2)
     old, new = keys(1), keys(1)
     store(manager, old, context)
@@ -182,7 +190,9 @@ def test_reading_is_not_what_keeps_a_block(keys: MakeKeys, context: ReqContext) 
     assert store(manager, keys(1), context) == old
 
 
-def test_events(manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext) -> None:
+def test_take_events_store_and_eviction_are_returned_once(
+    manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext
+) -> None:
     held = keys(4)
     store(manager, held, context)
     evicted = store(manager, keys(1), context)
@@ -192,13 +202,13 @@ def test_events(manager: CPUOffloadingManager, keys: MakeKeys, context: ReqConte
     assert manager.take_events() == []
 
 
-def test_events_are_off_by_default(keys: MakeKeys, context: ReqContext) -> None:
+def test_take_events_not_enabled_returns_nothing(keys: MakeKeys, context: ReqContext) -> None:
     manager = CPUOffloadingManager(1)
     store(manager, keys(1), context)
     assert manager.take_events() == []
 
 
-def test_a_reset_forgets_at_once_and_frees_what_is_idle(
+def test_reset_cache_rows_in_use_miss_at_once_and_free_on_completion(
     manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext
 ) -> None:
     read, written, idle = keys(1), keys(1), keys(1)
@@ -220,7 +230,7 @@ def test_a_reset_forgets_at_once_and_frees_what_is_idle(
     assert manager.take_events() == []
 
 
-def test_a_key_that_an_earlier_epoch_still_uses_waits(
+def test_prepare_store_key_in_use_since_before_reset_is_skipped(
     manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext
 ) -> None:
     written, other = keys(1), keys(1)
@@ -235,7 +245,7 @@ def test_a_key_that_an_earlier_epoch_still_uses_waits(
     assert manager.is_ready(written[0])
 
 
-def test_wrong_ends_of_an_earlier_epoch_are_refused(
+def test_reset_cache_wrong_completions_afterwards_raise(
     manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext
 ) -> None:
     read, written = keys(1), keys(1)
@@ -254,7 +264,7 @@ def test_wrong_ends_of_an_earlier_epoch_are_refused(
     assert manager.num_free_or_evictable() == 4
 
 
-def test_rows_must_be_some() -> None:
+def test_manager_zero_rows_raises() -> None:
     with pytest.raises(ConfigurationError, match="num_blocks: 0"):
         CPUOffloadingManager(0)
 
@@ -265,7 +275,7 @@ some_keys = st.lists(st.sampled_from(KEYS), max_size=5)
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    """Comparison of the manager with sets and counters: owners of rows, and rows that may be evicted."""
+    """Random calls of the manager, compared with sets and counters: owners of rows, and rows that can be evicted."""
 
     policy = "lru"
     num_blocks = 6
@@ -376,7 +386,7 @@ class ManagerMachine(RuleBasedStateMachine):
             assert self.manager.is_ready(key) is (expected is True)
 
     @invariant()
-    def no_row_is_used_twice(self) -> None:
+    def rows_have_one_owner(self) -> None:
         rows = [*self.ready.values(), *self.writing.values(), *(row for row, _ in self.earlier.values())]
         assert len(rows) == len(set(rows))
         assert all(0 <= row < self.num_blocks for row in rows)
@@ -401,7 +411,9 @@ def region(shared_memory: str) -> SharedOffloadRegion:
     return SharedOffloadRegion("engine", 4 * 4096, 4, None, 1, 4096, directory=shared_memory)
 
 
-def test_rows_are_written_read_and_given_back(region: SharedOffloadRegion, keys: MakeKeys, context: ReqContext) -> None:
+def test_primary_tier_written_row_is_read_through_view(
+    region: SharedOffloadRegion, keys: MakeKeys, context: ReqContext
+) -> None:
     manager = CPUPrimaryTierOffloadingManager(4, region)
     held = keys(2)
     output = manager.prepare_write(held, context)
@@ -420,7 +432,7 @@ def test_rows_are_written_read_and_given_back(region: SharedOffloadRegion, keys:
     manager.shutdown()
 
 
-def test_shutdown_releases_view_and_region(region: SharedOffloadRegion) -> None:
+def test_primary_tier_shutdown_twice_releases_view_and_region(region: SharedOffloadRegion) -> None:
     manager = CPUPrimaryTierOffloadingManager(4, region)
     view = manager.get_kv_memoryview()
     manager.shutdown()
@@ -431,7 +443,7 @@ def test_shutdown_releases_view_and_region(region: SharedOffloadRegion) -> None:
         manager.get_kv_memoryview()
 
 
-def test_shutdown_survives_an_array_over_the_view(
+def test_primary_tier_shutdown_view_in_use_warns_and_keeps_memory(
     region: SharedOffloadRegion, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager = CPUPrimaryTierOffloadingManager(4, region)
@@ -441,7 +453,7 @@ def test_shutdown_survives_an_array_over_the_view(
     assert array.sum() == 0
 
 
-def test_rows_must_be_the_regions(region: SharedOffloadRegion) -> None:
+def test_primary_tier_row_count_differs_from_region_raises(region: SharedOffloadRegion) -> None:
     with pytest.raises(ConfigurationError, match="num_blocks: 5 is not valid; expected 4"):
         CPUPrimaryTierOffloadingManager(5, region)
     region.cleanup()

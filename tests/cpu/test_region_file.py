@@ -1,4 +1,4 @@
-"""The region's file with real processes: races, crashes, leftovers, inherited descriptors, too little memory."""
+"""RegionFile with real processes: races, crashes, leftovers, inherited descriptors, too little memory."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ def path(shared_memory: str) -> str:
     return region_path("engine", shared_memory)
 
 
-def test_of_eight_that_race_one_creates(start: Start, path: str) -> None:
+def test_open_eight_processes_race_one_creates_file(start: Start, path: str) -> None:
     workers = [start(HOLD, path) for _ in range(8)]
     assert sorted(map(line, workers)) == ["attached"] * 7 + ["created"]
     assert os.stat(path).st_size == SIZE
     for number, worker in enumerate(workers):
-        assert Path(path).exists(), f"gone although {8 - number} still use it"
+        assert Path(path).exists(), f"removed although {8 - number} processes use it"
         worker.communicate("\n")
     assert not Path(path).exists()
 
 
-def test_eight_replace_a_leftover_together(start: Start, path: str) -> None:
+def test_open_eight_processes_replace_leftover_with_empty_file(start: Start, path: str) -> None:
     killed = start(HOLD, path)
     assert line(killed) == "created"
     before = os.stat(path).st_ino
@@ -86,7 +86,7 @@ def test_eight_replace_a_leftover_together(start: Start, path: str) -> None:
     assert Path(path).read_bytes() == bytes(SIZE)
 
 
-def test_one_killed_while_creating_is_replaced(start: Start, path: str) -> None:
+def test_open_creator_killed_while_allocating_creates_file(start: Start, path: str) -> None:
     creator = start(
         """
         def never(fd, offset, length):
@@ -111,7 +111,7 @@ def test_one_killed_while_creating_is_replaced(start: Start, path: str) -> None:
     opened[0].close()
 
 
-def test_a_live_one_is_not_touched(start: Start, path: str, shared_memory: str) -> None:
+def test_region_file_in_use_is_not_removed_or_resized(start: Start, path: str, shared_memory: str) -> None:
     owner = start(HOLD, path)
     line(owner)
     before = os.stat(path).st_ino
@@ -124,7 +124,7 @@ def test_a_live_one_is_not_touched(start: Start, path: str, shared_memory: str) 
     assert os.stat(path).st_ino == before
 
 
-def test_leftovers_are_removed_on_demand(start: Start, shared_memory: str) -> None:
+def test_remove_leftover_regions_killed_owner_removes_only_its_file(start: Start, shared_memory: str) -> None:
     paths = [region_path(name, shared_memory) for name in ("killed", "live")]
     killed, live = (start(HOLD, path) for path in paths)
     assert (line(killed), line(live)) == ("created", "created")
@@ -137,13 +137,15 @@ def test_leftovers_are_removed_on_demand(start: Start, shared_memory: str) -> No
     assert Path(paths[1]).exists()
 
 
-def test_an_heir_of_the_descriptor_does_not_keep_it_alive(start: Start, path: str, shared_memory: str) -> None:
+def test_remove_leftover_regions_child_inherited_descriptor_removes(
+    start: Start, path: str, shared_memory: str
+) -> None:
     owner = start(
         """
         import mmap, subprocess
         file = RegionFile.open(path, size, 10)
-        heir = f"import mmap, sys, time; m = mmap.mmap({file.fd}, 0); print('mapped', flush=True); sys.stdin.readline()"
-        subprocess.Popen([sys.executable, "-c", heir], pass_fds=[file.fd])
+        code = f"import mmap, sys, time; m = mmap.mmap({file.fd}, 0); print('mapped', flush=True); sys.stdin.readline()"
+        subprocess.Popen([sys.executable, "-c", code], pass_fds=[file.fd])
         time.sleep(60)
         """,
         path,
@@ -156,7 +158,7 @@ def test_an_heir_of_the_descriptor_does_not_keep_it_alive(start: Start, path: st
     owner.communicate("\n")  # the child that inherited the descriptor reads the same pipe, and exits
 
 
-def test_a_forked_child_leaves_the_file_alone(start: Start, path: str) -> None:
+def test_close_in_forked_child_keeps_file(start: Start, path: str) -> None:
     owner = start(
         """
         file = RegionFile.open(path, size, 10)
@@ -174,7 +176,7 @@ def test_a_forked_child_leaves_the_file_alone(start: Start, path: str) -> None:
     assert remove_leftover_regions(os.path.dirname(path)) == []
 
 
-def test_the_last_to_close_removes_it(path: str) -> None:
+def test_close_last_user_removes_file(path: str) -> None:
     first, second = (RegionFile.open(path, SIZE, 1) for _ in range(2))
     assert (first.created, second.created) == (True, False)
     first.close()
@@ -184,25 +186,25 @@ def test_the_last_to_close_removes_it(path: str) -> None:
     assert not Path(path).exists()
 
 
-def test_being_taken_for_a_leftover_before_it_is_locked(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_file_removed_before_lock_creates_it_again(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that is removed between its creation and its lock is created again."""
     real_open = os.open
     removed: list[str] = []
 
-    def open_and_lose(name: str, flags: int, mode: int = 0o777) -> int:
+    def open_and_remove(name: str, flags: int, mode: int = 0o777) -> int:
         fd = real_open(name, flags, mode)
         if flags & os.O_CREAT and not removed:
             removed.extend(remove_leftover_regions(os.path.dirname(path)))
         return fd
 
-    monkeypatch.setattr(os, "open", open_and_lose)
+    monkeypatch.setattr(os, "open", open_and_remove)
     file = RegionFile.open(path, SIZE, 1)
     assert removed == [path]
     assert os.path.samestat(os.stat(path), os.fstat(file.fd))
     file.close()
 
 
-def test_too_little_memory_fails_cleanly(path: str, shared_memory: str) -> None:
+def test_open_too_little_memory_raises_and_leaves_nothing(path: str, shared_memory: str) -> None:
     filesystem = os.statvfs(shared_memory)
     too_much = filesystem.f_blocks * filesystem.f_frsize + 4096
     before = set(os.listdir("/proc/self/fd"))
@@ -221,7 +223,7 @@ def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", tmp_path], check=True)
 
 
-def test_open_waits_for_the_memory_of_a_killed_engine(small_tmpfs: Path, start: Start) -> None:
+def test_open_tmpfs_full_waits_until_old_host_process_exits(small_tmpfs: Path, start: Start) -> None:
     """The host process of a killed engine keeps an unlinked file mapped until it exits."""
     host = start(
         """
@@ -242,12 +244,12 @@ def test_open_waits_for_the_memory_of_a_killed_engine(small_tmpfs: Path, start: 
     file.close()
 
 
-def test_a_directory_that_is_not_there(shared_memory: str) -> None:
+def test_open_missing_directory_raises(shared_memory: str) -> None:
     with pytest.raises(RegionError, match="cannot be created: No such file or directory"):
         RegionFile.open(region_path("engine", f"{shared_memory}/nowhere"), SIZE, 1)
 
 
-def test_a_link_in_its_place_is_not_followed(path: str, tmp_path: Path) -> None:
+def test_open_symlink_raises_and_keeps_target(path: str, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
     os.symlink(victim, path)
@@ -257,6 +259,6 @@ def test_a_link_in_its_place_is_not_followed(path: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "a\0b"])
-def test_names_that_are_no_part_of_a_file_name(name: str) -> None:
+def test_region_path_invalid_instance_id_raises(name: str) -> None:
     with pytest.raises(ConfigurationError, match="instance_id"):
         region_path(name)

@@ -53,7 +53,7 @@ def test_prepare_store_block_is_stored_after_threshold_lookups(
     assert manager.lookup(key, context) is True
 
 
-def test_prepare_store_filters_each_block_and_keeps_the_order(keys: MakeKeys, context: ReqContext) -> None:
+def test_prepare_store_mixed_blocks_stores_reused_ones_in_order(keys: MakeKeys, context: ReqContext) -> None:
     manager = make_filter()
     first, second, third, fourth = keys(4)
     look_up(manager, [third, first, third, first, second], context)
@@ -86,7 +86,7 @@ def test_complete_store_filtered_block_raises_key_error(keys: MakeKeys, context:
         manager.complete_store([key], context)
 
 
-def test_tracker_forgets_the_least_recently_looked_up_block(keys: MakeKeys, context: ReqContext) -> None:
+def test_tracker_full_forgets_least_recently_looked_up_block(keys: MakeKeys, context: ReqContext) -> None:
     manager = make_filter(max_tracker_size=2)
     first, second, third = keys(3)
     look_up(manager, [first, second, first, third], context)  # forgets the second block
@@ -96,7 +96,7 @@ def test_tracker_forgets_the_least_recently_looked_up_block(keys: MakeKeys, cont
     assert stored(manager, [first, second, third], context) == [second, third]
 
 
-def test_tracker_keeps_the_start_of_a_long_context(keys: MakeKeys) -> None:
+def test_tracker_chain_longer_than_limit_keeps_first_blocks(keys: MakeKeys) -> None:
     manager = make_filter(store_threshold=1, max_tracker_size=3)
     chain = keys(10)
     request = described("a", chain)
@@ -104,7 +104,7 @@ def test_tracker_keeps_the_start_of_a_long_context(keys: MakeKeys) -> None:
     assert stored(manager, chain, request) == chain[:3]
 
 
-def test_tracker_keeps_the_start_of_each_group(keys: MakeKeys) -> None:
+def test_tracker_two_long_groups_keep_first_blocks_of_each(keys: MakeKeys) -> None:
     manager = make_filter(store_threshold=1, max_tracker_size=4)
     chains = [keys(5), keys(5)]
     request = described("a", *chains)
@@ -112,7 +112,7 @@ def test_tracker_keeps_the_start_of_each_group(keys: MakeKeys) -> None:
     assert stored(manager, chains[0] + chains[1], request) == chains[0][:2] + chains[1][:2]
 
 
-def test_described_request_counts_once_for_each_of_its_blocks(keys: MakeKeys) -> None:
+def test_described_request_repeated_lookups_count_once(keys: MakeKeys) -> None:
     manager = make_filter(num_blocks=8)
     groups = [keys(3), keys(2)]
     everything = groups[0] + groups[1]
@@ -126,7 +126,7 @@ def test_described_request_counts_once_for_each_of_its_blocks(keys: MakeKeys) ->
     assert stored(manager, everything, second) == everything
 
 
-def test_described_request_blocks_that_fill_later_are_not_counted(keys: MakeKeys) -> None:
+def test_described_request_blocks_added_after_lookup_are_not_counted(keys: MakeKeys) -> None:
     manager = make_filter(store_threshold=1)
     prompt, answer = keys(2), keys(2)
     request = described("a", prompt)
@@ -136,7 +136,7 @@ def test_described_request_blocks_that_fill_later_are_not_counted(keys: MakeKeys
     assert stored(manager, prompt + answer, request) == prompt
 
 
-def test_described_request_id_used_again_counts_again(keys: MakeKeys) -> None:
+def test_described_request_finished_id_reused_counts_again(keys: MakeKeys) -> None:
     manager = make_filter()
     chain = keys(2)
     for _ in range(2):
@@ -146,7 +146,7 @@ def test_described_request_id_used_again_counts_again(keys: MakeKeys) -> None:
     assert stored(manager, chain, described("a", chain)) == chain
 
 
-def test_lookup_outside_the_description_counts(keys: MakeKeys) -> None:
+def test_lookup_block_outside_description_counts(keys: MakeKeys) -> None:
     manager = make_filter(store_threshold=1)
     (other,) = keys(1)
     request = described("a", keys(2))
@@ -190,7 +190,7 @@ class RecordingManager(CPUOffloadingManager):
         self.calls.append(("shutdown", None))
 
 
-def test_other_calls_reach_the_backing_manager(keys: MakeKeys, context: ReqContext) -> None:
+def test_filter_other_calls_reach_backing_manager(keys: MakeKeys, context: ReqContext) -> None:
     backing = RecordingManager()
     manager = FilterReusedOffloadingManager(backing, 1, 10)
     held, filtered = keys(2), keys(2)
@@ -224,7 +224,7 @@ def test_other_calls_reach_the_backing_manager(keys: MakeKeys, context: ReqConte
         (2, 0, "max_tracker_size: 0 is not valid; expected 1 block or more"),
     ],
 )
-def test_filter_number_out_of_range_is_named(threshold: int, size: int, message: str) -> None:
+def test_filter_number_out_of_range_raises_and_names_option(threshold: int, size: int, message: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         make_filter(threshold, size)
     assert str(caught.value) == message

@@ -1,4 +1,4 @@
-"""The region: geometry, views that share its bytes, and cleanup in every order."""
+"""SharedOffloadRegion: geometry, views that share its bytes, pinning and cleanup."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def make_region(shared_memory: str) -> MakeRegion:
     return make
 
 
-def test_the_stride_is_a_multiple_of_4_kib() -> None:
+def test_row_stride_bytes_any_size_rounds_up_to_4_kib() -> None:
     assert [row_stride_bytes(1, size) for size in (1, 4096, 4097)] == [4096, 4096, 8192]
     assert row_stride_bytes(8, 512) == 4096
 
 
-def test_rows_of_two_workers_with_half_the_heads_are_those_of_one_worker(shared_memory: str) -> None:
-    """Pages hold their heads one after the other, so the workers' cells are the halves of one worker's page."""
+def test_region_heads_split_over_two_workers_gives_same_rows_as_one(shared_memory: str) -> None:
+    """A page stores its heads consecutively, so the cells of two workers are the halves of one worker's page."""
     heads, head_bytes, blocks = 4, 1024, ROWS
     kv = torch.randint(-128, 128, (blocks, heads, head_bytes), dtype=torch.int8)
     order = torch.randperm(blocks)
@@ -73,7 +73,7 @@ def test_rows_of_two_workers_with_half_the_heads_are_those_of_one_worker(shared_
     assert np.array_equal(rows[0], rows[1])
 
 
-def test_cells_of_workers_interleave_and_the_scheduler_sees_all(make_region: MakeRegion) -> None:
+def test_region_two_workers_interleave_cells_and_scheduler_sees_both(make_region: MakeRegion) -> None:
     workers = [make_region(rank) for rank in range(2)]
     scheduler = make_region(None)
     view = scheduler.create_kv_memoryview()
@@ -94,7 +94,7 @@ def test_cells_of_workers_interleave_and_the_scheduler_sees_all(make_region: Mak
         region.cleanup()
 
 
-def test_a_cell_is_not_overrun(make_region: MakeRegion) -> None:
+def test_create_next_view_size_outside_rest_of_cell_raises(make_region: MakeRegion) -> None:
     region = make_region()
     region.create_next_view(2000)
     for size in (1001, 0, -1):
@@ -104,7 +104,7 @@ def test_a_cell_is_not_overrun(make_region: MakeRegion) -> None:
     region.cleanup()
 
 
-def test_the_scheduler_has_no_cell(make_region: MakeRegion) -> None:
+def test_create_next_view_scheduler_without_rank_raises(make_region: MakeRegion) -> None:
     region = make_region(None)
     with pytest.raises(ConfigurationError, match="rank"):
         region.create_next_view(1)
@@ -120,12 +120,14 @@ def test_the_scheduler_has_no_cell(make_region: MakeRegion) -> None:
         ({"num_workers": 0}, "num_workers"),
     ],
 )
-def test_numbers_that_do_not_agree(make_region: MakeRegion, wrong: dict[str, int], field: str) -> None:
+def test_region_inconsistent_geometry_raises_and_names_field(
+    make_region: MakeRegion, wrong: dict[str, int], field: str
+) -> None:
     with pytest.raises(ConfigurationError, match=f"^{field}: "):
         make_region(**wrong)
 
 
-def test_what_others_wrote_survives_that_one_more_comes(make_region: MakeRegion) -> None:
+def test_region_opened_again_keeps_written_bytes(make_region: MakeRegion) -> None:
     first = make_region(None)
     view = first.create_kv_memoryview()
     np.asarray(view)[:] = 42
@@ -136,7 +138,7 @@ def test_what_others_wrote_survives_that_one_more_comes(make_region: MakeRegion)
     first.cleanup()
 
 
-def test_another_process_sees_the_same_bytes(make_region: MakeRegion, shared_memory: str) -> None:
+def test_region_written_by_other_process_shows_its_bytes(make_region: MakeRegion, shared_memory: str) -> None:
     region = make_region(0)
     code = f"""if True:
         from persistkv.cpu.shared_offload_region import SharedOffloadRegion
@@ -151,7 +153,7 @@ def test_another_process_sees_the_same_bytes(make_region: MakeRegion, shared_mem
     region.cleanup()
 
 
-def test_cleanup_is_idempotent_and_leaves_nothing(make_region: MakeRegion) -> None:
+def test_cleanup_called_twice_frees_all_and_later_use_raises(make_region: MakeRegion) -> None:
     before = set(os.listdir("/proc/self/fd"))
     region = make_region()
     path = Path(region.mmap_path)
@@ -171,7 +173,9 @@ def test_cleanup_is_idempotent_and_leaves_nothing(make_region: MakeRegion) -> No
             use()
 
 
-def test_memory_outlives_cleanup_while_it_is_held(make_region: MakeRegion, caplog: pytest.LogCaptureFixture) -> None:
+def test_cleanup_views_in_use_warns_and_keeps_memory_mapped(
+    make_region: MakeRegion, caplog: pytest.LogCaptureFixture
+) -> None:
     region = make_region()
     tensor, view = region.create_next_view(CELL), region.create_kv_memoryview()
     tensor[:] = 5
@@ -188,7 +192,7 @@ def test_memory_outlives_cleanup_while_it_is_held(make_region: MakeRegion, caplo
     assert mapped not in Path("/proc/self/maps").read_text()
 
 
-def test_a_failed_construction_leaves_nothing(
+def test_region_prefault_fails_leaves_no_file_or_descriptor(
     make_region: MakeRegion, shared_memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: object) -> None:
@@ -206,14 +210,14 @@ def test_a_failed_construction_leaves_nothing(
     make_region().cleanup()
 
 
-def test_a_region_of_another_size_is_not_joined(make_region: MakeRegion, shared_memory: str) -> None:
+def test_region_other_geometry_under_same_name_raises(make_region: MakeRegion, shared_memory: str) -> None:
     region = make_region()
     with pytest.raises(RegionError, match="another geometry"):
         SharedOffloadRegion("engine", STRIDE, 1, 0, 2, CELL, directory=shared_memory, timeout_s=0.1)
     region.cleanup()
 
 
-def test_it_is_unpinned_at_cleanup(make_region: MakeRegion) -> None:
+def test_cleanup_pinned_region_unregisters_memory(make_region: MakeRegion) -> None:
     class Runtime:
         def __init__(self) -> None:
             self.registered: set[int] = set()
@@ -240,7 +244,7 @@ def test_it_is_unpinned_at_cleanup(make_region: MakeRegion) -> None:
 
 
 class Runtime:
-    """CUDA runtime that counts its calls and fails them from a given call on."""
+    """CUDA runtime that counts registrations; from call ``refuse_from`` on, each returns the error ``code``."""
 
     def __init__(self, refuse_from: int = 1000, code: int = 2) -> None:
         self.registered: dict[int, int] = {}
@@ -272,7 +276,7 @@ def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_ranges")
-def test_ranges_are_bounded_and_end_between_rows(region: SharedOffloadRegion) -> None:
+def test_pin_large_region_registers_bounded_ranges_of_whole_rows(region: SharedOffloadRegion) -> None:
     runtime = Runtime()
     assert region.pin(runtime)
     assert region.is_pinned
@@ -283,7 +287,7 @@ def test_ranges_are_bounded_and_end_between_rows(region: SharedOffloadRegion) ->
 
 
 @pytest.mark.usefixtures("small_ranges")
-def test_a_refusal_is_rolled_back_with_one_warning(
+def test_pin_rejected_range_unregisters_all_and_warns_once(
     region: SharedOffloadRegion, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime = Runtime(refuse_from=3)
@@ -296,7 +300,9 @@ def test_a_refusal_is_rolled_back_with_one_warning(
 
 
 @pytest.mark.usefixtures("small_ranges")
-def test_a_failed_release_is_logged(region: SharedOffloadRegion, caplog: pytest.LogCaptureFixture) -> None:
+def test_cleanup_unregister_fails_logs_each_range(
+    region: SharedOffloadRegion, caplog: pytest.LogCaptureFixture
+) -> None:
     runtime = Runtime()
     region.pin(runtime)
     runtime.registered.clear()
@@ -306,7 +312,9 @@ def test_a_failed_release_is_logged(region: SharedOffloadRegion, caplog: pytest.
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_stays_unpinned(region: SharedOffloadRegion, caplog: pytest.LogCaptureFixture) -> None:
+def test_pin_no_gpu_returns_false_without_warning(
+    region: SharedOffloadRegion, caplog: pytest.LogCaptureFixture
+) -> None:
     assert not region.pin()
     assert not caplog.records
 
@@ -314,7 +322,7 @@ def test_without_a_gpu_it_stays_unpinned(region: SharedOffloadRegion, caplog: py
 @pytest.mark.cuda
 @pytest.mark.usefixtures("small_ranges")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_real_pinning(region: SharedOffloadRegion) -> None:
+def test_pin_cuda_device_pins_views(region: SharedOffloadRegion) -> None:
     assert region.pin()
     assert region.create_next_view(STRIDE).is_pinned()
 
@@ -322,7 +330,9 @@ def test_real_pinning(region: SharedOffloadRegion) -> None:
 @pytest.mark.cuda
 @pytest.mark.usefixtures("small_ranges")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_real_refusal_does_not_poison_cuda(region: SharedOffloadRegion, caplog: pytest.LogCaptureFixture) -> None:
+def test_pin_rejected_by_cuda_warns_and_cuda_stays_usable(
+    region: SharedOffloadRegion, caplog: pytest.LogCaptureFixture
+) -> None:
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = region.address + 6 * STRIDE
     assert int(runtime.cudaHostRegister(address, STRIDE, 0)) == 0

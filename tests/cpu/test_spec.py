@@ -1,4 +1,4 @@
-"""A whole primary tier from a dictionary."""
+"""CPUOffloadingSpec: options, the manager and handlers that it makes, and shutdown."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def spec() -> Iterator[CPUOffloadingSpec]:
     spec.shutdown()
 
 
-def test_the_parts_fit_each_other(spec: CPUOffloadingSpec) -> None:
+def test_spec_store_then_load_restores_blocks(spec: CPUOffloadingSpec) -> None:
     assert (spec.block_size_factor, spec.row_stride, spec.num_blocks) == (2, 8192, 128)
     kv_caches, context = caches(3000), ReqContext("request")
     key = make_offload_key(b"hash", 0)
@@ -119,13 +119,13 @@ def test_spec_without_store_threshold_stores_every_block(options: dict[str, Any]
         ({"max_tracker_size": "all"}, "offloading option max_tracker_size: 'all' is not valid; expected an integer"),
     ],
 )
-def test_spec_filter_option_out_of_range_is_named(options: dict[str, Any], message: str) -> None:
+def test_spec_filter_option_out_of_range_raises_and_names_option(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         CPUOffloadingSpec(extra_config={"cpu_bytes_to_use": "64KiB"} | options, geometry=geometry())
     assert str(caught.value) == message
 
 
-def test_nothing_is_made_that_was_not_asked_for() -> None:
+def test_spec_unused_allocates_no_region() -> None:
     spec = CPUOffloadingSpec(extra_config={"cpu_bytes_to_use": 1 << 50}, geometry=geometry())
     spec.shutdown()
 
@@ -144,18 +144,18 @@ def test_nothing_is_made_that_was_not_asked_for() -> None:
         ({"cpu_bytes_to_use": "1MiB", "evictoin_policy": "lru"}, "evictoin_policy"),
     ],
 )
-def test_a_malformed_configuration_names_the_field(options: dict[str, Any], field: str) -> None:
+def test_spec_malformed_option_raises_and_names_field(options: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         CPUOffloadingSpec(extra_config=options, geometry=geometry())
     assert caught.value.field.removeprefix("offloading option ") == field
 
 
 @pytest.mark.parametrize("field", ["gpu_block_size", "gpu_block_bytes", "num_workers"])
-def test_a_geometry_that_cannot_be(field: str) -> None:
+def test_worker_geometry_zero_field_raises_and_names_field(field: str) -> None:
     with pytest.raises(ConfigurationError, match=f"^{field}: 0"):
         geometry(**{field: 0})
 
 
-def test_caches_must_be_of_the_size_told(spec: CPUOffloadingSpec) -> None:
+def test_get_handlers_block_size_differs_from_geometry_raises(spec: CPUOffloadingSpec) -> None:
     with pytest.raises(ConfigurationError, match="gpu_block_bytes: 3000 is not valid; expected 2000"):
         spec.get_handlers(caches(2000))

@@ -21,7 +21,7 @@ from persistkv_tools.cli import main
 
 DOCS = Path(__file__).parents[2] / "docs"
 DEPLOY = DOCS / "deploy"
-ROOM_S = 20  # for the host process, after the engine
+HOST_EXIT_S = 20  # time for the host process to exit after the engine
 
 
 def kubernetes() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -63,7 +63,7 @@ def connector(command: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("platform", COMMANDS)
-def test_options_of_every_tier_exist(platform: str) -> None:
+def test_deploy_config_tier_options_exist(platform: str) -> None:
     extra = connector(COMMANDS[platform]())
     assert extra["spec_name"] == "TieringOffloadingSpec"
     for entry in extra["secondary_tiers"]:
@@ -81,8 +81,8 @@ def test_options_of_every_tier_exist(platform: str) -> None:
 
 
 @pytest.mark.parametrize("platform", COMMANDS)
-def test_engine_has_time_to_commit(platform: str) -> None:
-    needed = int(option(COMMANDS[platform](), "--shutdown-timeout")) + ROOM_S
+def test_deploy_stop_timeout_covers_shutdown_and_commit(platform: str) -> None:
+    needed = int(option(COMMANDS[platform](), "--shutdown-timeout")) + HOST_EXIT_S
     if platform == "kubernetes":
         stateful, containers = kubernetes()
         needed += int(containers["vllm"]["lifecycle"]["preStop"]["exec"]["command"][-1])
@@ -94,7 +94,7 @@ def test_engine_has_time_to_commit(platform: str) -> None:
     assert given >= needed
 
 
-def test_shared_memory_holds_the_cpu_tier_and_memory_holds_both() -> None:
+def test_deploy_memory_limits_exceed_cpu_tier() -> None:
     stateful, containers = kubernetes()
     spec = stateful["spec"]["template"]["spec"]
     (shm,) = [volume["emptyDir"]["sizeLimit"] for volume in spec["volumes"] if volume["name"] == "shm"]
@@ -105,7 +105,7 @@ def test_shared_memory_holds_the_cpu_tier_and_memory_holds_both() -> None:
     assert int(compose()["vllm"]["shm_size"].removesuffix("gb")) << 30 > used  # docker's gb is 2**30 bytes
 
 
-def test_exporters_run_an_existing_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_deploy_exporter_command_and_options_exist(capsys: pytest.CaptureFixture[str]) -> None:
     for command in (kubernetes()[1]["store-metrics"]["command"], compose()["store-metrics"]["entrypoint"]):
         program, name, url, *options = command
         assert program == "persistkv"
@@ -116,7 +116,7 @@ def test_exporters_run_an_existing_command(capsys: pytest.CaptureFixture[str]) -
         assert all(word in shown for word in options if word.startswith("--"))
 
 
-def test_alerts_use_metrics_that_exist_and_are_documented() -> None:
+def test_alert_rules_metrics_exist_and_alerts_are_documented() -> None:
     (group,) = yaml.safe_load((DEPLOY / "prometheus-rules.yml").read_text())["groups"]
     known = {f"{PREFIX}{name}_total" for name in COUNTERS} | {PREFIX + name for name in GAUGES}
     page = (DOCS / "vllm-production.md").read_text()

@@ -22,7 +22,7 @@ from persistkv_tools.cli import main
 
 ROOT = Path(__file__).parents[2]
 PROMPT = [(7 * index * index + 3 * index) % 256 for index in range(100)]
-FOUND_SOMETHING = ("doctor", "why")  # exit code 1 is a finding, which depends on the machine
+COMMANDS_WITH_FINDINGS = ("doctor", "why")  # they exit with 1 for a finding, which depends on the machine
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def here(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def adapt(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that adapts an example to this machine: its model, its store, less memory, longer deadlines."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompt.txt").write_text(" ".join(map(str, PROMPT)))
@@ -69,57 +69,59 @@ def examples(page: str, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", ["README.md", pytest.param("docs/getting-started.md", marks=pytest.mark.slow)])
-def test_python_then_the_command(
-    page: str, here: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_quick_start_example_restores_blocks_and_commands_succeed(
+    page: str, adapt: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (example,) = examples(page, "python")
     restored = []
     for _ in range(2):
-        exec(compile(here(example), page, "exec"), {"token_ids": PROMPT})
+        exec(compile(adapt(example), page, "exec"), {"token_ids": PROMPT})
         restored.append(int(capsys.readouterr().out.split()[0]))
     assert restored == [0, 96], "the second process restores all whole blocks before the last token"
 
     lines = "".join(examples(page, "")).replace("$ ", "").splitlines()
     for name, value in (line.split()[1].split("=") for line in lines if line.startswith("export ")):
-        monkeypatch.setenv(name, here(value))
+        monkeypatch.setenv(name, adapt(value))
     commands = [line.partition("#")[0].split()[1:] for line in lines if line.startswith("persistkv ")]
     assert len(commands) >= 2
     for command in commands:
         with pytest.raises(SystemExit) as end:
-            main([here(word) for word in command])
-        assert end.value.code in ((None, 0, 1) if command[0] in FOUND_SOMETHING else (None, 0)), command
+            main([adapt(word) for word in command])
+        assert end.value.code in ((None, 0, 1) if command[0] in COMMANDS_WITH_FINDINGS else (None, 0)), command
 
 
 @pytest.mark.slow
-def test_all_options_of_the_engine(here: Any) -> None:
+def test_transformers_page_engine_options_generate_tokens(adapt: Any) -> None:
     example, _ = examples("docs/transformers.md", "python")
-    after: dict[str, Any] = {"token_ids": PROMPT}
-    exec(compile(here(example), "docs/transformers.md", "exec"), after)
-    assert len(after["result"].tokens) == 64
+    namespace: dict[str, Any] = {"token_ids": PROMPT}
+    exec(compile(adapt(example), "docs/transformers.md", "exec"), namespace)
+    assert len(namespace["result"].tokens) == 64
 
 
-def test_plain_transformers(here: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_transformers_page_generate_second_run_restores_blocks(adapt: Any, capsys: pytest.CaptureFixture[str]) -> None:
     _, example = examples("docs/transformers.md", "python")
     for restored in (0, 96):
-        exec(compile(here(example), "docs/transformers.md", "exec"), {"token_ids": PROMPT})
+        exec(compile(adapt(example), "docs/transformers.md", "exec"), {"token_ids": PROMPT})
         assert capsys.readouterr().out == f"{restored} tokens came from the store\n"
 
 
-def test_a_store_from_python(here: Any, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_operating_page_store_example_finds_no_problems(
+    adapt: Any, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (example,) = examples("docs/operating.md", "python")
-    with Engine.open(checkpoint, here("/var/cache/kv")) as engine:
+    with Engine.open(checkpoint, adapt("/var/cache/kv")) as engine:
         engine.generate(PROMPT, labels={"user": "anna"})
-    exec(compile(here(example), "docs/operating.md", "exec"), after := {"__name__": "example"})
+    exec(compile(adapt(example), "docs/operating.md", "exec"), namespace := {"__name__": "example"})
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == 3
     assert shown[-1] == "0 requests deleted"
-    assert after["problems"] == []
+    assert namespace["problems"] == []
 
 
-def test_configuration_of_tiers() -> None:
-    after: dict[str, Any] = {}
-    exec(compile(examples("docs/extending.md", "python")[-1], "docs/extending.md", "exec"), after)
-    options = convert_options(TieringOffloadingOptions, after["extra_config"], where="offloading")
+def test_extending_page_tier_configuration_is_accepted() -> None:
+    namespace: dict[str, Any] = {}
+    exec(compile(examples("docs/extending.md", "python")[-1], "docs/extending.md", "exec"), namespace)
+    options = convert_options(TieringOffloadingOptions, namespace["extra_config"], where="offloading")
     assert [SECONDARY_TIERS.get(tier["type"]) for tier in options.secondary_tiers] == [
         ExampleSecondaryTier,
         PersistentTier,

@@ -19,7 +19,9 @@ PAGES = sorted(
 )
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^()\s]+)\)")
-PLACE = re.compile(r"`((?:tests|benchmarks|backends|tools|docs|examples|\.ci)/[\w./-]*|persistkv/[\w./-]*(?:/|\.py))`")
+REPOSITORY_PATH = re.compile(
+    r"`((?:tests|benchmarks|backends|tools|docs|examples|\.ci)/[\w./-]*|persistkv/[\w./-]*(?:/|\.py))`"
+)
 NO_COMMAND = {"identity"}  # first word of the input to a namespace's digest
 
 
@@ -29,17 +31,17 @@ def page(request: pytest.FixtureRequest) -> Path:
     return found
 
 
-def test_links_between_files(page: Path) -> None:
+def test_page_links_to_files_exist(page: Path) -> None:
     targets = [target.partition("#")[0] for target in LINK.findall(FENCE.sub("", page.read_text()))]
     files = [target for target in targets if target and ":" not in target]
     assert [target for target in files if not (page.parent / target).exists()] == []
 
 
-def test_places_in_the_repository(page: Path) -> None:
-    assert [place for place in PLACE.findall(page.read_text()) if not (ROOT / place).exists()] == []
+def test_page_repository_paths_exist(page: Path) -> None:
+    assert [path for path in REPOSITORY_PATH.findall(page.read_text()) if not (ROOT / path).exists()] == []
 
 
-def test_modules_targets_and_commands(page: Path) -> None:
+def test_page_modules_make_targets_and_commands_exist(page: Path) -> None:
     text = page.read_text()
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"`make ([\w-]+)", text)) | set(re.findall(r"^make ([\w-]+)", text, re.MULTILINE)) <= targets
@@ -51,6 +53,6 @@ def test_modules_targets_and_commands(page: Path) -> None:
     assert commands - NO_COMMAND <= COMMANDS.keys()
 
 
-def test_all_pages_were_found() -> None:
+def test_pages_glob_finds_docs_and_backend_readmes() -> None:
     names = {posixpath.basename(str(path.parent)) + "/" + path.name for path in PAGES}
     assert {"docs/getting-started.md", "persistkv_lmdb/README.md", "sqlite/README.md"} <= names

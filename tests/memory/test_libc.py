@@ -10,7 +10,7 @@ import pytest
 from persistkv.memory import libc
 
 
-def test_kernel_says_why_it_refuses() -> None:
+def test_madvise_invalid_arguments_return_errno() -> None:
     memory = mmap.mmap(-1, mmap.PAGESIZE)
     address = libc.address_of(memoryview(memory))
     assert libc.madvise(address, mmap.PAGESIZE, mmap.MADV_NORMAL) == 0
@@ -19,7 +19,7 @@ def test_kernel_says_why_it_refuses() -> None:
 
 
 @pytest.mark.parametrize("alignment", [mmap.PAGESIZE, 64 * mmap.PAGESIZE])
-def test_map_shared_file_is_mapped_at_the_alignment_until_unmap(alignment: int) -> None:
+def test_map_shared_file_is_aligned_and_mapped_until_unmap(alignment: int) -> None:
     fd = os.memfd_create("test")
     os.truncate(fd, mmap.PAGESIZE)
     address = libc.map_shared([(fd, mmap.PAGESIZE)], alignment)
@@ -32,14 +32,14 @@ def test_map_shared_file_is_mapped_at_the_alignment_until_unmap(alignment: int) 
     os.close(fd)
 
 
-def test_map_shared_more_than_there_are_addresses_is_0() -> None:
+def test_map_shared_beyond_address_space_returns_0() -> None:
     fd = os.memfd_create("test")
     assert libc.map_shared([(fd, 1 << 62)], mmap.PAGESIZE) == 0
     os.close(fd)
 
 
 @pytest.mark.parametrize("writable", [True, False])
-def test_memory_and_its_address(writable: bool) -> None:
+def test_memory_at_address_of_view_shares_its_bytes(writable: bool) -> None:
     memory = memoryview(mmap.mmap(-1, 4 * mmap.PAGESIZE))
     rows = memory[mmap.PAGESIZE :].cast("b", (3, mmap.PAGESIZE))
     address = libc.address_of(rows if writable else rows.toreadonly())

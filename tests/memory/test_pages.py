@@ -1,4 +1,4 @@
-"""Huge and resident pages: no byte changes, whether the kernel provides them or not."""
+"""Huge and resident pages: no byte changes, whether or not the kernel supports them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def bytes_of(memory: mmap.mmap) -> npt.NDArray[np.uint8]:
 
 
 @pytest.mark.parametrize("num_bytes", [mmap.PAGESIZE, HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES + mmap.PAGESIZE, 40 << 20])
-def test_bytes_stay(make_file: MakeFile, num_bytes: int) -> None:
+def test_use_huge_pages_any_size_keeps_bytes(make_file: MakeFile, num_bytes: int) -> None:
     fd, memory = make_file(num_bytes)
     before = bytes_of(memory).copy()
     use_huge_pages([fd], num_bytes)
@@ -57,7 +57,7 @@ def test_bytes_stay(make_file: MakeFile, num_bytes: int) -> None:
     assert os.fstat(fd).st_size == num_bytes
 
 
-def test_pages_are_huge_where_it_says_so(make_file: MakeFile) -> None:
+def test_use_huge_pages_success_places_memory_in_huge_pages(make_file: MakeFile) -> None:
     fd, memory = make_file(4 * HUGE_PAGE_BYTES)
     if not use_huge_pages([fd], len(memory)):
         pytest.skip("the kernel gives no huge pages")
@@ -65,12 +65,12 @@ def test_pages_are_huge_where_it_says_so(make_file: MakeFile) -> None:
 
 
 def held_in_huge_pages(memory: mmap.mmap) -> int:
-    """Return KiB of shared memory in huge pages, machine-wide; a mapping reports only pages that it maps whole."""
+    """Return KiB of shared memory in huge pages, machine-wide: smaps counts only huge pages that are mapped whole."""
     with open("/proc/meminfo") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("ShmemHugePages"))
 
 
-def test_what_is_no_memory_stays_as_it_is(tmp_path: Path) -> None:
+def test_use_huge_pages_regular_file_keeps_contents(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(range(256)) * (4 * HUGE_PAGE_BYTES // 256))
     with open(path, "r+b") as file:
@@ -82,7 +82,7 @@ def test_what_is_no_memory_stays_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [mmap.PAGESIZE, 3 * HUGE_PAGE_BYTES + mmap.PAGESIZE])
-def test_mapping_begins_with_a_huge_page_and_is_shared(make_file: MakeFile, num_bytes: int) -> None:
+def test_map_aligned_file_starts_at_huge_page_and_is_shared(make_file: MakeFile, num_bytes: int) -> None:
     fd, memory = make_file(num_bytes)
     address = map_aligned([fd], num_bytes)
     assert not address % HUGE_PAGE_BYTES
@@ -91,7 +91,7 @@ def test_mapping_begins_with_a_huge_page_and_is_shared(make_file: MakeFile, num_
     assert memory[-1] == 7
 
 
-def test_mapping_that_cannot_be(make_file: MakeFile) -> None:
+def test_map_aligned_too_large_or_read_only_raises(make_file: MakeFile) -> None:
     fd, _ = make_file(mmap.PAGESIZE)
     with pytest.raises(OSError, match=f"of files of {mmap.PAGESIZE}"):
         map_aligned([fd], mmap.PAGESIZE + 1)
@@ -104,7 +104,7 @@ def test_mapping_that_cannot_be(make_file: MakeFile) -> None:
     os.close(read_only)
 
 
-def test_huge_pages_are_mapped_as_such(make_file: MakeFile) -> None:
+def test_collapse_success_maps_huge_pages(make_file: MakeFile) -> None:
     fd, memory = make_file(4 * HUGE_PAGE_BYTES)
     address = map_aligned([fd], len(memory))
     if not collapse(address, len(memory)):
@@ -123,7 +123,7 @@ def mapped_in_huge_pages(address: int) -> int:
 
 
 @pytest.mark.parametrize("num_bytes", [mmap.PAGESIZE, 3 * HUGE_PAGE_BYTES + mmap.PAGESIZE])
-def test_rows_of_a_store_are_the_engines_and_their_descriptor_is_closed(make_file: MakeFile, num_bytes: int) -> None:
+def test_map_rows_shares_memory_and_closes_descriptor(make_file: MakeFile, num_bytes: int) -> None:
     fd, memory = make_file(num_bytes)
     given = os.dup(fd)
     rows = map_rows([given], num_bytes)
@@ -151,25 +151,27 @@ def resident(memory: memoryview) -> list[bool]:
     return [bool(entry >> np.uint64(63)) for entry in entries]
 
 
-def test_only_the_pages_of_the_cells(memory: memoryview) -> None:
+def test_prefault_cells_with_gaps_touches_only_their_pages(memory: memoryview) -> None:
     prefault(memory, 4 * PAGE + 100, PAGE, 16 * PAGE)
-    assert [index for index, there in enumerate(resident(memory)) if there] == [
+    assert [index for index, is_resident in enumerate(resident(memory)) if is_resident] == [
         base + page for base in range(0, 64, 16) for page in (4, 5)
     ]
 
 
-def test_everything(memory: memoryview) -> None:
+def test_prefault_adjacent_cells_touches_all_pages(memory: memoryview) -> None:
     prefault(memory, 0, 3 * PAGE, 3 * PAGE)
     assert all(resident(memory))
 
 
-def test_pages_that_several_cells_share(memory: memoryview) -> None:
+def test_prefault_cells_smaller_than_page_touches_all_pages(memory: memoryview) -> None:
     prefault(memory, 0, 100, PAGE // 2)
     assert all(resident(memory))
 
 
 @pytest.mark.parametrize("supported", [True, False])
-def test_no_byte_changes(memory: memoryview, supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefault_with_or_without_kernel_support_keeps_bytes(
+    memory: memoryview, supported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not supported:
         monkeypatch.setattr(libc, "MADV_POPULATE_WRITE", 9999)
     content = np.random.default_rng(0).integers(0, 256, len(memory), np.uint8)
@@ -178,7 +180,7 @@ def test_no_byte_changes(memory: memoryview, supported: bool, monkeypatch: pytes
     assert np.array_equal(np.frombuffer(memory, np.uint8), content)
 
 
-def test_without_the_kernels_help_pages_are_read(
+def test_prefault_no_kernel_support_reads_pages_and_logs(
     memory: memoryview, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(libc, "MADV_POPULATE_WRITE", 9999)
@@ -189,7 +191,7 @@ def test_without_the_kernels_help_pages_are_read(
     assert "prefaulted" in caplog.text
 
 
-def test_rows_of_several_files_follow_each_other(make_file: MakeFile) -> None:
+def test_map_rows_several_files_are_contiguous(make_file: MakeFile) -> None:
     files = [make_file(size) for size in (2 * mmap.PAGESIZE, HUGE_PAGE_BYTES, 3 * mmap.PAGESIZE)]
     num_bytes = HUGE_PAGE_BYTES + 4 * mmap.PAGESIZE
     rows = map_rows([os.dup(fd) for fd, _ in files], num_bytes)
@@ -198,7 +200,7 @@ def test_rows_of_several_files_follow_each_other(make_file: MakeFile) -> None:
     assert files[2][1][2 * mmap.PAGESIZE - 1] == rows[-1]
 
 
-def test_file_before_another_that_is_not_whole_pages_is_refused(make_file: MakeFile) -> None:
+def test_map_aligned_partial_page_before_next_file_raises(make_file: MakeFile) -> None:
     fds = [make_file(size)[0] for size in (mmap.PAGESIZE + 1, mmap.PAGESIZE)]
     with pytest.raises(OSError, match="not whole pages"):
         map_aligned(fds, 2 * mmap.PAGESIZE)

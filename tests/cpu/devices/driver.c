@@ -1,7 +1,7 @@
 /* A driver whose device memory is host memory: cuMemcpyBatchAsync with the binary interface of CUDA 12.8.
 
    Compiled with -DHAVE_CUDA_H, the compiler checks the definitions against NVIDIA's header. Arguments are checked as the
-   header demands. Copies run in reverse order, because those of one batch have none. No copy may touch two registered
+   header demands. Copies run in reverse order, because a batch guarantees no order. No copy may touch two registered
    ranges. */
 
 #include <stddef.h>
@@ -25,7 +25,7 @@ typedef struct {
 enum { CU_MEMCPY_SRC_ACCESS_ORDER_STREAM = 1, CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE = 1 };
 #endif
 
-/* What the caller must agree with. */
+/* Sizes, offsets and constants that the caller must use. */
 const size_t interface[] = {
     sizeof(CUmemLocation),
     offsetof(CUmemLocation, type),

@@ -1,6 +1,6 @@
-"""A CUDA driver without a device (``driver.c``), and streams and events for it: the CUDA strategy runs on a CPU.
+"""A CUDA driver that needs no GPU (``driver.c``), with streams and events: runs the CUDA strategy on a CPU.
 
-The driver executes the product's own call of ``cuMemcpyBatchAsync`` through its binary interface, on host memory.
+The product calls the driver's ``cuMemcpyBatchAsync`` through its binary interface; all copies are in host memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def build_driver(directory: Path) -> Path:
 
 
 class Driver:
-    """The compiled driver. Implements the registrations of the CUDA runtime (``shared_offload_region.CudaRuntime``)."""
+    """The compiled driver; it also registers memory like the CUDA runtime (``shared_offload_region.CudaRuntime``)."""
 
     def __init__(self, library: Path) -> None:
         self.library = str(library)

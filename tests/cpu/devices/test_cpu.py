@@ -1,4 +1,4 @@
-"""The copying thread: few calls regardless of the order of pages, and reported failures."""
+"""CPUCopyEngine: bytes, few calls regardless of the order of pages, and reported failures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(memory: KVMemory, direction: Direction, blocks: list[int], sub_blocks: l
 
 
 def arrangements() -> dict[str, tuple[list[int], list[int]]]:
-    """Return (blocks, sub-blocks) for each way of copying."""
+    """Return (blocks, sub-blocks) for each code path of the engine."""
     chance = random.Random(5)
     shuffled = chance.sample(range(NUM_BLOCKS), 150)
     places = chance.sample(range(NUM_ROWS * FACTOR), 150)
@@ -52,7 +52,9 @@ def arrangements() -> dict[str, tuple[list[int], list[int]]]:
 
 @pytest.mark.parametrize("buffer_bytes", [PAGE * 7, PAGE - 1, 8 << 20])
 @pytest.mark.parametrize("name", arrangements())
-def test_every_arrangement_moves_the_same_bytes(name: str, buffer_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_engine_any_page_order_copies_same_bytes(
+    name: str, buffer_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "BUFFER_BYTES", buffer_bytes)
     monkeypatch.setattr(module, "FEW_RUNS", 3)
     blocks, sub_blocks = arrangements()[name]
@@ -70,7 +72,7 @@ def test_every_arrangement_moves_the_same_bytes(name: str, buffer_bytes: int, mo
     assert torch.equal(memory.pages[0], restored)
 
 
-def test_calls_do_not_grow_with_pages() -> None:
+def test_submit_many_pages_makes_one_torch_call() -> None:
     """Each call releases the GIL and may wait long to acquire it again."""
     calls: list[str] = []
 
@@ -97,7 +99,7 @@ def test_calls_do_not_grow_with_pages() -> None:
     assert calls == ["index_select", "index_select", "index_select", "index_copy_"]
 
 
-def test_in_place_a_job_is_done_when_it_was_submitted() -> None:
+def test_submit_in_place_finishes_job_before_returning() -> None:
     memory = make_memory()
     engine = CPUCopyEngine(memory, Direction.STORE, in_place=True)
     threads = threading.active_count()
@@ -109,7 +111,7 @@ def test_in_place_a_job_is_done_when_it_was_submitted() -> None:
 
 
 @pytest.mark.parametrize("page", [16, (8 << 15) - 8, 8 << 15])
-def test_pages_of_any_size(page: int) -> None:
+def test_cpu_engine_any_page_size_copies_bytes(page: int) -> None:
     pages = torch.randint(-128, 128, (5, page), dtype=torch.int8, generator=torch.Generator().manual_seed(1))
     memory = KVMemory((pages,), (torch.zeros((6, page), dtype=torch.int8),), 1)
     engine = CPUCopyEngine(memory, Direction.STORE)
@@ -120,7 +122,7 @@ def test_pages_of_any_size(page: int) -> None:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_failure_is_reported_and_the_next_job_runs(in_place: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_submit_missing_block_fails_job_and_next_job_runs(in_place: bool, caplog: pytest.LogCaptureFixture) -> None:
     memory = make_memory()
     engine = CPUCopyEngine(memory, Direction.STORE, in_place=in_place)
     engine.submit(1, [PageCopies(0, PAGE, np.array([NUM_BLOCKS + 1]), np.array([0]))])
@@ -137,7 +139,7 @@ def test_a_failure_is_reported_and_the_next_job_runs(in_place: bool, caplog: pyt
 @pytest.mark.parametrize(
     ("page", "offset", "itemsize"), [(64, 0, 16), (64, 8, 8), (24, 0, 8), (20, 0, 4), (6, 0, 2), (7, 0, 1), (64, 1, 1)]
 )
-def test_elements_are_as_wide_as_all_sides_allow(page: int, offset: int, itemsize: int) -> None:
+def test_widened_any_alignment_uses_widest_common_element(page: int, offset: int, itemsize: int) -> None:
     aligned = torch.zeros((4, page), dtype=torch.int8)
     shifted = torch.zeros((4, 128), dtype=torch.int8)[:, offset : offset + page]
     wide = module.widened(module.WIDEST, aligned, shifted)

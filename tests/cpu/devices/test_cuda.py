@@ -38,7 +38,7 @@ DEVICE = torch.device("cuda", 0)
 LONG = 1_000_000_000  # cycles: about half a second
 COPIERS: dict[str, Callable[[], PageCopier]] = {
     "batch": DriverBatchCopier,
-    "batch beside compute": lambda: DriverBatchCopier(flags=PREFER_OVERLAP_WITH_COMPUTE),
+    "batch during compute": lambda: DriverBatchCopier(flags=PREFER_OVERLAP_WITH_COMPUTE),
     "single": TorchCopier,
 }
 
@@ -89,9 +89,7 @@ def region(shared_memory: str) -> Iterator[SharedOffloadRegion]:
 @pytest.mark.parametrize(
     "page", [1, 33, 512, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, (2 << 20) + 1]
 )
-def test_every_page_size_moves_the_bytes_of_plain_copies(
-    copier: PageCopier, page: int, shuffled: bool, slack: int
-) -> None:
+def test_cuda_engine_any_page_size_copies_same_bytes(copier: PageCopier, page: int, shuffled: bool, slack: int) -> None:
     factor, count = 2, 24
     memory = pinned_memory(40, 20, page, factor, slack)
     original = memory.pages[0].clone()
@@ -111,7 +109,7 @@ def test_every_page_size_moves_the_bytes_of_plain_copies(
     assert torch.equal(memory.pages[0], restored)
 
 
-def test_thousands_of_pages_of_several_tensors_move(copier: PageCopier) -> None:
+def test_cuda_engine_thousands_of_pages_restores_every_tensor(copier: PageCopier) -> None:
     tensors = [pinned_memory(6000, 5000, page) for page in (4096, 512, 96)]
     memory = KVMemory(tuple(part.pages[0] for part in tensors), tuple(part.rows[0] for part in tensors), 1)
     original = [pages.clone() for pages in memory.pages]
@@ -126,7 +124,7 @@ def test_thousands_of_pages_of_several_tensors_move(copier: PageCopier) -> None:
         assert torch.equal(pages[blocks], first[blocks])
 
 
-def test_pinned_memory_gets_the_batched_copies_where_the_driver_has_them() -> None:
+def test_choose_copier_pinned_memory_returns_batch_copier() -> None:
     try:
         DriverBatchCopier()
     except AttributeError:
@@ -137,7 +135,7 @@ def test_pinned_memory_gets_the_batched_copies_where_the_driver_has_them() -> No
 # Order
 
 
-def test_store_sees_the_kernels_before_it_and_load_waits_for_readers(copier: PageCopier) -> None:
+def test_cuda_engine_pending_kernels_finish_before_store_and_load(copier: PageCopier) -> None:
     memory = pinned_memory(64, 64, 1 << 16)
     pages = memory.pages[0]
     store, load = (CUDACopyEngine(memory, direction, copier) for direction in Direction)
@@ -157,7 +155,7 @@ def test_store_sees_the_kernels_before_it_and_load_waits_for_readers(copier: Pag
     assert int(pages.min()) == int(pages.max()) == 7
 
 
-def test_compute_does_not_wait_for_copies(copier: PageCopier) -> None:
+def test_cuda_engine_pending_copies_do_not_delay_kernels(copier: PageCopier) -> None:
     memory = pinned_memory(64, 64, 1 << 16)
     store, load = (CUDACopyEngine(memory, direction, copier) for direction in Direction)
     other = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -177,10 +175,10 @@ def test_compute_does_not_wait_for_copies(copier: PageCopier) -> None:
     assert [(result.job_id, result.success) for result in results] == [(1, True), (2, True)]
     assert all(
         0 < result.seconds < 0.2 for result in results
-    )  # the duration of the copies, without the wait for the caller
+    )  # the time of the copies, without the wait for the caller's stream
 
 
-def test_jobs_end_in_the_order_of_their_submission(copier: PageCopier) -> None:
+def test_cuda_engine_many_jobs_finish_in_submission_order(copier: PageCopier) -> None:
     memory = pinned_memory(64, 2, 1 << 16)
     engine = CUDACopyEngine(memory, Direction.STORE, copier)
     for job in range(64):
@@ -192,7 +190,7 @@ def test_jobs_end_in_the_order_of_their_submission(copier: PageCopier) -> None:
     assert torch.equal(memory.rows[0], memory.pages[0][62:].cpu())
 
 
-def test_thread_without_a_context_can_submit(copier: PageCopier) -> None:
+def test_submit_thread_without_cuda_context_succeeds(copier: PageCopier) -> None:
     memory = pinned_memory(4, 4, 4096)
     engine = CUDACopyEngine(memory, Direction.STORE, copier)
     started: list[bool] = []
@@ -208,7 +206,7 @@ def test_thread_without_a_context_can_submit(copier: PageCopier) -> None:
 # Failures
 
 
-def test_null_address_fails_the_job_and_the_next_one_runs(caplog: pytest.LogCaptureFixture) -> None:
+def test_submit_null_address_fails_and_next_job_runs(caplog: pytest.LogCaptureFixture) -> None:
     class Misdirected(DriverBatchCopier):
         def copy(self, batch, stream):  # type: ignore[no-untyped-def]
             if len(batch.sizes) > 2:
@@ -224,12 +222,12 @@ def test_null_address_fails_the_job_and_the_next_one_runs(caplog: pytest.LogCapt
 
 
 def in_new_process(body: str) -> subprocess.CompletedProcess[str]:
-    """Run a program in a new process, because its errors may end the process or break the device."""
+    """Run a program in a new process, because its errors may abort the process or break the CUDA context."""
     program = "from tests.cpu.devices.test_cuda import *\n" + body
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=45, check=False)
 
 
-def test_unregistered_memory_is_copied_or_refused_and_the_next_job_runs() -> None:
+def test_submit_unregistered_memory_copies_or_fails_and_next_job_runs() -> None:
     ended = in_new_process(
         """
 good = pinned_memory(16, 16, 4096)
@@ -251,8 +249,8 @@ assert torch.equal(good.rows[0][[1, 3]], good.pages[0][[1, 3]].cpu())
     assert ended.stdout.strip() in ("copied", "refused")
 
 
-def test_unmapped_memory_is_refused_and_the_next_job_runs() -> None:
-    """Blocks and rows are checked earlier; this test shows the driver's response to a region that is unmapped."""
+def test_batch_copier_unmapped_memory_raises_and_next_job_runs() -> None:
+    """``plan_copies`` checks blocks and rows; only an unmapped region can cause this error."""
     ended = in_new_process(
         """
 import mmap
@@ -277,7 +275,7 @@ assert torch.equal(good.rows[0][2], good.pages[0][1].cpu())
     assert ended.stdout.startswith("refused")
 
 
-def test_failed_kernel_fails_the_jobs_and_shutdown_releases_the_region(shared_memory: str) -> None:
+def test_handlers_failed_kernel_fails_jobs_and_shutdown_frees_region(shared_memory: str) -> None:
     ended = in_new_process(
         f"""
 region = SharedOffloadRegion("engine", 16 << 16, 16, 0, 1, 1 << 16, directory={shared_memory!r})
@@ -307,7 +305,7 @@ print("released")
 # Pinned regions
 
 
-def test_region_is_unpinned_by_cleanup_and_can_be_pinned_again(shared_memory: str) -> None:
+def test_cleanup_pinned_region_unpins_and_new_region_pins(shared_memory: str) -> None:
     for _ in range(2):
         region = SharedOffloadRegion("engine", 4 << 16, 4, 0, 1, 1 << 16, directory=shared_memory)
         view = region.create_next_view(1 << 16)
@@ -320,7 +318,7 @@ def test_region_is_unpinned_by_cleanup_and_can_be_pinned_again(shared_memory: st
     assert int(torch.ones(3, device=DEVICE).sum()) == 3
 
 
-def test_copies_over_the_border_of_two_registrations_succeed(
+def test_cuda_engine_copies_across_registrations_succeed(
     region: SharedOffloadRegion, copier: PageCopier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SharedOffloadRegion, "registration_bytes", 3 << 16)
@@ -337,7 +335,7 @@ def test_copies_over_the_border_of_two_registrations_succeed(
     assert torch.equal(pages, original)
 
 
-def test_rows_in_huge_pages_are_pinned_and_copied(shared_memory: str, copier: PageCopier) -> None:
+def test_cuda_engine_rows_in_huge_pages_are_pinned_and_copied(shared_memory: str, copier: PageCopier) -> None:
     num_rows = 16
     total = num_rows * HUGE_PAGE_BYTES
     region = SharedOffloadRegion("engine", total, num_rows, 0, 1, HUGE_PAGE_BYTES, directory=shared_memory)
@@ -359,7 +357,7 @@ def test_rows_in_huge_pages_are_pinned_and_copied(shared_memory: str, copier: Pa
         region.cleanup()
 
 
-def test_two_processes_pin_one_region(shared_memory: str) -> None:
+def test_region_two_processes_pin_it_and_copy(shared_memory: str) -> None:
     def make(rank: int) -> str:
         return f"""
 region = SharedOffloadRegion("engine", 8 << 17, 8, {rank}, 2, 1 << 16, directory={shared_memory!r})
@@ -394,7 +392,7 @@ def store():
 # Shutdown
 
 
-def test_shutdown_waits_for_copies_in_flight(shared_memory: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_handlers_shutdown_waits_for_copies_in_flight(shared_memory: str, caplog: pytest.LogCaptureFixture) -> None:
     page, count = 2 << 20, 64
     region = SharedOffloadRegion("engine", count * page, count, 0, 1, page, directory=shared_memory)
     view = region.create_kv_memoryview()
@@ -417,7 +415,7 @@ def test_shutdown_waits_for_copies_in_flight(shared_memory: str, caplog: pytest.
     assert os.listdir(shared_memory) == []
 
 
-def test_process_that_ends_with_copies_in_flight_leaves_a_region_that_others_can_use(shared_memory: str) -> None:
+def test_region_process_exits_during_copies_can_be_pinned_again(shared_memory: str) -> None:
     body = f"""
 page = 2 << 20
 region = SharedOffloadRegion("engine", 16 * page, 16, 0, 1, page, directory={shared_memory!r})

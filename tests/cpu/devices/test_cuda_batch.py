@@ -19,7 +19,7 @@ def make_batch(target: torch.Tensor, source: torch.Tensor, pairs: list[tuple[int
     return Batch.of_pages(targets, sources, page, target, source)
 
 
-def test_copies_that_continue_each_other_are_one() -> None:
+def test_batch_adjacent_copies_are_merged() -> None:
     target, source = (torch.zeros((10, 16), dtype=torch.int8) for _ in range(2))
     batch = make_batch(target, source, [(0, 5), (1, 6), (2, 7), (3, 9), (5, 3), (6, 4)], 16)
     assert batch.sizes.tolist() == [48, 16, 32]
@@ -55,19 +55,19 @@ def check(copier: PageCopier, device: str) -> None:
         assert not back[:, page:].any()
 
 
-def test_one_at_a_time_on_a_cpu() -> None:
+def test_torch_copier_cpu_moves_pages_both_ways() -> None:
     check(TorchCopier(), "cpu")
 
 
 @cuda
 @needs_cuda
-def test_one_at_a_time() -> None:
+def test_torch_copier_cuda_moves_pages_both_ways() -> None:
     check(TorchCopier(), "cuda")
 
 
 @cuda
 @needs_cuda
-def test_all_at_once() -> None:
+def test_batch_copier_cuda_moves_pages_both_ways() -> None:
     copier = choose_copier(torch.device("cuda", 0), pinned=True)
     if isinstance(copier, TorchCopier):
         pytest.skip("the driver has no cuMemcpyBatchAsync")
@@ -76,17 +76,19 @@ def test_all_at_once() -> None:
 
 @cuda
 @needs_cuda
-def test_what_the_driver_refuses_is_an_error() -> None:
+def test_batch_copier_default_stream_raises() -> None:
     copier = choose_copier(torch.device("cuda", 0), pinned=True)
     if not isinstance(copier, DriverBatchCopier):
         pytest.skip("the driver has no cuMemcpyBatchAsync")
     pages = torch.zeros((1, 64), dtype=torch.int8, device="cuda")
     rows = torch.zeros((1, 64), dtype=torch.int8).pin_memory()
     with pytest.raises(RuntimeError, match="cuMemcpyBatchAsync failed with error"):
-        copier.copy(make_batch(pages, rows, [(0, 0)], 64), torch.cuda.default_stream())  # no default stream is accepted
+        copier.copy(
+            make_batch(pages, rows, [(0, 0)], 64), torch.cuda.default_stream()
+        )  # the driver rejects this stream
 
 
 @cuda
 @needs_cuda
-def test_memory_that_is_not_pinned_goes_one_at_a_time() -> None:
+def test_choose_copier_unpinned_memory_returns_torch_copier() -> None:
     assert isinstance(choose_copier(torch.device("cuda", 0), pinned=False), TorchCopier)

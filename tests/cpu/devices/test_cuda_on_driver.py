@@ -1,4 +1,4 @@
-"""The CUDA strategy on a driver without a device: its call of the driver, addresses, order, and failures."""
+"""The CUDA strategy with a driver that needs no GPU: the driver call, addresses, order and failures."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def region(shared_memory: str) -> Iterator[SharedOffloadRegion]:
     region.cleanup()
 
 
-def test_interface_equals_the_headers(driver: Driver) -> None:
+def test_copy_attributes_layout_matches_cuda_header(driver: Driver) -> None:
     expected = [
         ctypes.sizeof(MemoryLocation),
         MemoryLocation.type.offset,
@@ -62,7 +62,7 @@ def test_interface_equals_the_headers(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("flags", [0, PREFER_OVERLAP_WITH_COMPUTE])
-def test_batch_moves_each_page_to_its_row(driver: Driver, flags: int) -> None:
+def test_cuda_engine_scattered_pages_reach_their_rows_in_three_copies(driver: Driver, flags: int) -> None:
     pages, rows = make_pages(), torch.zeros((NUM_ROWS, PAGE), dtype=torch.int8)
     engine = CUDACopyEngine(
         KVMemory((pages,), (rows,), 1), Direction.STORE, DriverBatchCopier(driver.library, flags=flags)
@@ -74,7 +74,7 @@ def test_batch_moves_each_page_to_its_row(driver: Driver, flags: int) -> None:
     assert driver.take_num_copies() == 3
 
 
-def test_null_address_fails_with_the_index_of_the_copy(driver: Driver) -> None:
+def test_batch_copier_null_address_raises_with_index_of_copy(driver: Driver) -> None:
     pages, rows = make_pages(), torch.zeros((NUM_ROWS, PAGE), dtype=torch.int8)
     sources = np.array([pages.data_ptr(), 0, pages.data_ptr()])
     targets = rows.data_ptr() + PAGE * np.array([0, 2, 4])
@@ -83,7 +83,7 @@ def test_null_address_fails_with_the_index_of_the_copy(driver: Driver) -> None:
         DriverBatchCopier(driver.library).copy(batch, torch.cuda.Stream())  # type: ignore[no-untyped-call]
 
 
-def test_refused_stream_fails_without_the_index_of_a_copy(driver: Driver) -> None:
+def test_batch_copier_rejected_stream_raises_without_index(driver: Driver) -> None:
     pages, rows = make_pages(), torch.zeros((NUM_ROWS, PAGE), dtype=torch.int8)
     batch = Batch.of_pages(np.array([rows.data_ptr()]), np.array([pages.data_ptr()]), PAGE, rows, pages)
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -93,7 +93,7 @@ def test_refused_stream_fails_without_the_index_of_a_copy(driver: Driver) -> Non
 
 
 @pytest.mark.parametrize("order", [list(range(NUM_ROWS)), [5, 6, 2, 3, 9, 0, 1, 7, 8, 4]], ids=["in order", "mixed"])
-def test_no_copy_touches_two_registrations(
+def test_cuda_engine_small_registrations_no_copy_spans_two(
     driver: Driver, region: SharedOffloadRegion, order: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SharedOffloadRegion, "registration_bytes", 3 * PAGE + 1)
@@ -114,7 +114,7 @@ def test_no_copy_touches_two_registrations(
     assert driver.take_num_copies() == 2
 
 
-def test_copies_wait_for_the_caller_and_run_between_the_events(driver: Driver) -> None:
+def test_submit_copies_run_after_caller_and_between_events(driver: Driver) -> None:
     class Recorded(PageCopier):
         def copy(self, batch: Batch, stream: torch.cuda.Stream) -> None:
             stream.log.append("copy")  # type: ignore[attr-defined]
@@ -125,11 +125,11 @@ def test_copies_wait_for_the_caller_and_run_between_the_events(driver: Driver) -
     assert Stream.log == ["wait for the caller's stream", "record", "copy", "copy", "record"]
 
 
-def test_refused_job_leaves_no_copy_behind_and_the_next_job_runs(
+def test_submit_rejected_copy_writes_nothing_and_next_job_runs(
     driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
     pages, rows = make_pages(), torch.zeros((NUM_ROWS, PAGE), dtype=torch.int8)
-    assert driver.cudaHostRegister(rows.data_ptr(), 2 * PAGE + 100, 0) == 0  # row 2 is registered only in part
+    assert driver.cudaHostRegister(rows.data_ptr(), 2 * PAGE + 100, 0) == 0  # only a part of row 2 is registered
     try:
         engine = CUDACopyEngine(KVMemory((pages,), (rows,), 1), Direction.STORE, DriverBatchCopier(driver.library))
         assert not engine.submit(1, copies([1], [2]))
@@ -143,7 +143,7 @@ def test_refused_job_leaves_no_copy_behind_and_the_next_job_runs(
         assert driver.cudaHostUnregister(rows.data_ptr()) == 0
 
 
-def test_broken_device_fails_jobs_and_raises_nothing(
+def test_cuda_engine_broken_device_fails_jobs_without_raising(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     streams: list[Stream] = []

@@ -83,9 +83,8 @@ def test_batch_copier_default_stream_raises() -> None:
     pages = torch.zeros((1, 64), dtype=torch.int8, device="cuda")
     rows = torch.zeros((1, 64), dtype=torch.int8).pin_memory()
     with pytest.raises(RuntimeError, match="cuMemcpyBatchAsync failed with error"):
-        copier.copy(
-            make_batch(pages, rows, [(0, 0)], 64), torch.cuda.default_stream()
-        )  # the driver rejects this stream
+        # The driver rejects the default stream.
+        copier.copy(make_batch(pages, rows, [(0, 0)], 64), torch.cuda.default_stream())
 
 
 @cuda

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _RUN = "PERSISTKV_TEST_RUN"
-"""Environment variable of all processes of a test run. Other runs on the machine have host processes too."""
+"""Environment variable that marks the processes of one test run: other runs on the machine have host processes too."""
 
 
 def mark_run() -> None:

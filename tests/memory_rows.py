@@ -1,4 +1,4 @@
-"""Access to the content of a memory store, and damage to it."""
+"""Read and damage the content of a memory store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from persistkv.testing.memory import MemoryBackend
 
 
 def memory_of(backend: Any) -> MemoryBackend:
-    """Return the memory backend below backends that inject faults."""
+    """Return the memory backend, without the wrappers that inject faults."""
     while type(backend) is not MemoryBackend:
         backend = backend.inner
     assert isinstance(backend, MemoryBackend)

@@ -12,7 +12,7 @@ from persistkv.cpu.manager import CPULoadStoreSpec
 
 
 @pytest.mark.parametrize("block_ids", [[3, 1, 2], (), range(2), np.array([7, 5])])
-def test_load_store_spec_block_ids_are_an_int64_array(block_ids: Sequence[int]) -> None:
+def test_load_store_spec_any_sequence_becomes_int64_array(block_ids: Sequence[int]) -> None:
     for spec in (CPULoadStoreSpec(block_ids), GPULoadStoreSpec(block_ids, [len(block_ids)], [0])):
         assert isinstance(spec.block_ids, np.ndarray)
         assert (spec.block_ids.dtype, spec.block_ids.shape) == (np.dtype(np.int64), (len(block_ids),))

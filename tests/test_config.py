@@ -45,7 +45,7 @@ from persistkv.errors import ConfigurationError
         (7, 7),
     ],
 )
-def test_sizes(text: str, size: int) -> None:
+def test_parse_size_valid_value_returns_bytes(text: str, size: int) -> None:
     assert parse_size(text, name="n") == size
 
 
@@ -54,7 +54,7 @@ def test_sizes(text: str, size: int) -> None:
     ["", " ", "0", "0GiB", "-1", "-5GiB", "GiB", "1 000", "1e9", "1,5GiB", "1gib", "1Gi", "1XiB", "nan", "inf", "0x10",
      "٣", "0.1", 0, -1, True, False],
 )  # fmt: skip
-def test_what_is_no_size(value: str) -> None:
+def test_parse_size_invalid_value_raises_and_names_field(value: str) -> None:
     with pytest.raises(ConfigurationError, match="capacity") as caught:
         parse_size(value, name="capacity")
     assert caught.value.field == "capacity"
@@ -64,25 +64,25 @@ def test_what_is_no_size(value: str) -> None:
 @pytest.mark.parametrize(
     ("text", "seconds"), [("30s", 30), ("1.5m", 90), (" 12 h ", 43_200), ("7d", 604_800), ("0.001s", 0.001)]
 )
-def test_durations(text: str, seconds: float) -> None:
+def test_parse_duration_valid_text_returns_seconds(text: str, seconds: float) -> None:
     assert parse_duration(text, name="n") == seconds
 
 
 @pytest.mark.parametrize("value", ["", "7", "d", "0d", "-1s", "1 week", "1e3s", "٣s", "nans", "infs", "1D", "1h30m"])
-def test_what_is_no_duration(value: str) -> None:
+def test_parse_duration_invalid_text_raises_and_names_field(value: str) -> None:
     with pytest.raises(ConfigurationError, match="ttl") as caught:
         parse_duration(value, name="ttl")
     assert caught.value.value == value
 
 
 @given(st.integers(1, 1 << 60), st.sampled_from(["", "B", "KiB", "MB", "GiB", "TB", "PiB"]))
-def test_whole_sizes_are_exact(count: int, unit: str) -> None:
+def test_parse_size_whole_number_with_unit_is_exact(count: int, unit: str) -> None:
     factor = {"": 1, "B": 1, "KiB": 1 << 10, "MB": 10**6, "GiB": 1 << 30, "TB": 10**12, "PiB": 1 << 50}[unit]
     assert parse_size(f"{count}{unit}", name="n") == int(Decimal(count) * factor)
 
 
 @given(st.text(max_size=20))
-def test_any_text_is_a_size_or_refused(text: str) -> None:
+def test_parse_size_any_text_is_positive_or_raises(text: str) -> None:
     with suppress(ConfigurationError):
         assert parse_size(text, name="n") > 0
 
@@ -103,7 +103,7 @@ def test_any_text_is_a_size_or_refused(text: str) -> None:
         ("lmdb://~/kv", StoreUrl("lmdb", os.path.expanduser("~/kv"))),
     ],
 )
-def test_urls(url: str, expected: StoreUrl) -> None:
+def test_store_url_parse_valid_text_returns_parts(url: str, expected: StoreUrl) -> None:
     assert StoreUrl.parse(url) == expected
 
 
@@ -122,25 +122,25 @@ def test_urls(url: str, expected: StoreUrl) -> None:
         "lmdb://[x",
     ],
 )
-def test_what_is_no_url(url: str) -> None:
+def test_store_url_parse_invalid_text_raises(url: str) -> None:
     with pytest.raises(ConfigurationError, match="url"):
         StoreUrl.parse(url)
 
 
 @pytest.mark.parametrize("url", ["s3://key:secret@bucket/x", "s3://key:secret@[bucket/x"])
-def test_credentials_are_refused_and_not_repeated(url: str) -> None:
+def test_store_url_parse_credentials_raise_without_secret_in_message(url: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         StoreUrl.parse(url)
     assert "secret" not in str(caught.value)
 
 
-def test_option_given_twice() -> None:
+def test_store_url_parse_repeated_option_raises() -> None:
     with pytest.raises(ConfigurationError, match="url option a"):
         StoreUrl.parse("lmdb:///x?a=1&a=2")
 
 
 @given(st.text(max_size=30))
-def test_any_text_is_a_url_or_refused(text: str) -> None:
+def test_store_url_parse_any_text_is_complete_or_raises(text: str) -> None:
     with suppress(ConfigurationError):
         parsed = StoreUrl.parse(text)
         assert parsed.scheme
@@ -159,7 +159,7 @@ class Options(msgspec.Struct, frozen=True):
             parse_size(self.size, name="test option size")
 
 
-def test_options_are_converted() -> None:
+def test_convert_options_text_values_are_converted_to_field_types() -> None:
     given_options = {"count": "3", "ratio": "0.25", "fast": "yes", "name": "x", "size": "1MiB"}
     assert convert_options(Options, given_options, where="test") == Options(3, 0.25, True, "x", "1MiB")
     assert convert_options(Options, {"fast": "off", "count": 4}, where="test") == Options(4)
@@ -176,7 +176,7 @@ def test_options_are_converted() -> None:
         ({"size": "-1"}, r"^test option size: '-1' is not valid; expected a positive size"),
     ],
 )
-def test_wrong_option_is_named(options: dict[str, Any], message: str) -> None:
+def test_convert_options_invalid_option_raises_and_names_it(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         convert_options(Options, options, where="test")
 
@@ -196,14 +196,14 @@ class TypedOptions(msgspec.Struct):
         ({"limit": []}, "test option limit: [] is not valid; expected an integer or text"),
     ],
 )
-def test_convert_options_wrong_type_states_expected_once(options: dict[str, Any], message: str) -> None:
+def test_convert_options_wrong_type_states_expected_type_once(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         convert_options(TypedOptions, options, where="test")
     assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("stride", [0, -4096, 100, 4097])
-def test_row_stride(stride: int) -> None:
+def test_row_layout_invalid_stride_raises(stride: int) -> None:
     with pytest.raises(ConfigurationError, match="row_stride"):
         RowLayout(stride, (GroupLayout(((0, 1),)),))
 
@@ -211,12 +211,12 @@ def test_row_stride(stride: int) -> None:
 @pytest.mark.parametrize(
     "ranges", [(), ((0, 0),), ((-1, 5),), ((0, 4097),), ((10, 5), (14, 5)), ((10, 5), (0, 5)), ((0, 8192),)]
 )
-def test_group_ranges(ranges: tuple[tuple[int, int], ...]) -> None:
+def test_row_layout_invalid_group_ranges_raise_and_name_group(ranges: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(ConfigurationError, match=r"groups\[1\].ranges"):
         RowLayout(4096, (GroupLayout(((0, 1),)), GroupLayout(ranges)))
 
 
-def test_block_bytes_leave_padding_out() -> None:
+def test_row_layout_block_bytes_exclude_padding() -> None:
     layout = RowLayout(4096, (GroupLayout(((0, 100), (200, 50), (250, 6))),))
     assert layout.groups[0].block_bytes == 156
     with pytest.raises(ConfigurationError, match="groups"):
@@ -224,7 +224,7 @@ def test_block_bytes_leave_padding_out() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"block_size": 0}, {"num_blocks": -1}])
-def test_offloading_config(wrong: dict[str, Any]) -> None:
+def test_offloading_config_invalid_count_raises_and_names_field(wrong: dict[str, Any]) -> None:
     good: dict[str, Any] = {
         "identity": {},
         "block_size": 16,
@@ -268,23 +268,23 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     return install
 
 
-def test_get_built_in_name_returns_its_class() -> None:
+def test_registry_get_built_in_name_returns_its_class() -> None:
     assert ANIMALS.get("cat") is Cat
 
 
 @pytest.mark.parametrize("name", ["fish", None, ["cat"]])
-def test_get_unknown_name_lists_the_known_ones(install: Install, name: object) -> None:
+def test_registry_get_unknown_name_raises_and_lists_known_names(install: Install, name: object) -> None:
     install(dog="zoo:Dog")
     with pytest.raises(ConfigurationError, match=r"^animal: .* is not valid; expected one of cat, dog$"):
         ANIMALS.get(name)
 
 
-def test_get_nothing_registered_names_the_group() -> None:
+def test_registry_get_empty_registry_raises_and_names_group() -> None:
     with pytest.raises(ConfigurationError, match=r"expected a plug-in of test\.plants$"):
         Registry[Animal]("test.plants", "plant", Animal).get("rose")
 
 
-def test_get_plug_in_returns_its_class(install: Install) -> None:
+def test_registry_get_plug_in_returns_its_class(install: Install) -> None:
     install(ordered="collections:OrderedDict", plain="collections:Counter")
     mappings = Registry[dict[str, int]]("test.animals", "mapping", dict, {"plain": dict})
     assert mappings.names() == ["ordered", "plain"]
@@ -302,7 +302,7 @@ def test_get_plug_in_returns_its_class(install: Install) -> None:
         ("os:getpid", r"os:getpid of zoo is no Animal"),
     ],
 )
-def test_get_broken_plug_in_names_its_distribution(install: Install, value: str, problem: str) -> None:
+def test_registry_get_broken_plug_in_raises_and_names_distribution(install: Install, value: str, problem: str) -> None:
     install(dog=value)
     with pytest.raises(ConfigurationError, match=rf"^animal: 'dog' is not valid; expected a plug-in.*; {problem}"):
         ANIMALS.get("dog")

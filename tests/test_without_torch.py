@@ -14,12 +14,12 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_importing_the_library() -> None:
+def test_library_import_without_torch_succeeds() -> None:
     done = run("import persistkv, persistkv.base, persistkv.storage.store, persistkv.tiering.base, persistkv_lmdb")
     assert done.returncode == 0, done.stderr
 
 
-def test_importing_the_library_imports_no_torch_where_it_is_installed() -> None:
+def test_library_import_does_not_import_installed_torch() -> None:
     done = subprocess.run(
         [
             sys.executable,
@@ -33,13 +33,13 @@ def test_importing_the_library_imports_no_torch_where_it_is_installed() -> None:
     assert done.returncode == 0
 
 
-def test_the_command() -> None:
+def test_cli_help_without_torch_lists_commands() -> None:
     done = run("from persistkv_tools.cli import main; sys.argv = ['persistkv', '--help']; main()")
     assert done.returncode == 0, done.stderr
     assert "ls" in done.stdout
 
 
-def test_the_demo_says_what_it_needs() -> None:
+def test_cli_demo_without_torch_exits_2_and_names_missing_extra() -> None:
     done = run("from persistkv_tools.cli import main; sys.argv = ['persistkv', 'demo']; main()")
     assert done.returncode == 2
     assert "persistkv[transformers]" in done.stderr

@@ -1,4 +1,4 @@
-"""Stores on real drivers, and rows to store from."""
+"""Fixtures: stores on each driver, rows, and keys."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_rows() -> Callable[..., Rows]:
 
 @pytest.fixture
 def keys() -> Callable[..., list[bytes]]:
-    """Return a function that makes keys, never the same twice."""
+    """Return a function that makes keys, all of them different."""
     numbers = itertools.count()
 
     def make(count: int, group: int = 0) -> list[bytes]:

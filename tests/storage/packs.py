@@ -36,7 +36,7 @@ def write(*segments: Segment, codec: Codec | None = None) -> tuple[bytes, PackTa
 
 
 def sealed(table: bytes) -> bytes:
-    """Return a table with its valid trailer."""
+    """Return a table followed by a valid trailer."""
     return table + TRAILER.pack(len(table), xxhash.xxh3_64_intdigest(table), b"PKVPACK1")
 
 

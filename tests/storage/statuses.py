@@ -1,4 +1,4 @@
-"""Status rows of engines that do not exist."""
+"""Sample status rows of engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Helpers for the tests of stores: ends of requests, manifests, rows, faults."""
+"""Helpers for the tests of stores: request ends, manifests, rows and faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Splitting of waiting packs into transactions."""
+"""``divide`` splits the packs that wait for a commit into transactions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PACK_BYTES = 4 * 4096
 
 
 @pytest.mark.parametrize("codec", [RawCodec(), ZstdCodec()])
-def test_transactions_are_bounded_by_their_raw_bytes(codec: Codec) -> None:
+def test_divide_packs_are_grouped_up_to_raw_byte_limit(codec: Codec) -> None:
     packs = [Outgoing(sample_pack(bytes(16), seed, codec=codec)) for seed in range(9)]
     transactions = divide(packs, [], 2 * PACK_BYTES)
     assert [len(one.packs) for one in transactions] == [2, 2, 2, 2, 1]

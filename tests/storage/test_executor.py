@@ -1,4 +1,4 @@
-"""Flows on one thread, blocking calls on other threads: order, errors, shutdown."""
+"""Executors run flows (coroutines) on one thread and their blocking calls on others: order, errors, shutdown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from persistkv.storage.executor import Executor, InPlaceExecutor, ThreadExecutor, ThreadPool
 
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 
 
 @pytest.fixture(params=["in place", "threads"])
@@ -30,7 +30,7 @@ def threads() -> Iterator[ThreadExecutor]:
     made.close()
 
 
-def test_flows_that_write_take_turns_as_a_whole(executor: Executor) -> None:
+def test_executor_begin_write_flows_run_one_after_another(executor: Executor) -> None:
     steps: list[tuple[str, int]] = []
 
     async def flow(name: str) -> None:
@@ -43,7 +43,7 @@ def test_flows_that_write_take_turns_as_a_whole(executor: Executor) -> None:
     assert steps == [(name, step) for name in "abc" for step in range(3)]
 
 
-def test_results_come_in_order(executor: Executor) -> None:
+def test_executor_read_results_keep_call_order(executor: Executor) -> None:
     results: list[list[int]] = []
 
     async def flow() -> None:
@@ -55,7 +55,7 @@ def test_results_come_in_order(executor: Executor) -> None:
     assert results == [list(range(20)), []]
 
 
-def test_writes_never_run_beside_one_another(threads: ThreadExecutor) -> None:
+def test_executor_writes_never_overlap(threads: ThreadExecutor) -> None:
     inside, most = 0, 0
     done: list[int] = []
 
@@ -76,13 +76,13 @@ def test_writes_never_run_beside_one_another(threads: ThreadExecutor) -> None:
     assert most == 1
 
 
-def test_an_error_comes_out_when_all_calls_have_ended(threads: ThreadExecutor) -> None:
-    """The flow may free the buffers on the error, so no call may still write to them."""
+def test_executor_read_error_is_raised_after_all_calls_end(threads: ThreadExecutor) -> None:
+    """The flow may free its buffers after the error, so no call may still write to them."""
     release, ended = threading.Event(), threading.Event()
     caught: list[str] = []
 
     def slow() -> None:
-        assert release.wait(PATIENCE_S)
+        assert release.wait(TIMEOUT_S)
         ended.set()
 
     def bad() -> None:
@@ -108,7 +108,7 @@ def test_an_error_comes_out_when_all_calls_have_ended(threads: ThreadExecutor) -
     assert caught == ["other", "no"]
 
 
-def test_what_a_flow_raises_comes_out_at_its_owner(executor: Executor) -> None:
+def test_executor_flow_error_is_raised_in_run_until(executor: Executor) -> None:
     async def flow() -> None:
         await executor.write(lambda: 1 // 0)
 
@@ -121,13 +121,13 @@ def test_what_a_flow_raises_comes_out_at_its_owner(executor: Executor) -> None:
     assert not executor.writing
 
 
-def test_the_owner_is_woken_and_told_how_long_a_call_takes() -> None:
+def test_executor_wakes_owner_and_reports_longest_running_call() -> None:
     woken, release = threading.Event(), threading.Event()
     executor = ThreadExecutor(1, woken.set)
     done: list[int] = []
 
     async def flow() -> None:
-        await executor.write(lambda: release.wait(PATIENCE_S))
+        await executor.write(lambda: release.wait(TIMEOUT_S))
         done.append(1)
 
     assert executor.longest_s() == 0.0
@@ -136,26 +136,26 @@ def test_the_owner_is_woken_and_told_how_long_a_call_takes() -> None:
     while executor.longest_s() == 0.0:
         assert not woken.is_set()
     release.set()
-    assert woken.wait(PATIENCE_S)
+    assert woken.wait(TIMEOUT_S)
     assert executor.run_ready()
     assert done == [1]
     executor.close()
 
 
-def test_closing_waits_for_what_runs() -> None:
+def test_executor_close_waits_for_running_call() -> None:
     executor = ThreadExecutor(2, lambda: None)
     begun, release, ended = threading.Event(), threading.Event(), threading.Event()
 
     def call() -> None:
         begun.set()
-        release.wait(PATIENCE_S)
+        release.wait(TIMEOUT_S)
         ended.set()
 
     async def flow() -> None:
         await executor.read([call])
 
     executor.begin(flow())
-    assert begun.wait(PATIENCE_S)
+    assert begun.wait(TIMEOUT_S)
     threading.Timer(0.05, release.set).start()
     executor.close()
     assert ended.is_set()
@@ -163,7 +163,7 @@ def test_closing_waits_for_what_runs() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_calls_begun_ahead_give_what_they_give(executor: Executor, fails: bool) -> None:
+def test_executor_ahead_returns_or_raises_as_its_call(executor: Executor, fails: bool) -> None:
     def call() -> int:
         if fails:
             raise OSError("gone")
@@ -177,7 +177,7 @@ def test_calls_begun_ahead_give_what_they_give(executor: Executor, fails: bool) 
         assert wait() == 5
 
 
-def test_a_flow_that_nobody_goes_on_with_lets_go_of_what_it_holds() -> None:
+def test_executor_close_runs_finally_of_suspended_flow() -> None:
     executor = ThreadExecutor(2, lambda: None)
     left: list[str] = []
 
@@ -192,7 +192,7 @@ def test_a_flow_that_nobody_goes_on_with_lets_go_of_what_it_holds() -> None:
     assert left == ["here"]
 
 
-def test_read_several_calls_wakes_owner_once() -> None:
+def test_executor_read_several_calls_wakes_owner_once() -> None:
     woken: list[int] = []
     executor = ThreadExecutor(3, lambda: woken.append(1))
     done: list[int] = []
@@ -207,8 +207,8 @@ def test_read_several_calls_wakes_owner_once() -> None:
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])
-def test_call_that_failed_keeps_nothing_it_was_given(threads: ThreadExecutor, kind: str) -> None:
-    """The arguments may include rows, and a remaining reference would prevent their unmapping."""
+def test_executor_failed_call_keeps_no_reference_to_arguments(threads: ThreadExecutor, kind: str) -> None:
+    """The arguments may include rows, and a remaining reference would keep the rows mapped."""
     memory = bytearray(8)
     caught: list[str] = []
 
@@ -233,7 +233,7 @@ def test_call_that_failed_keeps_nothing_it_was_given(threads: ThreadExecutor, ki
     assert caught == ["8"]
 
 
-def test_thread_pool_too_few_threads_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_pool_failed_thread_start_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     before, start = threading.active_count(), threading.Thread.start
     started: list[threading.Thread] = []
 
@@ -267,6 +267,6 @@ print("ended", flush=True)
 
 
 @pytest.mark.parametrize(("script", "output"), [(AT_EXIT, "stored\n"), (HUNG, "ended\n")], ids=["atexit", "hung"])
-def test_thread_pool_at_the_exit_of_the_interpreter(script: str, output: str) -> None:
+def test_thread_pool_interpreter_exit_serves_atexit_and_ignores_hung_call(script: str, output: str) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert (done.stdout, done.stderr) == (output, "")

@@ -1,4 +1,4 @@
-"""The index and the lookup table, compared with a plain dictionary of sets."""
+"""The index and the lookup table, compared with a dictionary from keys to sets of packs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check(index: Index, reader: LookupTable, model: dict[bytes, set[bytes]], abs
     packs=st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=20, unique=True), min_size=1, max_size=8),
     removals=st.lists(st.tuples(st.lists(st.integers(0, 7), max_size=4), st.sampled_from([*FINGERPRINTS])), max_size=6),
 )
-def test_index_packs_come_and_go_finds_what_a_dictionary_does(
+def test_index_random_adds_and_removals_match_dictionary(
     length: int, packs: list[list[int]], removals: list[tuple[list[int], str]]
 ) -> None:
     index = Index()
@@ -87,7 +87,7 @@ def test_index_packs_come_and_go_finds_what_a_dictionary_does(
     index.close()
 
 
-def test_index_pack_added_again_has_another_number() -> None:
+def test_index_pack_added_again_gets_new_number() -> None:
     index = Index()
     table = table_of(1, fresh(3))
     index.add([table])
@@ -100,7 +100,7 @@ def test_index_pack_added_again_has_another_number() -> None:
 
 
 @pytest.mark.parametrize("collisions", [False, True])
-def test_index_grows_while_packs_come_and_go_finds_all(collisions: bool) -> None:
+def test_index_growing_under_adds_and_removals_finds_all_keys(collisions: bool) -> None:
     """The index replaces its table several times, in slices between changes; readers map each new table."""
     draw = random.Random(0)
     index = Index()
@@ -138,7 +138,7 @@ def test_index_grows_while_packs_come_and_go_finds_all(collisions: bool) -> None
     index.close()
 
 
-def test_index_that_always_has_as_many_keys_keeps_its_size() -> None:
+def test_index_constant_key_count_keeps_its_size() -> None:
     index = Index(30_000)
     tables = [table_of(number, fresh(500)) for number in range(400)]
     index.add(tables[:60])
@@ -157,7 +157,7 @@ def test_index_that_always_has_as_many_keys_keeps_its_size() -> None:
     index.close()
 
 
-def test_index_reloaded_forgets_the_rest() -> None:
+def test_index_reload_drops_packs_not_listed() -> None:
     index = Index()
     old, new = table_of(1, fresh(5)), table_of(2, fresh(7))
     index.add([old])
@@ -168,7 +168,7 @@ def test_index_reloaded_forgets_the_rest() -> None:
     index.close()
 
 
-def test_lookup_table_prefix_ends_at_the_first_absent_key() -> None:
+def test_lookup_table_prefix_ends_at_first_absent_key() -> None:
     index = Index()
     reader = LookupTable()
     keys = fresh(100)
@@ -184,7 +184,7 @@ def test_lookup_table_prefix_ends_at_the_first_absent_key() -> None:
     index.close()
 
 
-def test_lookup_table_collided_keys_are_not_held_until_they_are_stored() -> None:
+def test_lookup_table_collided_keys_miss_until_stored() -> None:
     index = Index()
     reader = reader_of(index)
     index.add([table_of(1, colliding(20))])
@@ -200,7 +200,7 @@ def test_lookup_table_collided_keys_are_not_held_until_they_are_stored() -> None
     index.close()
 
 
-def test_lookup_table_refuses_memory_that_may_shrink() -> None:
+def test_lookup_table_map_unsealed_or_too_small_memory_raises() -> None:
     reader = LookupTable()
     fd = os.memfd_create("unsealed")
     os.ftruncate(fd, 4096)
@@ -215,7 +215,7 @@ def test_lookup_table_refuses_memory_that_may_shrink() -> None:
     index.close()
 
 
-def test_lookup_table_memory_is_read_only_and_sealed() -> None:
+def test_index_share_returns_sealed_memory() -> None:
     index = Index()
     fd, _ = index.share()
     with pytest.raises(PermissionError):
@@ -225,7 +225,7 @@ def test_lookup_table_memory_is_read_only_and_sealed() -> None:
 
 
 @pytest.mark.parametrize("count", [3, 100])
-def test_index_hints_are_readable_and_name_no_pack(count: int) -> None:
+def test_index_hints_are_found_but_name_no_pack(count: int) -> None:
     index = Index()
     keys = fresh(count)
     index.add_hints(keys)
@@ -234,7 +234,7 @@ def test_index_hints_are_readable_and_name_no_pack(count: int) -> None:
     assert all(key in index for key in keys)
     assert index.first_candidates(keys) == [None] * count
     assert index.absent(keys) == keys
-    index.add([table_of(1, keys[1:])])  # behind the hints
+    index.add([table_of(1, keys[1:])])  # inserted after the hints
     packs: list[bytes | None] = [None, *[table_of(1, keys).pack_id] * (count - 1)]
     assert index.first_candidates(keys) == packs
     index.remove_hints(PackedKeys.of(keys[:2]).fingerprints)
@@ -245,7 +245,7 @@ def test_index_hints_are_readable_and_name_no_pack(count: int) -> None:
     assert (len(index), reader.prefix(keys)) == (0, 0)
 
 
-def test_index_hints_survive_a_larger_table_and_not_a_reload() -> None:
+def test_index_hints_survive_table_growth_but_not_reload() -> None:
     index = Index()
     hints = fresh(1000)
     index.add_hints(hints)

@@ -1,4 +1,4 @@
-"""The file in which a store that closes saves its index for the next opening."""
+"""The index file: a store saves its index in it on close, for the next opening."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def packs() -> list[PackWriter]:
 
 @contextmanager
 def opened(url: str, make_rows: Callable[..., Rows]) -> Iterator[tuple[Store, list[bytes | None]]]:
-    """Open a store; yield it, with the cursors for which it has asked for changes. None: the whole catalogue."""
+    """Open a store; yield it and the cursors of its calls of ``changes``. None reads the whole catalogue."""
     inner = open_backend(url)
     assert isinstance(inner, InspectableBackend)
     backend = FaultyBackend.of(inner)
@@ -47,7 +47,7 @@ def opened(url: str, make_rows: Callable[..., Rows]) -> Iterator[tuple[Store, li
 
 
 def commit(url: str, batch: CommitBatch) -> None:
-    """Commit as a process that has no index, such as a tool."""
+    """Commit without a store, like a process that has no index, such as a tool."""
     for pack in batch.packs:
         pack.restart()
     backend = open_backend(url)
@@ -64,27 +64,27 @@ def index_file(url: str) -> Path:
 
 
 def version(url: str) -> tuple[int, int, int]:
-    """Return what changes if the index file is written."""
+    """Return inode, modification time and size of the index file, which change when it is written."""
     stat = index_file(url).stat()
     return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
 def holds(store: Store, packs: list[PackWriter]) -> list[bool]:
-    """Return for each pack whether the index finds all of its keys; it finds all or none."""
+    """Return for each pack whether the index finds its keys; check that it finds all of them or none."""
     found = [{store.contains(key) for key in pack.keys.unpack()} for pack in packs]
     assert all(len(one) == 1 for one in found)
     return [one.pop() for one in found]
 
 
 def fill(url: str, packs: list[PackWriter], make_rows: Callable[..., Rows]) -> None:
-    """Make a store of all packs except the last one, and its file."""
+    """Make a store of all packs except the last one, and its index file."""
     commit(url, CommitBatch(packs[:PACKS]))
     with opened(url, make_rows):
         pass
     assert index_file(url).stat().st_mode & 0o777 == 0o600
 
 
-def test_next_opening_reads_the_file_instead_of_the_catalogue(
+def test_index_file_unchanged_store_opens_without_catalogue_scan(
     url: str, packs: list[PackWriter], make_rows: Callable[..., Rows]
 ) -> None:
     fill(url, packs, make_rows)
@@ -99,7 +99,7 @@ def test_next_opening_reads_the_file_instead_of_the_catalogue(
     assert version(url) == before, "nothing has changed, so it is not written again"
 
 
-def test_changes_after_the_file_was_written_are_applied(
+def test_index_file_changes_after_writing_are_applied(
     url: str, packs: list[PackWriter], make_rows: Callable[..., Rows]
 ) -> None:
     fill(url, packs, make_rows)
@@ -111,8 +111,10 @@ def test_changes_after_the_file_was_written_are_applied(
             assert len(store.index) == (PACKS - 1) * BLOCKS
 
 
-def test_file_that_is_too_old_is_deleted(url: str, packs: list[PackWriter], make_rows: Callable[..., Rows]) -> None:
-    """Otherwise its position in the log could become valid again, in a store that was restored from a copy."""
+def test_index_file_of_recreated_store_is_deleted(
+    url: str, packs: list[PackWriter], make_rows: Callable[..., Rows]
+) -> None:
+    """Otherwise its position in the log of changes could become valid again, in a store restored from a copy."""
     fill(url, packs, make_rows)
     path = index_file(url)
     saved = path.read_bytes()
@@ -128,7 +130,7 @@ def test_file_that_is_too_old_is_deleted(url: str, packs: list[PackWriter], make
 
 
 @pytest.mark.parametrize("damage", ["cut", "longer", "empty", "flipped", "garbage", "link", "fifo", "directory"])
-def test_damaged_file_is_ignored(
+def test_index_file_damaged_is_ignored(
     url: str, packs: list[PackWriter], make_rows: Callable[..., Rows], damage: str
 ) -> None:
     fill(url, packs, make_rows)
@@ -153,10 +155,10 @@ def test_damaged_file_is_ignored(
         assert holds(store, packs) == [True] * (PACKS + 1)
 
 
-def test_store_of_which_packs_failed_to_read_writes_no_file(
+def test_index_file_after_failed_pack_read_is_not_written(
     url: str, packs: list[PackWriter], make_rows: Callable[..., Rows]
 ) -> None:
-    """They are not in the index, but may be in the store."""
+    """Packs that could not be read are not in the index, but may still be in the store."""
     fill(url, packs, make_rows)
     path = index_file(url)
     path.unlink()
@@ -169,7 +171,7 @@ def test_store_of_which_packs_failed_to_read_writes_no_file(
     assert not path.exists()
 
 
-def test_read_only_store_uses_the_file_and_writes_none(
+def test_index_file_read_only_store_uses_but_does_not_write_it(
     url: str, packs: list[PackWriter], make_rows: Callable[..., Rows]
 ) -> None:
     fill(url, packs, make_rows)
@@ -183,7 +185,7 @@ def test_read_only_store_uses_the_file_and_writes_none(
     assert version(url) == before
 
 
-def test_small_store_has_no_file(url: str, packs: list[PackWriter], make_rows: Callable[..., Rows]) -> None:
+def test_index_file_small_store_writes_none(url: str, packs: list[PackWriter], make_rows: Callable[..., Rows]) -> None:
     commit(url, CommitBatch(packs[:1]))
     with opened(url, make_rows):
         pass

@@ -1,4 +1,4 @@
-"""Cutting a job into packs: always at the same depths, for any part of a context and any order of its blocks."""
+"""``plan_packs`` divides a job into packs at fixed depths, for any part of a context and any order of its blocks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def shape(packs: Iterable[Any]) -> list[list[tuple[Any, ...]]]:
 
 @pytest.mark.parametrize("first", [0, 3, 8, 61])
 @pytest.mark.parametrize("count", [1, 5, 8, 9, 30])
-def test_a_chain_is_cut_as_its_blocks_in_any_order_are(rows: Rows, first: int, count: int) -> None:
+def test_plan_packs_shuffled_blocks_give_same_packs_as_chain(rows: Rows, first: int, count: int) -> None:
     blocks = chain(first, count)
     assert blocks.chained
     cut = blocks_per_pack(rows, MAX_BYTES)
@@ -56,13 +56,13 @@ def test_a_chain_is_cut_as_its_blocks_in_any_order_are(rows: Rows, first: int, c
     assert [key for ((*_, keys, _, _),) in planned for key in keys] == blocks.keys
 
 
-def test_what_is_no_chain_is_none() -> None:
+def test_blocks_chained_mixed_groups_gap_or_unknown_depth_is_false() -> None:
     groups, gap = (joined(chain(0, 3), other) for other in (chain(3, 2, 1), chain(4, 2)))
     for blocks in (groups, gap, chain(0, 3)._replace(depths=[UNKNOWN_DEPTH] * 3), Blocks([], [], [], [])):
         assert not blocks.chained
 
 
-def test_groups_share_packs_and_unknown_depths_fill_theirs(rows: Rows) -> None:
+def test_plan_packs_groups_share_packs_and_unknown_depths_fill_packs(rows: Rows) -> None:
     both = joined(chain(0, 5), chain(0, 5, group=1))
     cut = blocks_per_pack(rows, MAX_BYTES)
     assert [len(pack) for pack in shape(plan_packs(rows, both, MAX_BYTES))] == [2, 2]
@@ -71,5 +71,5 @@ def test_groups_share_packs_and_unknown_depths_fill_theirs(rows: Rows) -> None:
     assert [len(pack[0][2]) for pack in shape(plan_packs(rows, unknown, MAX_BYTES))] == [4] * 5
 
 
-def test_no_blocks_make_no_pack(rows: Rows) -> None:
+def test_plan_packs_no_blocks_returns_no_packs(rows: Rows) -> None:
     assert plan_packs(rows, Blocks([], [], [], [])) == []

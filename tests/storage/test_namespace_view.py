@@ -1,4 +1,4 @@
-"""A handle's view of a store that other handles change, and the packs that the handle deletes."""
+"""A store that other handles change, and the damaged packs that a handle deletes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OpenStore = Callable[..., Store]
 
 
 @pytest.mark.parametrize("bad", [0, 1])
-def test_a_bad_pack_shortens_its_request_and_costs_no_other(
+def test_read_damaged_pack_shortens_manifest_and_keeps_other_packs(
     open_store: OpenStore, store_url: str, keys: Keys, bad: int
 ) -> None:
     store = open_store(store_url)
@@ -52,7 +52,7 @@ def test_a_bad_pack_shortens_its_request_and_costs_no_other(
 
 
 def replace(store: Store, names: list[bytes]) -> None:
-    """Delete the pack of these keys and store other bytes under the same keys, and so under the same pack name."""
+    """Delete the pack of these keys and store other bytes under the same keys, and so under the same pack ID."""
     tables = store.catalogue.backend.changes(store.namespace, None).added
     store.catalogue.backend.commit(store.namespace, CommitBatch(deletions=[table.pack_id for table in tables]))
     store.refresh()
@@ -61,7 +61,7 @@ def replace(store: Store, names: list[bytes]) -> None:
     store.flush()
 
 
-def test_nothing_is_deleted_where_the_catalogue_cannot_be_looked_at(
+def test_read_damaged_pack_unreadable_catalogue_deletes_nothing(
     open_store: OpenStore, store_url: str, keys: Keys
 ) -> None:
     """Without the catalogue, a damaged pack cannot be distinguished from a replaced one."""
@@ -78,9 +78,7 @@ def test_nothing_is_deleted_where_the_catalogue_cannot_be_looked_at(
     assert store.read(names, range(64)) == []
 
 
-def test_what_was_replaced_between_look_and_deletion_is_not_deleted(
-    open_store: OpenStore, keys: Keys, tmp_path: Any
-) -> None:
+def test_read_damaged_pack_replaced_before_deletion_is_kept(open_store: OpenStore, keys: Keys, tmp_path: Any) -> None:
     url = f"lmdb://{tmp_path}/store"
     ours, theirs = open_store(url), open_store(url)
     names = keys(64)
@@ -104,7 +102,7 @@ def test_what_was_replaced_between_look_and_deletion_is_not_deleted(
     assert ours.read(names, range(64)) == []
 
 
-def test_what_went_meanwhile_is_no_damage(
+def test_read_deleted_pack_misses_and_counts_no_damage(
     open_store: OpenStore, keys: Keys, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
@@ -122,8 +120,8 @@ def test_what_went_meanwhile_is_no_damage(
     assert ours.read(names, range(64)) == []
 
 
-def test_a_handle_that_lost_its_place_learns_what_it_missed(open_store: OpenStore, keys: Keys, tmp_path: Any) -> None:
-    """A commit without a cursor succeeds regardless of other commits; the handle must still learn of them."""
+def test_commit_without_cursor_refresh_finds_blocks_of_others(open_store: OpenStore, keys: Keys, tmp_path: Any) -> None:
+    """A commit without a cursor succeeds regardless of other commits; the handle must still apply them."""
     url = f"lmdb://{tmp_path}/store"
     ours, theirs = open_store(url), open_store(url)
     foreign, mine = keys(1), keys(64)

@@ -8,17 +8,17 @@ from persistkv.errors import ConfigurationError, StoreUnavailableError
 from persistkv.storage import BACKENDS, open_backend, open_inspectable
 
 
-def test_shipped_drivers_are_found() -> None:
+def test_backends_shipped_drivers_are_registered() -> None:
     assert BACKENDS.get("lmdb").__name__ == "LmdbBackend"
     assert BACKENDS.get("s3").__name__ == "S3Backend"
 
 
-def test_unknown_scheme_names_the_known_ones() -> None:
+def test_open_backend_unknown_scheme_raises_and_lists_known_schemes() -> None:
     with pytest.raises(ConfigurationError, match=r"url scheme: 'nope'.*lmdb.*s3"):
         open_backend("nope://somewhere")
 
 
-def test_open(tmp_path: Path) -> None:
+def test_open_backend_applies_url_options_and_absent_store_raises(tmp_path: Path) -> None:
     backend = open_inspectable(f"lmdb://{tmp_path}/store?capacity=16MiB")
     assert backend.stats().capacity == 16 << 20
     backend.close()

@@ -1,4 +1,4 @@
-"""Blocks of several groups in one row: gathering and placement."""
+"""``Rows``: reads and writes of the blocks of several groups in one row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TWO_GROUPS = (((0, 4096), (8192, 100)), ((4096, 4096),))
 
 @pytest.mark.parametrize("block_ids", [[0], [1, 2, 3], [5, 4, 1, 2, 3, 7]])
 @pytest.mark.parametrize("group", [0, 1])
-def test_pieces_are_what_gather_takes_where_it_lies(
+def test_rows_pieces_equal_gathered_bytes_without_copy(
     make_rows: Callable[..., Rows], block_ids: list[int], group: int
 ) -> None:
     rows = make_rows(8, 8192, (((0, 8192),), ((0, 4096), (6144, 100))))
@@ -24,13 +24,13 @@ def test_pieces_are_what_gather_takes_where_it_lies(
     assert all(np.shares_memory(np.frombuffer(piece, np.uint8), rows.array) for piece in pieces)
 
 
-def test_whole_rows_side_by_side_are_one_piece(make_rows: Callable[..., Rows]) -> None:
+def test_rows_pieces_adjacent_whole_rows_are_joined(make_rows: Callable[..., Rows]) -> None:
     rows = make_rows(8, 8192)
     assert list(map(len, rows.pieces(0, [2, 3, 4, 7, 1, 2]))) == [3 * 8192, 8192, 2 * 8192]
 
 
 @pytest.mark.parametrize("block_ids", [[3], [3, 4, 5], [5, 3, 9], [9, 9]])
-def test_gather_takes_the_valid_ranges_only(make_rows: Callable[..., Rows], block_ids: list[int]) -> None:
+def test_rows_gather_returns_valid_ranges_only(make_rows: Callable[..., Rows], block_ids: list[int]) -> None:
     rows = make_rows(16, 12288, TWO_GROUPS)
     gathered = rows.gather(0, block_ids)
     assert gathered.shape == (len(block_ids), 4196)
@@ -41,13 +41,13 @@ def test_gather_takes_the_valid_ranges_only(make_rows: Callable[..., Rows], bloc
     assert rows.gather(1, block_ids).tobytes() == rows.array[block_ids, 4096:8192].tobytes()
 
 
-def test_whole_rows_side_by_side_are_not_copied(make_rows: Callable[..., Rows]) -> None:
+def test_rows_gather_adjacent_whole_rows_does_not_copy(make_rows: Callable[..., Rows]) -> None:
     rows = make_rows(8, 4096)
     assert np.shares_memory(rows.gather(0, [2, 3, 4]), rows.array)
     assert not np.shares_memory(rows.gather(0, [2, 4, 3]), rows.array)
 
 
-def test_places_are_the_rows_themselves(make_rows: Callable[..., Rows]) -> None:
+def test_rows_places_write_through_to_row(make_rows: Callable[..., Rows]) -> None:
     rows = make_rows(8, 12288, TWO_GROUPS)
     first, second = rows.places(0, 5)
     first[:] = bytes(4096)
@@ -57,26 +57,26 @@ def test_places_are_the_rows_themselves(make_rows: Callable[..., Rows]) -> None:
     assert rows.array[5, 8292:].any()
 
 
-def test_rows_that_are_not_there_are_refused(make_rows: Callable[..., Rows]) -> None:
+def test_rows_check_absent_row_raises(make_rows: Callable[..., Rows]) -> None:
     rows = make_rows(8, 4096)
     rows.check([])
     with pytest.raises(ValueError, match="rows 0 to 8 do not exist: there are 8 rows"):
         rows.check([0, 8])
 
 
-def test_a_buffer_of_odd_size_is_refused(make_rows: Callable[..., Rows]) -> None:
+def test_rows_buffer_not_multiple_of_stride_raises(make_rows: Callable[..., Rows]) -> None:
     layout = make_rows(1, 4096).layout
     with pytest.raises(ValueError, match="no multiple of the row stride"):
         Rows(memoryview(bytearray(5000)), layout)
 
 
 @pytest.mark.parametrize("ranges", [((0, 5000),), ((100, 10), (50, 10)), ()])
-def test_ranges_outside_a_row_are_refused(make_rows: Callable[..., Rows], ranges: tuple[tuple[int, int], ...]) -> None:
+def test_rows_invalid_group_ranges_raise(make_rows: Callable[..., Rows], ranges: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(ConfigurationError, match=r"groups\[0\].ranges"):
         make_rows(1, 4096, (ranges, ((0, 1),)))
 
 
-def test_staged_runs_are_one_sequence(make_rows: Callable[..., Rows]) -> None:
+def test_staged_blocks_gather_spans_runs_as_one_sequence(make_rows: Callable[..., Rows]) -> None:
     rows = make_rows(8, 4096)
     staged = StagedBlocks([rows.array[0:2], rows.array[4:5], rows.array[6:8]])
     whole = rows.array[[0, 1, 4, 6, 7]]

@@ -1,4 +1,4 @@
-"""One open namespace, on each driver: a read returns the stored bytes or reports a miss."""
+"""A store on each driver: a read returns the stored bytes or reports a miss."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ OpenStore = Callable[..., Store]
 
 @pytest.mark.parametrize("codec", ["raw", "zstd", "zstd:3"])
 @pytest.mark.parametrize("count", [1, 3, 16, 64])
-def test_round_trip(store_url: str, open_store: OpenStore, keys: Keys, codec: str, count: int) -> None:
+def test_store_round_trip_returns_stored_bytes(
+    store_url: str, open_store: OpenStore, keys: Keys, codec: str, count: int
+) -> None:
     store = open_store(store_url, codec=codec)
     store.rows.array[:, ::3] = 0  # so that zstd can compress the blocks
     names, places = keys(count), list(range(count))[::-1]
@@ -38,7 +40,7 @@ def test_round_trip(store_url: str, open_store: OpenStore, keys: Keys, codec: st
     assert store.counters.stored_blocks == store.counters.loaded_blocks == count
 
 
-def test_parts_of_frames_and_several_groups(
+def test_read_blocks_of_several_groups_writes_only_their_ranges(
     store_url: str, open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows]
 ) -> None:
     rows = make_rows(64, 12288, (((0, 4096), (8192, 100)), ((4096, 4096),)))
@@ -57,7 +59,7 @@ def test_parts_of_frames_and_several_groups(
     assert not rows.array[42, :4096].any()
 
 
-def test_nothing_is_visible_before_it_is_durable(store_url: str, open_store: OpenStore, keys: Keys) -> None:
+def test_put_blocks_are_found_only_after_flush(store_url: str, open_store: OpenStore, keys: Keys) -> None:
     store = open_store(store_url)
     small, large = keys(2), keys(64)
     assert store.put("r", small, [0, 1], [0, 1])
@@ -70,7 +72,7 @@ def test_nothing_is_visible_before_it_is_durable(store_url: str, open_store: Ope
     assert sorted(store.take_news().stored) == sorted(small + large)
 
 
-def test_staged_blocks_no_longer_need_their_rows(store_url: str, open_store: OpenStore, keys: Keys) -> None:
+def test_put_staged_blocks_survive_overwritten_rows(store_url: str, open_store: OpenStore, keys: Keys) -> None:
     store = open_store(store_url)
     names = keys(3)
     store.put("r", names, [5, 6, 7], [0, 1, 2])
@@ -80,7 +82,7 @@ def test_staged_blocks_no_longer_need_their_rows(store_url: str, open_store: Ope
     assert (store.rows.array[:3] == before[5:8]).all()
 
 
-def test_what_is_held_or_on_its_way_is_not_written_again(store_url: str, open_store: OpenStore, keys: Keys) -> None:
+def test_put_held_or_pending_block_is_not_written_again(store_url: str, open_store: OpenStore, keys: Keys) -> None:
     store = open_store(store_url)
     names = keys(64)
     store.put("a", names, range(64), None)
@@ -92,7 +94,7 @@ def test_what_is_held_or_on_its_way_is_not_written_again(store_url: str, open_st
     assert store.counters.held_blocks == 2 + 128
 
 
-def test_decoded_blocks_of_a_request_become_one_frame(store_url: str, open_store: OpenStore, keys: Keys) -> None:
+def test_put_single_blocks_of_request_become_one_frame(store_url: str, open_store: OpenStore, keys: Keys) -> None:
     store = open_store(store_url)
     names = keys(5)
     for depth, name in enumerate(names):
@@ -104,7 +106,7 @@ def test_decoded_blocks_of_a_request_become_one_frame(store_url: str, open_store
     assert len(pack.frames) == 1
 
 
-def test_two_stores_cut_the_same_packs_of_one_prefix(
+def test_put_same_prefix_in_other_steps_gives_same_packs(
     open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows]
 ) -> None:
     names = keys(96)
@@ -119,7 +121,7 @@ def test_two_stores_cut_the_same_packs_of_one_prefix(
     assert len(cut[0]) == 3
 
 
-def test_a_manifest_tells_of_the_whole_context(store_url: str, open_store: OpenStore, keys: Keys) -> None:
+def test_end_request_manifest_names_whole_context(store_url: str, open_store: OpenStore, keys: Keys) -> None:
     store = open_store(store_url)
     names = keys(4)
     store.put("a", names[:2], [0, 1], [0, 1])
@@ -135,7 +137,7 @@ def test_a_manifest_tells_of_the_whole_context(store_url: str, open_store: OpenS
     assert all(map(store.contains, names)), "what another request staged is written with it"
 
 
-def test_a_manifest_never_names_what_is_not_there(store_url: str, open_store: OpenStore, keys: Keys) -> None:
+def test_end_request_missing_block_shortens_manifest(store_url: str, open_store: OpenStore, keys: Keys) -> None:
     store = open_store(store_url)
     names = keys(4)
     store.put("r", [names[0], names[1], names[3]], [0, 1, 3], [0, 1, 3])
@@ -148,7 +150,7 @@ def test_a_manifest_never_names_what_is_not_there(store_url: str, open_store: Op
     assert (manifest.tokens, manifest.group_blocks) == (32, (2,))
 
 
-def test_age_and_bound_make_staged_blocks_due(open_store: OpenStore, keys: Keys) -> None:
+def test_wants_commit_age_or_staging_bound_makes_blocks_due(open_store: OpenStore, keys: Keys) -> None:
     aged = open_store("memory://x", max_age_s=0.0)
     aged.put("r", keys(1), [0], None)
     assert aged.wants_commit()
@@ -162,7 +164,7 @@ def test_age_and_bound_make_staged_blocks_due(open_store: OpenStore, keys: Keys)
     assert len(bounded.index) == 2
 
 
-def test_bad_rows_and_groups_are_refused_untouched(open_store: OpenStore, keys: Keys) -> None:
+def test_put_and_read_invalid_arguments_raise_and_stage_nothing(open_store: OpenStore, keys: Keys) -> None:
     store = open_store("memory://x")
     with pytest.raises(ValueError, match="rows 0 to 64"):
         store.put("r", keys(2), [0, 64], None)
@@ -177,7 +179,7 @@ def test_bad_rows_and_groups_are_refused_untouched(open_store: OpenStore, keys: 
     assert not store.wants_commit()
 
 
-def test_reopening_finds_everything(open_store: OpenStore, keys: Keys, tmp_path: Any) -> None:
+def test_store_reopened_finds_all_blocks(open_store: OpenStore, keys: Keys, tmp_path: Any) -> None:
     url = f"lmdb://{tmp_path}/store"
     first = open_store(url)
     names = keys(64)
@@ -192,7 +194,7 @@ def test_reopening_finds_everything(open_store: OpenStore, keys: Keys, tmp_path:
     assert again.notice == ""
 
 
-def test_other_handles_learn_of_what_was_stored_and_deleted(open_store: OpenStore, keys: Keys, tmp_path: Any) -> None:
+def test_tick_applies_stores_and_deletions_of_other_handles(open_store: OpenStore, keys: Keys, tmp_path: Any) -> None:
     url = f"lmdb://{tmp_path}/store"
     writer, reader = open_store(url), open_store(url, refresh_s=0.0)
     names = keys(64)
@@ -208,7 +210,7 @@ def test_other_handles_learn_of_what_was_stored_and_deleted(open_store: OpenStor
     assert reader.read(names, range(64)) == names
 
 
-def test_a_commit_looks_again_at_what_others_stored(open_store: OpenStore, keys: Keys, tmp_path: Any) -> None:
+def test_commit_blocks_stored_by_others_are_not_written_again(open_store: OpenStore, keys: Keys, tmp_path: Any) -> None:
     url = f"lmdb://{tmp_path}/store"
     one, two = open_store(url), open_store(url)
     names = keys(64)
@@ -221,8 +223,8 @@ def test_a_commit_looks_again_at_what_others_stored(open_store: OpenStore, keys:
     assert inspectable(one).stats().packs == 1
 
 
-def test_what_others_commit_before_ours_is_not_passed_over(open_store: OpenStore, keys: Keys, tmp_path: Any) -> None:
-    """The last retry commits regardless of other commits; its cursor may be newer than commits not seen here."""
+def test_commit_after_commits_of_others_finds_their_blocks(open_store: OpenStore, keys: Keys, tmp_path: Any) -> None:
+    """The last retry commits regardless of other commits, so its cursor may be newer than commits not yet applied."""
     url = f"lmdb://{tmp_path}/store"
     ours, theirs = open_store(url), open_store(url)
     foreign = keys(3)
@@ -240,7 +242,7 @@ def test_what_others_commit_before_ours_is_not_passed_over(open_store: OpenStore
     assert all(map(ours.contains, mine + expected))
 
 
-def test_small_jobs_do_not_gather_past_their_bound(open_store: OpenStore, keys: Keys) -> None:
+def test_put_full_staging_leaves_blocks_in_their_rows(open_store: OpenStore, keys: Keys) -> None:
     store = open_store("memory://x", staging_bytes=8 * (64 << 10), max_age_s=1e6)
     names = [keys(4) for _ in range(3)]
     free = [store.put("r", names[job], range(4 * job, 4 * job + 4), None) for job in range(3)]
@@ -252,7 +254,9 @@ def test_small_jobs_do_not_gather_past_their_bound(open_store: OpenStore, keys: 
     assert all(store.contains(key) for job in names for key in job)
 
 
-def test_another_identity_misses_and_is_told_why(open_store: OpenStore, keys: Keys, tmp_path: Any) -> None:
+def test_store_other_identity_misses_and_notice_names_difference(
+    open_store: OpenStore, keys: Keys, tmp_path: Any
+) -> None:
     url = f"lmdb://{tmp_path}/store"
     store = open_store(url)
     names = keys(2)
@@ -268,12 +272,12 @@ def test_another_identity_misses_and_is_told_why(open_store: OpenStore, keys: Ke
     assert open_store(url, identity=other).notice == ""
 
 
-def test_an_unknown_codec_is_refused_before_anything_is_made(open_store: OpenStore, tmp_path: Any) -> None:
+def test_store_unknown_codec_raises(open_store: OpenStore, tmp_path: Any) -> None:
     with pytest.raises(ConfigurationError, match="codec: 'lz5'"):
         open_store(f"lmdb://{tmp_path}/store", codec="lz5")
 
 
-def test_readers_take_neighbouring_frames_in_one_span(open_store: OpenStore, keys: Keys) -> None:
+def test_read_adjacent_frames_use_one_span(open_store: OpenStore, keys: Keys) -> None:
     store = open_store("memory://x")
     names = keys(32)
     store.put("r", names, range(32), None)
@@ -285,7 +289,7 @@ def test_readers_take_neighbouring_frames_in_one_span(open_store: OpenStore, key
     assert sum(map(len, seen[0].buffers)) == 32 * (64 << 10)
 
 
-def test_a_pack_alone_is_enough(open_store: OpenStore, keys: Keys) -> None:
+def test_stored_pack_with_table_parses_without_catalogue(open_store: OpenStore, keys: Keys) -> None:
     store = open_store("memory://x", codec="zstd")
     names = keys(8)
     store.put("r", names, range(8), range(8))
@@ -299,8 +303,10 @@ def test_a_pack_alone_is_enough(open_store: OpenStore, keys: Keys) -> None:
         PackTable.parse(stored)
 
 
-def test_an_interval_gathers_what_was_taken(store_url: str, open_store: OpenStore, keys: Keys) -> None:
-    """Large jobs are copied, too: their rows are free at once, but their blocks are not durable before the flush."""
+def test_durability_interval_copies_blocks_and_flush_commits_once(
+    store_url: str, open_store: OpenStore, keys: Keys
+) -> None:
+    """Large jobs are copied, too: their rows are free at once, and their blocks become durable with the flush."""
     store = open_store(store_url, durability="interval:1h", max_age_s=0.0, refresh_s=1e6)
     large, small = keys(64), keys(3)
     assert store.put("a", large, range(64), range(64))
@@ -320,8 +326,10 @@ def test_an_interval_gathers_what_was_taken(store_url: str, open_store: OpenStor
     assert (store.rows.array == before).all()
 
 
-@pytest.mark.parametrize("use", ["blocks", "an end"])
-def test_an_interval_ends(open_store: OpenStore, keys: Keys, monkeypatch: pytest.MonkeyPatch, use: str) -> None:
+@pytest.mark.parametrize("use", ["blocks", "request end"])
+def test_durability_interval_elapsed_tick_commits(
+    open_store: OpenStore, keys: Keys, monkeypatch: pytest.MonkeyPatch, use: str
+) -> None:
     store = open_store("memory://x", durability="interval:1h")
     names = keys(2)
     if use == "blocks":
@@ -337,7 +345,9 @@ def test_an_interval_ends(open_store: OpenStore, keys: Keys, monkeypatch: pytest
     assert not store.wants_commit()
 
 
-def test_an_interval_ends_where_memory_does(open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows]) -> None:
+def test_durability_interval_full_staging_commits_early(
+    open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows]
+) -> None:
     store = open_store("memory://x", make_rows(64, 1 << 20), durability="interval:1h", staging_bytes=64 << 20)
     names = keys(48)
     assert store.put("r", names[:8], range(8), range(8))
@@ -370,10 +380,10 @@ def test_begin_read_rows_do_not_match_distinct_keys_raises(
     assert np.array_equal(store.rows.array, before)
 
 
-def test_blocks_are_wanted_in_any_places(
+def test_read_any_blocks_into_any_rows_returns_stored_bytes(
     store_url: str, open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows]
 ) -> None:
-    """Whole and partial frames, adjacent and scattered rows; raw and encoded."""
+    """Read whole and partial frames into adjacent and scattered rows, from raw and encoded packs."""
     draw = np.random.default_rng(11)
     for codec, ranges in (("raw", ()), ("zstd", ()), ("raw", (((0, 4096), (8192, 100)),)), ("zstd", (((0, 100),),))):
         store = open_store(

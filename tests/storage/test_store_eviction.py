@@ -1,4 +1,4 @@
-"""One open namespace of a store that is full, or whose blocks expire."""
+"""A store that is full, or whose blocks expire."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def store_request(store: Store, request: str, names: list[bytes], *, close: bool
     store.flush()
 
 
-def test_a_full_store_takes_what_is_new_and_forgets_what_is_old(
+def test_store_full_evicts_oldest_requests_first(
     open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows], tmp_path: Any
 ) -> None:
     store = small_store(tmp_path, open_store, make_rows)
@@ -51,7 +51,7 @@ def test_a_full_store_takes_what_is_new_and_forgets_what_is_old(
 
 
 @pytest.mark.parametrize("use", ["read", "touch", "offer", "another request"])
-def test_what_is_used_stays(
+def test_store_full_keeps_used_blocks(
     open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows], tmp_path: Any, use: str
 ) -> None:
     store = small_store(tmp_path, open_store, make_rows)
@@ -71,7 +71,7 @@ def test_what_is_used_stays(
     assert store.counters.evicted_blocks
 
 
-def test_a_request_that_goes_on_keeps_its_prefix(
+def test_store_full_growing_context_keeps_its_prefix(
     open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows], tmp_path: Any
 ) -> None:
     """Each manifest touches the whole chain, so a prefix is never evicted before the blocks that depend on it."""
@@ -92,7 +92,7 @@ def test_a_request_that_goes_on_keeps_its_prefix(
     assert not any(map(store.contains, context))
 
 
-def test_uses_are_committed_though_nothing_is_stored(
+def test_touch_without_stores_is_committed_when_due(
     open_store: OpenStore, keys: Keys, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(f"lmdb://{tmp_path}/store", refresh_s=1e6)
@@ -115,7 +115,7 @@ def test_uses_are_committed_though_nothing_is_stored(
     assert store.counters.commits == commits + 1
 
 
-def test_idle_stores_let_old_blocks_expire(
+def test_tick_idle_store_expires_old_blocks(
     open_store: OpenStore, keys: Keys, store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(f"{store_url}{'&' if '?' in store_url else '?'}ttl=1h")
@@ -131,7 +131,7 @@ def test_idle_stores_let_old_blocks_expire(
     assert store.take_news().removed == names
 
 
-def test_blocks_evicted_by_another_handle_are_gone_here_too(
+def test_tick_blocks_evicted_by_another_handle_are_removed(
     open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows], tmp_path: Any
 ) -> None:
     one = small_store(tmp_path, open_store, make_rows)
@@ -148,7 +148,7 @@ def test_blocks_evicted_by_another_handle_are_gone_here_too(
     assert len(two.index) == len(one.index)
 
 
-def test_what_is_larger_than_the_store_is_dropped_and_nothing_else(
+def test_store_full_request_larger_than_store_drops_only_its_blocks(
     open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows], tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = open_store(f"lmdb://{tmp_path}/store?capacity=2MiB", make_rows(64))

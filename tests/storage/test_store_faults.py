@@ -1,4 +1,4 @@
-"""One open namespace whose medium fails or whose bytes are damaged: reads miss, and never return wrong bytes."""
+"""A store whose backend fails or whose bytes are damaged: reads miss, and never return wrong bytes."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from tests.storage.stores import end, flip_reads, inject_faults, inspectable, ma
 
 Keys = Callable[..., list[bytes]]
 OpenStore = Callable[..., Store]
-Failing = tuple[Store, FaultyBackend[InspectableBackend]]
+FaultyStore = tuple[Store, FaultyBackend[InspectableBackend]]
 
 
 @pytest.fixture
-def failing(open_store: OpenStore, store_url: str) -> Failing:
+def faulty_store(open_store: OpenStore, store_url: str) -> FaultyStore:
     store = open_store(store_url)
     return store, inject_faults(store)
 
 
-def test_a_failed_commit_costs_its_blocks_and_nothing_else(
-    failing: Failing, keys: Keys, caplog: pytest.LogCaptureFixture
+def test_commit_store_full_drops_only_its_blocks(
+    faulty_store: FaultyStore, keys: Keys, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store, backend = failing
+    store, backend = faulty_store
     backend.fail("commit", StoreFullError("no room"), times=1)
     lost, kept = keys(64), keys(2)
     store.put("r", lost, range(64), None)
@@ -51,8 +51,8 @@ def test_a_failed_commit_costs_its_blocks_and_nothing_else(
     assert all(map(store.contains, lost)), "what was dropped can be stored later"
 
 
-def test_one_pack_too_many_costs_only_itself(failing: Failing, keys: Keys) -> None:
-    store, backend = failing
+def test_commit_store_full_for_whole_batch_commits_packs_one_by_one(faulty_store: FaultyStore, keys: Keys) -> None:
+    store, backend = faulty_store
 
     def refuse_two(namespace: bytes, batch: CommitBatch) -> None:
         if len(batch.packs) > 1:
@@ -68,8 +68,8 @@ def test_one_pack_too_many_costs_only_itself(failing: Failing, keys: Keys) -> No
     assert [manifest.id for manifest in manifests(store)] == ["manifest-a"]
 
 
-def test_a_failed_read_is_a_miss_and_deletes_nothing(failing: Failing, keys: Keys) -> None:
-    store, backend = failing
+def test_read_backend_error_misses_and_deletes_nothing(faulty_store: FaultyStore, keys: Keys) -> None:
+    store, backend = faulty_store
     names = keys(64)
     store.put("r", names, range(64), None)
     store.flush()
@@ -80,7 +80,7 @@ def test_a_failed_read_is_a_miss_and_deletes_nothing(failing: Failing, keys: Key
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
-def test_a_flipped_byte_is_a_miss_and_the_pack_is_deleted(
+def test_read_flipped_byte_misses_and_deletes_pack(
     open_store: OpenStore, store_url: str, keys: Keys, codec: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = open_store(store_url, codec=codec)
@@ -105,8 +105,10 @@ def test_a_flipped_byte_is_a_miss_and_the_pack_is_deleted(
     assert store.read(names, range(32)) == [], "the same blocks can be stored anew"
 
 
-def test_a_pack_that_was_replaced_is_not_deleted(open_store: OpenStore, keys: Keys, tmp_path: Any) -> None:
-    """Equal keys give equal pack names; only the table shows that the bytes differ."""
+def test_read_pack_replaced_by_another_store_misses_and_keeps_pack(
+    open_store: OpenStore, keys: Keys, tmp_path: Any
+) -> None:
+    """Equal keys give equal pack IDs; only the pack's table shows that the bytes differ."""
     url = f"lmdb://{tmp_path}/store"
     ours, theirs = open_store(url), open_store(url)
     names = keys(64)
@@ -128,7 +130,7 @@ def test_a_pack_that_was_replaced_is_not_deleted(open_store: OpenStore, keys: Ke
     assert set(names) <= set(news.stored)
 
 
-def test_a_pack_without_its_payload_heals(open_store: OpenStore, keys: Keys) -> None:
+def test_read_pack_without_payload_misses_and_can_be_stored_again(open_store: OpenStore, keys: Keys) -> None:
     store = open_store("memory://x")
     names = keys(64)
     for _ in range(2):
@@ -141,7 +143,7 @@ def test_a_pack_without_its_payload_heals(open_store: OpenStore, keys: Keys) -> 
         assert not any(map(store.contains, names))
 
 
-def test_a_codec_of_another_release_is_a_miss_and_no_damage(
+def test_read_unknown_codec_misses_and_keeps_pack(
     open_store: OpenStore, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store("memory://x", codec="zstd")
@@ -160,8 +162,10 @@ def test_a_codec_of_another_release_is_a_miss_and_no_damage(
     assert store.read(names, range(64)) == []
 
 
-def test_a_full_store_says_so_once(failing: Failing, keys: Keys, caplog: pytest.LogCaptureFixture) -> None:
-    store, backend = failing
+def test_commit_store_full_repeatedly_warns_once(
+    faulty_store: FaultyStore, keys: Keys, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, backend = faulty_store
     backend.fail("commit", StoreFullError("no room"), times=10)
     for _ in range(5):
         store.put("r", keys(64), range(64), None)
@@ -170,8 +174,8 @@ def test_a_full_store_says_so_once(failing: Failing, keys: Keys, caplog: pytest.
     assert store.counters.dropped_blocks == 5 * 64
 
 
-def test_a_block_in_the_place_of_another_does_not_verify(open_store: OpenStore, keys: Keys) -> None:
-    """Swap the payloads of two packs of equal size: each frame is intact, and in the wrong pack."""
+def test_read_swapped_payloads_miss(open_store: OpenStore, keys: Keys) -> None:
+    """Swap the payloads of two packs of equal size: each frame is intact, but in the wrong pack."""
     store = open_store("memory://x")
     one, two = keys(64), keys(64)
     store.put("a", one, range(64), None)
@@ -185,7 +189,7 @@ def test_a_block_in_the_place_of_another_does_not_verify(open_store: OpenStore, 
     assert store.read(two, range(64)) == two
 
 
-def test_a_table_of_other_block_sizes_is_a_miss(
+def test_read_pack_of_other_block_size_misses(
     open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows], tmp_path: Any
 ) -> None:
     url = f"lmdb://{tmp_path}/store"

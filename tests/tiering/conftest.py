@@ -1,4 +1,4 @@
-"""A primary tier on a real region, with secondary tiers that keep bytes."""
+"""Fixtures: a manager with a primary tier on a shared region, and secondary tiers; keys and requests."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Stack:
     tiers: list[Any] = field(default_factory=list)
 
     def store(self, keys: Sequence[OffloadKey], req: ReqContext) -> None:
-        """Act as a worker: write the rows, then report."""
+        """Store blocks as a worker does: write their rows, then complete the store."""
         output = self.manager.prepare_store(keys, req)
         assert output is not None
         self.fill(output.keys_to_store, output.store_spec)
@@ -72,8 +72,8 @@ class Stack:
     def step(self, times: int = 1) -> list[Any]:
         return [event for _ in range(times) for event in self.manager.take_events()]
 
-    def forget_primary(self) -> None:
-        """Make the primary tier cold, as after a restart; the secondary tiers keep their blocks."""
+    def clear_primary(self) -> None:
+        """Empty the primary tier, as a restart does; the secondary tiers keep their blocks."""
         self.primary.reset_cache()
         self.rows[:] = 0
 
@@ -121,7 +121,7 @@ def make_stack() -> Iterator[MakeStack]:
 
 @pytest.fixture
 def keys() -> Callable[..., list[OffloadKey]]:
-    """Return a function that makes keys, never the same twice."""
+    """Return a function that makes keys, all of them different."""
     numbers = itertools.count(1)
 
     def make(count: int, group: int = 0) -> list[OffloadKey]:

@@ -1,4 +1,4 @@
-"""Two persistent tiers, of two engine releases, with a host process each, on one store."""
+"""Persistent tiers of two engine releases, each with its own host, on one store."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Engine:
         self._jobs = 0
 
     def run(self, tokens: list[int], kv: KV) -> None:
-        """Store a request's blocks as an engine does that computed them, and wait until they are durable."""
+        """Store the blocks of a request that an engine has computed, and wait until they are durable."""
         keys = [OffloadKey(key) for key in keys_of(tokens)]
         self.rows[: len(keys)] = to_blocks(kv, "float32")
         description = RequestDescription()
@@ -60,7 +60,7 @@ class Engine:
         assert self.tier.wait_persisted(context.req_id, 60)
 
     def load(self, tokens: list[int]) -> int:
-        """Load a context; return the number of its first blocks that a lookup finds and that were loaded."""
+        """Load the prefix of a context that a lookup finds; return its number of blocks."""
         keys = [OffloadKey(key) for key in keys_of(tokens)]
         count = self.tier.lookup_prefix(keys, ReqContext("l"))
         self.rows[:] = 0
@@ -95,7 +95,7 @@ def contexts() -> list[KV]:
 
 
 @pytest.mark.parametrize("host", ["process", "thread"])
-def test_tier_of_a_newer_release_loads_what_the_older_one_stored(
+def test_persistent_tier_newer_release_loads_blocks_of_older_one(
     start: StartEngine, contexts: list[KV], host: str
 ) -> None:
     older = start("0.31", host)
@@ -111,13 +111,13 @@ def test_tier_of_a_newer_release_loads_what_the_older_one_stored(
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert np.array_equal(newer.rows[:BLOCKS], to_blocks(contexts[2], "float32"))
-    newer.run(PROMPTS[2], contexts[2])  # offered although a lookup finds it: stored in the own namespace
+    newer.run(PROMPTS[2], contexts[2])  # stored in its own namespace, although a lookup finds the older blocks
     stats = newer.tier.store_stats().host
     assert stats is not None
     assert stats.counters.stored_blocks == 3 * BLOCKS
 
 
-def test_tier_whose_blocks_another_tier_loaded_compares_nothing(start: StartEngine, contexts: list[KV]) -> None:
+def test_persistent_tier_blocks_loaded_elsewhere_prevent_adoption(start: StartEngine, contexts: list[KV]) -> None:
     older = start("0.31")
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
         older.run(tokens, kv)

@@ -1,4 +1,4 @@
-"""Planted collisions: random histories of a tier over keys of which several have the same fingerprint."""
+"""Fingerprint collisions: random histories of a tier over keys of which several have the same fingerprint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROWS = 24
 LAYOUT = RowLayout(BLOCK, (GroupLayout(((0, BLOCK),)), GroupLayout(((0, BLOCK // 2),))))
 
 
-def planted(classes: int, members: int, seed: int) -> list[OffloadKey]:
+def colliding_keys(classes: int, members: int, seed: int) -> list[OffloadKey]:
     """Return keys of 32 bytes with ``classes`` fingerprints, ``members`` keys of each."""
     draw = random.Random(seed)
     keys = []
@@ -38,7 +38,7 @@ def planted(classes: int, members: int, seed: int) -> list[OffloadKey]:
     return keys
 
 
-POOL = planted(8, 3, 0)
+POOL = colliding_keys(8, 3, 0)
 
 
 def content(key: OffloadKey) -> npt.NDArray[np.uint8]:
@@ -139,7 +139,7 @@ class History:
 
 @pytest.fixture
 def urls(tmp_path: Path) -> Iterator[Callable[[int], str]]:
-    """Most stores are in memory files, where a sync takes no time."""
+    """Return a function that names the store of a history; most are in /dev/shm, where a sync takes no time."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         yield lambda number: f"lmdb://{tmp_path if number % 10 == 0 else directory}/{number}?capacity=4MiB"
 
@@ -154,7 +154,7 @@ def run_histories(urls: Callable[[int], str], first: int, count: int, caplog: py
     assert "do not verify" not in caplog.text, "a pack was deleted"
 
 
-def test_histories_with_planted_collisions_serve_no_wrong_bytes(
+def test_persistent_tier_colliding_keys_serve_no_wrong_bytes(
     urls: Callable[[int], str], caplog: pytest.LogCaptureFixture
 ) -> None:
     run_histories(urls, 0, 100, caplog)
@@ -162,11 +162,13 @@ def test_histories_with_planted_collisions_serve_no_wrong_bytes(
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_many_histories_with_planted_collisions(urls: Callable[[int], str], caplog: pytest.LogCaptureFixture) -> None:
+def test_persistent_tier_colliding_keys_many_histories_no_wrong_bytes(
+    urls: Callable[[int], str], caplog: pytest.LogCaptureFixture
+) -> None:
     run_histories(urls, 1000, int(os.environ.get("PERSISTKV_HISTORIES", "1000")), caplog)
 
 
-def test_collided_block_is_served_after_its_second_store(urls: Callable[[int], str]) -> None:
+def test_persistent_tier_collided_block_is_served_after_second_store(urls: Callable[[int], str]) -> None:
     history = History(urls(0), 0)
     first, second = POOL[:2]
     history.store([first])

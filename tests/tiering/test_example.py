@@ -1,4 +1,4 @@
-"""The example tier: the contract, its bound, and its order of eviction."""
+"""The example tier: conformance, ``max_blocks`` and the order of eviction."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TestExampleTierAsynchronous(SecondaryTierConformance):
         return ExampleSecondaryTier(config, view, max_blocks=16, simulate_async=True)
 
 
-def test_the_oldest_blocks_go_first_and_never_those_of_the_job(
+def test_example_tier_full_evicts_oldest_but_not_blocks_of_job(
     make_stack: Callable[..., Any], keys: Callable[..., list[OffloadKey]], described: Callable[..., ReqContext]
 ) -> None:
     stack = make_stack(16, partial(ExampleSecondaryTier, max_blocks=4))
@@ -47,7 +47,7 @@ def test_the_oldest_blocks_go_first_and_never_those_of_the_job(
     assert list(result.failed_keys) == many[4:]
 
 
-def test_jobs_wait_for_a_poll_where_that_is_asked_for(
+def test_example_tier_simulate_async_runs_jobs_on_poll(
     make_stack: Callable[..., Any], keys: Callable[..., list[OffloadKey]], described: Callable[..., ReqContext]
 ) -> None:
     stack = make_stack(8, partial(ExampleSecondaryTier, simulate_async=True))
@@ -100,6 +100,6 @@ def test_example_tier_held_key_is_not_copied_again(
     assert [result.success for result in tier.get_finished_jobs()] == [True] * 4
 
 
-def test_a_bound_below_one_is_refused(make_stack: Callable[..., Any]) -> None:
+def test_example_tier_max_blocks_below_one_raises(make_stack: Callable[..., Any]) -> None:
     with pytest.raises(ConfigurationError, match="max_blocks"):
         make_stack(8, partial(ExampleSecondaryTier, max_blocks=0))

@@ -18,8 +18,8 @@ Keys = Callable[..., list[OffloadKey]]
 MakeStack = Callable[..., Any]
 Described = Callable[..., ReqContext]
 
-raising = partial(RaisingTier, simulate_async=True)
-sound = partial(RecordingTier, simulate_async=True)
+raising_tier = partial(RaisingTier, simulate_async=True)
+recording_tier = partial(RecordingTier, simulate_async=True)
 
 
 def announce(stack: Any, req: ReqContext) -> ReqContext:
@@ -27,31 +27,31 @@ def announce(stack: Any, req: ReqContext) -> ReqContext:
     return req
 
 
-def leave_in_tiers(stack: Any, names: list[OffloadKey], req: ReqContext) -> None:
+def store_only_in_tiers(stack: Any, names: list[OffloadKey], req: ReqContext) -> None:
     """Store blocks, wait until the tiers have them, and empty the primary tier."""
     stack.store(names, announce(stack, req))
     stack.step()
     stack.manager.on_request_finished(req)
-    stack.forget_primary()
+    stack.clear_primary()
 
 
 @pytest.mark.parametrize("call", ["drain_jobs", "shutdown"])
 def test_manager_shutdown_tier_raises_other_tiers_and_region_are_released(
     make_stack: MakeStack, keys: Keys, described: Described, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
-    stack = make_stack(8, raising, sound)
+    stack = make_stack(8, raising_tier, recording_tier)
     faulty, other = stack.tiers
     path = stack.primary.mmap_region.mmap_path
     stack.store(keys(2), announce(stack, described("r")))
     faulty.failing.add(call)
     stack.manager.shutdown()
     assert f"secondary tier example raised in {call}" in caplog.text
-    assert faulty.told[-2:] == [("drain_jobs", ""), ("shutdown", "")]
-    assert other.told[-2:] == [("drain_jobs", ""), ("shutdown", "")]
+    assert faulty.calls[-2:] == [("drain_jobs", ""), ("shutdown", "")]
+    assert other.calls[-2:] == [("drain_jobs", ""), ("shutdown", "")]
     assert not os.path.exists(path)
 
 
-@pytest.mark.parametrize("order", [(raising, sound), (sound, raising)])
+@pytest.mark.parametrize("order", [(raising_tier, recording_tier), (recording_tier, raising_tier)])
 def test_complete_store_submit_store_raises_other_tier_stores(
     make_stack: MakeStack, keys: Keys, described: Described, caplog: pytest.LogCaptureFixture, order: tuple[Any, Any]
 ) -> None:
@@ -69,13 +69,13 @@ def test_complete_store_submit_store_raises_other_tier_stores(
     assert not stack.manager.has_pending_work()
 
 
-def test_promotion_submit_load_raises_is_a_miss(
+def test_promotion_submit_load_raises_misses(
     make_stack: MakeStack, keys: Keys, described: Described, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stack = make_stack(8, raising, sound)
+    stack = make_stack(8, raising_tier, recording_tier)
     faulty, other = stack.tiers
     lost, found = keys(2), keys(2)
-    leave_in_tiers(stack, lost + found, described("a", lost + found))
+    store_only_in_tiers(stack, lost + found, described("a", lost + found))
     for key in lost:
         del other.blocks[key]
     for key in found:
@@ -95,9 +95,9 @@ def test_promotion_submit_load_raises_is_a_miss(
 def test_lookup_tier_raises_next_tier_is_asked(
     make_stack: MakeStack, keys: Keys, described: Described, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stack = make_stack(8, raising, sound)
+    stack = make_stack(8, raising_tier, recording_tier)
     names = keys(3)
-    leave_in_tiers(stack, names, described("a", names))
+    store_only_in_tiers(stack, names, described("a", names))
     stack.tiers[0].failing.add("lookup")
     assert stack.promote(names, announce(stack, described("b", names))) == [True] * 3
     assert len(stack.tiers[1].loads) == 1
@@ -107,7 +107,7 @@ def test_lookup_tier_raises_next_tier_is_asked(
 def test_take_events_tier_raises_other_tier_is_polled_and_reports(
     make_stack: MakeStack, keys: Keys, described: Described, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stack = make_stack(8, raising, sound)
+    stack = make_stack(8, raising_tier, recording_tier)
     faulty, other = stack.tiers
     faulty.failing.update({"get_finished_jobs", "take_events"})
     names = keys(3)
@@ -126,15 +126,15 @@ def test_take_events_tier_raises_other_tier_is_polled_and_reports(
 def test_promotion_tier_cannot_be_polled_requests_stop_waiting(
     make_stack: MakeStack, keys: Keys, described: Described
 ) -> None:
-    stack = make_stack(8, raising)
+    stack = make_stack(8, raising_tier)
     (faulty,) = stack.tiers
     names = keys(3)
-    leave_in_tiers(stack, names, described("a", names))
+    store_only_in_tiers(stack, names, described("a", names))
     req = announce(stack, described("b", names))
     for key in names:
         assert stack.manager.lookup(key, req) is None
     stack.step()
-    faulty.silent = True  # the promotion stays in flight
+    faulty.withholds_results = True  # the promotion stays in flight
     offering = announce(stack, described("c", names))
     assert stack.manager.prepare_store(names, offering).keys_to_store == []
     faulty.failing.add("get_finished_jobs")
@@ -143,9 +143,9 @@ def test_promotion_tier_cannot_be_polled_requests_stop_waiting(
     assert stack.primary.num_free_or_evictable() == 5, "the tier may still write to its rows"
     assert not stack.manager.has_pending_work()
     stack.manager.on_request_finished(offering)
-    assert ("finished", "c") in faulty.told, "the end does not wait for a tier that cannot be polled"
+    assert ("finished", "c") in faulty.calls, "the end does not wait for a tier that cannot be polled"
     faulty.failing.clear()
-    faulty.silent = False
+    faulty.withholds_results = False
     stack.step()
     assert stack.primary.num_free_or_evictable() == 8
     later = announce(stack, described("e", names))
@@ -154,11 +154,11 @@ def test_promotion_tier_cannot_be_polled_requests_stop_waiting(
     stack.manager.complete_load(names, later)
 
 
-def test_tier_that_cannot_be_polled_gets_no_jobs(make_stack: MakeStack, keys: Keys, described: Described) -> None:
-    stack = make_stack(8, raising)
+def test_manager_tier_cannot_be_polled_gets_no_jobs(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+    stack = make_stack(8, raising_tier)
     (faulty,) = stack.tiers
     names = keys(2)
-    leave_in_tiers(stack, names, described("a", names))
+    store_only_in_tiers(stack, names, described("a", names))
     jobs = len(faulty.stores)
     waiting = announce(stack, described("b", names))
     stack.manager.lookup(names[0], waiting)
@@ -177,7 +177,7 @@ def test_tier_that_cannot_be_polled_gets_no_jobs(make_stack: MakeStack, keys: Ke
 def test_manager_tier_raises_in_notification_others_are_notified(
     make_stack: MakeStack, keys: Keys, described: Described, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
-    stack = make_stack(8, raising, sound)
+    stack = make_stack(8, raising_tier, recording_tier)
     faulty, other = stack.tiers
     faulty.failing.add(call)
     req = described("r")
@@ -189,17 +189,17 @@ def test_manager_tier_raises_in_notification_others_are_notified(
     assert not stack.manager.has_pending_work()
     stack.manager.on_request_finished(req)
     assert other.touched == names
-    assert other.told[:2] == [("new", "r"), ("finished", "r")]
+    assert other.calls[:2] == [("new", "r"), ("finished", "r")]
     assert f"raised in {call}" in caplog.text
 
 
 def test_reset_cache_tier_raises_old_weights_are_not_served(
     make_stack: MakeStack, keys: Keys, described: Described, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stack = make_stack(8, raising, sound)
+    stack = make_stack(8, raising_tier, recording_tier)
     faulty, other = stack.tiers
     names = keys(2)
-    leave_in_tiers(stack, names, described("a", names))
+    store_only_in_tiers(stack, names, described("a", names))
     faulty.failing.add("reset_cache")
     stack.manager.reset_cache(weights_changed=True)
     assert "raised in reset_cache" in caplog.text
@@ -213,7 +213,7 @@ def test_reset_cache_tier_raises_old_weights_are_not_served(
 
 
 class RaisingContexts(RaisingTier):
-    """Tier that lists recently used contexts, and raises when it is asked for them."""
+    """Tier that offers the interface of recent contexts, and raises in its methods."""
 
     def ask_recent(self, max_blocks: int, *, only_asked: bool = False) -> bool:
         raise OSError("ask_recent")
@@ -232,7 +232,7 @@ def test_prewarming_tier_raises_steps_continue(make_stack: MakeStack, caplog: py
 def test_manager_tier_raises_in_each_step_is_reported_once(
     make_stack: MakeStack, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stack = make_stack(8, raising)
+    stack = make_stack(8, raising_tier)
     stack.tiers[0].failing.add("get_finished_jobs")
     with caplog.at_level(logging.ERROR):
         stack.step(50)
@@ -240,7 +240,7 @@ def test_manager_tier_raises_in_each_step_is_reported_once(
 
 
 def test_manager_keyboard_interrupt_in_tier_is_raised(make_stack: MakeStack, keys: Keys, described: Described) -> None:
-    stack = make_stack(8, raising)
+    stack = make_stack(8, raising_tier)
     stack.tiers[0].failing.add("submit_store")
     stack.tiers[0].error = KeyboardInterrupt
     req = announce(stack, described("r"))

@@ -1,4 +1,4 @@
-"""Cascade, promotion, policies and references: the rules of the tiering manager, one by one."""
+"""The tiering manager: cascades, promotions, policies, references and resets."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ recording = partial(RecordingTier, simulate_async=True)
 block_level = partial(BlockLevelTier, simulate_async=True)
 
 
-def begin(stack: Any, req: ReqContext) -> ReqContext:
+def announce(stack: Any, req: ReqContext) -> ReqContext:
     stack.manager.on_new_request(req)
     return req
 
 
-def leave_in_tiers(stack: Any, names: Sequence[OffloadKey], req: ReqContext) -> None:
+def store_only_in_tiers(stack: Any, names: Sequence[OffloadKey], req: ReqContext) -> None:
     """Store blocks, wait until the tiers have them, and empty the primary tier."""
-    stack.store(names, begin(stack, req))
+    stack.store(names, announce(stack, req))
     stack.step()
-    stack.forget_primary()
+    stack.clear_primary()
 
 
-def test_a_completed_store_cascades_to_all_tiers(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_complete_store_success_cascades_to_all_tiers(make_stack: MakeStack, keys: Keys, described: Described) -> None:
     stack = make_stack(8, recording, block_level)
-    req = begin(stack, described("r"))
+    req = announce(stack, described("r"))
     names = keys(3)
     stack.store(names, req)
     assert [list(tier.stores[0].keys) for tier in stack.tiers] == [names, names]
@@ -47,9 +47,9 @@ def test_a_completed_store_cascades_to_all_tiers(make_stack: MakeStack, keys: Ke
     assert stack.primary.prepare_store(keys(8), req) is not None, "each tier released its own reference"
 
 
-def test_a_failed_store_cascades_nowhere(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_complete_store_failure_cascades_nothing(make_stack: MakeStack, keys: Keys, described: Described) -> None:
     stack = make_stack(8, recording)
-    req = begin(stack, described("r"))
+    req = announce(stack, described("r"))
     names = keys(3)
     output = stack.manager.prepare_store(names, req)
     stack.manager.complete_store(output.keys_to_store, req, success=False)
@@ -57,7 +57,9 @@ def test_a_failed_store_cascades_nowhere(make_stack: MakeStack, keys: Keys, desc
     assert stack.manager.lookup(names[0], req) is False
 
 
-def test_works_without_secondary_tiers(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_manager_without_secondary_tiers_stores_and_loads(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
     stack = make_stack(4)
     req = described("r")
     assert stack.manager.on_new_request(req).policy is OffloadPolicy.BLOCK_LEVEL
@@ -70,15 +72,15 @@ def test_works_without_secondary_tiers(make_stack: MakeStack, keys: Keys, descri
     assert not stack.manager.has_pending_work()
 
 
-def test_one_promotion_spans_three_groups(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_promotion_three_groups_use_one_load_job(make_stack: MakeStack, keys: Keys, described: Described) -> None:
     stack = make_stack(16, recording)
     chains = [keys(3, group) for group in range(3)]
     everything = [key for chain in chains for key in chain]
-    first = begin(stack, described("a", *chains))
+    first = announce(stack, described("a", *chains))
     stack.store(everything, first)
     stack.step()
-    stack.forget_primary()
-    second = begin(stack, described("b", *chains))
+    stack.clear_primary()
+    second = announce(stack, described("b", *chains))
     assert [stack.manager.lookup(key, second) for key in everything] == [None] * 9
     assert stack.tiers[0].loads == [], "submitted at the end of the step, not before"
     assert stack.promote(everything, second) == [True] * 9
@@ -88,13 +90,13 @@ def test_one_promotion_spans_three_groups(make_stack: MakeStack, keys: Keys, des
     stack.manager.complete_load(everything, second)
 
 
-def test_two_requests_that_want_a_block_promote_it_once(
+def test_promotion_wanted_by_two_requests_loads_block_once(
     make_stack: MakeStack, keys: Keys, described: Described
 ) -> None:
     stack = make_stack(8, recording)
     names = keys(3)
-    leave_in_tiers(stack, names, described("a", names))
-    requests = [begin(stack, described(name, names)) for name in "bc"]
+    store_only_in_tiers(stack, names, described("a", names))
+    requests = [announce(stack, described(name, names)) for name in "bc"]
     for req in requests:
         assert [stack.manager.lookup(key, req) for key in names] == [None] * 3
     for req in requests:
@@ -107,9 +109,9 @@ def test_two_requests_that_want_a_block_promote_it_once(
         assert (stack.primary.num_free_or_evictable() == 8) is bool(left)
 
 
-def test_jobs_are_polled_once_a_step(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_manager_polls_tier_jobs_once_per_step(make_stack: MakeStack, keys: Keys, described: Described) -> None:
     stack = make_stack(8, recording)
-    req = begin(stack, described("r"))
+    req = announce(stack, described("r"))
     stack.store(keys(2), req)
     for key in keys(50):
         stack.manager.lookup(key, req)
@@ -118,12 +120,14 @@ def test_jobs_are_polled_once_a_step(make_stack: MakeStack, keys: Keys, describe
     assert stack.tiers[0].polls == 1
 
 
-def test_a_failed_promotion_is_a_miss_and_no_loop(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_promotion_failed_block_misses_and_is_not_retried(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
     stack = make_stack(8, recording)
     names = keys(4)
-    leave_in_tiers(stack, names, described("a", names))
-    stack.tiers[0].rotten = {names[2]}
-    req = begin(stack, described("b", names))
+    store_only_in_tiers(stack, names, described("a", names))
+    stack.tiers[0].unloadable = {names[2]}
+    req = announce(stack, described("b", names))
     assert stack.promote(names, req) == [True, True, False, True]
     stack.step(3)
     assert stack.promote(names, req) == [True, True, False, True]
@@ -135,29 +139,29 @@ def test_a_failed_promotion_is_a_miss_and_no_loop(make_stack: MakeStack, keys: K
     assert stack.manager.stats.failed_promotions == 1
 
 
-def test_a_promotion_is_capped_at_the_prefix_that_fits(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_promotion_too_large_loads_prefix_that_fits(make_stack: MakeStack, keys: Keys, described: Described) -> None:
     stack = make_stack(6, recording)
     chains = [keys(3, 0), keys(3, 1)]
     for chain in chains:
-        stack.store(chain, begin(stack, described(f"a{chain[0][-1]}", *chains)))
+        stack.store(chain, announce(stack, described(f"a{chain[0][-1]}", *chains)))
         stack.step()
-    stack.forget_primary()
-    busy = begin(stack, described("busy"))
+    stack.clear_primary()
+    busy = announce(stack, described("busy"))
     taken = stack.primary.prepare_store(keys(2), busy)
-    req = begin(stack, described("b", *chains))
+    req = announce(stack, described("b", *chains))
     answers = stack.promote(chains[0] + chains[1], req)
     assert answers == [True, True, False, True, True, False], "the same depth of each group"
     assert taken is not None
     assert stack.manager.stats.declined_promotions == 2
 
 
-def test_a_full_primary_tier_makes_a_promotion_wait(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_promotion_full_primary_waits_for_free_rows(make_stack: MakeStack, keys: Keys, described: Described) -> None:
     stack = make_stack(4, recording)
     names = keys(2)
-    leave_in_tiers(stack, names, described("a", names))
-    busy = begin(stack, described("busy"))
+    store_only_in_tiers(stack, names, described("a", names))
+    busy = announce(stack, described("busy"))
     blocking = stack.primary.prepare_store(keys(4), busy)
-    req = begin(stack, described("b", names))
+    req = announce(stack, described("b", names))
     for _ in range(5):
         assert [stack.manager.lookup(key, req) for key in names] == [None, None]
         stack.step()
@@ -165,47 +169,49 @@ def test_a_full_primary_tier_makes_a_promotion_wait(make_stack: MakeStack, keys:
     assert stack.promote(names, req) == [True, True]
 
 
-def test_a_promotion_waits_for_room_only_so_long(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_promotion_full_primary_past_hold_s_misses(make_stack: MakeStack, keys: Keys, described: Described) -> None:
     stack = make_stack(4, recording, hold_s=1e-9)
     names = keys(2)
-    leave_in_tiers(stack, names, described("a", names))
-    stack.primary.prepare_store(keys(4), begin(stack, described("busy")))
-    assert stack.promote(names, begin(stack, described("b", names))) == [False, False]
+    store_only_in_tiers(stack, names, described("a", names))
+    stack.primary.prepare_store(keys(4), announce(stack, described("busy")))
+    assert stack.promote(names, announce(stack, described("b", names))) == [False, False]
 
 
-def test_a_promotion_does_not_evict_its_own_prefix(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_promotion_full_primary_does_not_evict_own_prefix(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
     stack = make_stack(6, recording)
     names = keys(6)
-    leave_in_tiers(stack, names, described("a", names))
-    first = begin(stack, described("b", names[:4]))
+    store_only_in_tiers(stack, names, described("a", names))
+    first = announce(stack, described("b", names[:4]))
     assert stack.promote(names[:4], first) == [True] * 4
     stack.manager.on_request_finished(first)
-    other = begin(stack, described("other"))
+    other = announce(stack, described("other"))
     stack.store(keys(2), other)  # the primary tier is full now; the prefix is its oldest part
     stack.step()
-    second = begin(stack, described("c", names))
+    second = announce(stack, described("c", names))
     assert stack.promote(names, second) == [True] * 6
 
 
-def test_a_promotion_behind_held_rows_finds_the_room_there_is(
+def test_promotion_after_promoted_prefix_uses_remaining_rows(
     make_stack: MakeStack, keys: Keys, described: Described
 ) -> None:
     """The request already references its promoted blocks, so they are not subtracted twice from the available rows."""
     stack = make_stack(6, recording)
     names = keys(5)
-    leave_in_tiers(stack, names, described("a", names))
-    req = begin(stack, described("b", names))
+    store_only_in_tiers(stack, names, described("a", names))
+    req = announce(stack, described("b", names))
     assert stack.promote(names[:3], req) == [True] * 3
     assert stack.promote(names, req) == [True] * 5
 
 
-def test_promoted_rows_stay_until_loaded(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_promotion_rows_are_held_until_loaded(make_stack: MakeStack, keys: Keys, described: Described) -> None:
     stack = make_stack(4, recording)
     names = keys(3)
-    leave_in_tiers(stack, names, described("a", names))
-    req = begin(stack, described("b", names))
+    store_only_in_tiers(stack, names, described("a", names))
+    req = announce(stack, described("b", names))
     assert stack.promote(names, req) == [True] * 3
-    other = begin(stack, described("c"))
+    other = announce(stack, described("c"))
     assert stack.manager.prepare_store(keys(2), other) is None
     stack.check(names, stack.manager.prepare_load(names, req))
     stack.manager.complete_load(names, req)
@@ -213,13 +219,13 @@ def test_promoted_rows_stay_until_loaded(make_stack: MakeStack, keys: Keys, desc
 
 
 @pytest.mark.parametrize("how", ["finished", "deadline"])
-def test_promoted_rows_are_let_go_when_nobody_loads_them(
+def test_promotion_rows_not_loaded_are_released(
     make_stack: MakeStack, keys: Keys, described: Described, how: str
 ) -> None:
     stack = make_stack(4, recording, hold_s=30.0 if how == "finished" else 1e-9)
     names = keys(3)
-    leave_in_tiers(stack, names, described("a", names))
-    req = begin(stack, described("b", names))
+    store_only_in_tiers(stack, names, described("a", names))
+    req = announce(stack, described("b", names))
     for key in names:
         stack.manager.lookup(key, req)
     stack.step(3)
@@ -231,13 +237,13 @@ def test_promoted_rows_are_let_go_when_nobody_loads_them(
 
 
 @pytest.mark.parametrize("when", ["pending", "in flight"])
-def test_a_cancelled_request_leaves_nothing_behind(
+def test_promotion_request_cancelled_releases_rows(
     make_stack: MakeStack, keys: Keys, described: Described, when: str
 ) -> None:
     stack = make_stack(4, recording)
     names = keys(3)
-    leave_in_tiers(stack, names, described("a", names))
-    req = begin(stack, described("b", names))
+    store_only_in_tiers(stack, names, described("a", names))
+    req = announce(stack, described("b", names))
     for key in names:
         stack.manager.lookup(key, req)
     if when == "in flight":
@@ -249,13 +255,13 @@ def test_a_cancelled_request_leaves_nothing_behind(
     assert not stack.manager.has_pending_work()
 
 
-def test_a_cancelled_request_does_not_take_blocks_from_another(
+def test_promotion_one_of_two_requests_cancelled_other_loads(
     make_stack: MakeStack, keys: Keys, described: Described
 ) -> None:
     stack = make_stack(4, recording)
     names = keys(3)
-    leave_in_tiers(stack, names, described("a", names))
-    gone, stays = begin(stack, described("b", names)), begin(stack, described("c", names))
+    store_only_in_tiers(stack, names, described("a", names))
+    gone, stays = announce(stack, described("b", names)), announce(stack, described("c", names))
     for req in (gone, stays):
         for key in names:
             stack.manager.lookup(key, req)
@@ -263,10 +269,12 @@ def test_a_cancelled_request_does_not_take_blocks_from_another(
     assert stack.promote(names, stays) == [True] * 3
 
 
-def test_request_level_tiers_see_every_block(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_prepare_store_request_level_tier_receives_existing_blocks(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
     stack = make_stack(16, recording, block_level)
     prefix, suffix = keys(3), keys(2)
-    stack.store(prefix, begin(stack, described("a", prefix)))
+    stack.store(prefix, announce(stack, described("a", prefix)))
     stack.step()
     req = described("b", prefix + suffix)
     assert stack.manager.on_new_request(req).policy is OffloadPolicy.REQUEST_LEVEL
@@ -279,7 +287,7 @@ def test_request_level_tiers_see_every_block(make_stack: MakeStack, keys: Keys, 
     assert stack.primary.num_free_or_evictable() == 16
 
 
-def test_without_request_level_tiers_existing_blocks_stay(
+def test_prepare_store_block_level_tier_receives_new_blocks_only(
     make_stack: MakeStack, keys: Keys, described: Described
 ) -> None:
     stack = make_stack(16, block_level)
@@ -291,39 +299,39 @@ def test_without_request_level_tiers_existing_blocks_stay(
     assert len(stack.tiers[0].stores) == 1
 
 
-def test_tiers_hear_of_the_end_after_the_last_store(make_stack: MakeStack, keys: Keys, described: Described) -> None:
-    stack = make_stack(8, recording)
-    req = begin(stack, described("r"))
-    output = stack.manager.prepare_store(keys(2), req)
-    stack.manager.on_request_finished(req)
-    assert ("finished", "r") not in stack.tiers[0].told
-    stack.manager.complete_store(output.keys_to_store, req)
-    assert stack.tiers[0].told == [("new", "r"), ("finished", "r")]
-    stack.manager.on_request_finished(req)
-    assert stack.tiers[0].told.count(("finished", "r")) == 1
-
-
-def test_an_end_waits_for_blocks_that_another_request_writes(
+def test_on_request_finished_tiers_are_notified_after_last_store(
     make_stack: MakeStack, keys: Keys, described: Described
 ) -> None:
-    """Otherwise the manifest is written before all blocks are submitted, and is cut short."""
+    stack = make_stack(8, recording)
+    req = announce(stack, described("r"))
+    output = stack.manager.prepare_store(keys(2), req)
+    stack.manager.on_request_finished(req)
+    assert ("finished", "r") not in stack.tiers[0].calls
+    stack.manager.complete_store(output.keys_to_store, req)
+    assert stack.tiers[0].calls == [("new", "r"), ("finished", "r")]
+    stack.manager.on_request_finished(req)
+    assert stack.tiers[0].calls.count(("finished", "r")) == 1
+
+
+def test_on_request_finished_waits_for_blocks_of_another_writer(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    """Otherwise the manifest is written before all blocks are submitted, and names only a part of the context."""
     stack = make_stack(8, recording)
     names = keys(2)
-    writer, other = begin(stack, described("a", names)), begin(stack, described("b", names))
+    writer, other = announce(stack, described("a", names)), announce(stack, described("b", names))
     output = stack.manager.prepare_store(names, writer)
     assert stack.manager.prepare_store(names, other).keys_to_store == []
     stack.manager.on_request_finished(other)
-    assert ("finished", "b") not in stack.tiers[0].told
+    assert ("finished", "b") not in stack.tiers[0].calls
     stack.manager.complete_store(output.keys_to_store, writer)
-    assert stack.tiers[0].told[-1] == ("finished", "b")
+    assert stack.tiers[0].calls[-1] == ("finished", "b")
     assert [list(job.keys) for job in stack.tiers[0].stores] == [names]
 
 
-def test_prepare_store_uses_rows_of_cascades_that_have_ended(
-    make_stack: MakeStack, keys: Keys, described: Described
-) -> None:
+def test_prepare_store_uses_rows_of_ended_cascades(make_stack: MakeStack, keys: Keys, described: Described) -> None:
     stack = make_stack(4, recording)
-    req = begin(stack, described("r"))
+    req = announce(stack, described("r"))
     for _ in range(3):
         stack.store(keys(4), req)  # in one step: each store needs all rows, referenced by the previous cascade
     assert [len(job.keys) for job in stack.tiers[0].stores] == [4, 4, 4]
@@ -331,66 +339,68 @@ def test_prepare_store_uses_rows_of_cascades_that_have_ended(
 
 def test_complete_store_readable_keys_are_ignored(make_stack: MakeStack, keys: Keys, described: Described) -> None:
     stack = make_stack(8, recording)
-    req = begin(stack, described("r"))
+    req = announce(stack, described("r"))
     first, second = keys(2), keys(2)
     stack.store(first, req)
     output = stack.manager.prepare_store(second, req)
     stack.manager.on_request_finished(req)
     stack.manager.complete_store(first, req)
-    assert ("finished", "r") not in stack.tiers[0].told, "its second store is still in flight"
+    assert ("finished", "r") not in stack.tiers[0].calls, "its second store is still in flight"
     stack.manager.complete_store([*first, *output.keys_to_store, *second], req)
     assert [list(job.keys) for job in stack.tiers[0].stores] == [first, second], "each block cascades once"
-    assert stack.tiers[0].told[-1] == ("finished", "r")
+    assert stack.tiers[0].calls[-1] == ("finished", "r")
     stack.step()
     assert stack.primary.num_free_or_evictable() == 8
 
 
-def test_cascades_hold_only_their_share(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_cascade_above_share_is_dropped(make_stack: MakeStack, keys: Keys, described: Described) -> None:
     stack = make_stack(8, recording, cascade_share=0.5)
-    stack.tiers[0].silent = True
-    req = begin(stack, described("r"))
+    stack.tiers[0].withholds_results = True
+    req = announce(stack, described("r"))
     stack.store(keys(3), req)
     stack.store(keys(3), req)
     assert [len(job.keys) for job in stack.tiers[0].stores] == [3]
     assert stack.manager.stats.dropped_cascades == 3
     assert stack.primary.num_free_or_evictable() == 5
-    stack.tiers[0].silent = False
+    stack.tiers[0].withholds_results = False
 
 
-def test_tiers_are_asked_in_order_and_touched_all(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_manager_asks_tiers_in_order_and_touches_all(make_stack: MakeStack, keys: Keys, described: Described) -> None:
     stack = make_stack(8, recording, recording)
     names = keys(2)
-    leave_in_tiers(stack, names, described("a", names))
+    store_only_in_tiers(stack, names, described("a", names))
     del stack.tiers[0].blocks[names[1]]
-    req = begin(stack, described("b", names))
+    req = announce(stack, described("b", names))
     assert stack.promote(names, req) == [True, True]
     assert [list(tier.loads[0].keys) for tier in stack.tiers] == [[names[0]], [names[1]]]
     stack.manager.touch(names, req)
     assert [tier.touched for tier in stack.tiers] == [names, names]
 
 
-def test_reset_forgets_and_frees_what_jobs_use_as_they_end(
+def test_reset_cache_drops_blocks_and_frees_rows_as_jobs_end(
     make_stack: MakeStack, keys: Keys, described: Described
 ) -> None:
     stack = make_stack(8, recording)
     tier = stack.tiers[0]
     names, others = keys(3), keys(2)
-    req = begin(stack, described("a", names))
+    req = announce(stack, described("a", names))
     stack.store(names, req)  # its cascade is in flight
     writing = stack.manager.prepare_store(others, req)
     stack.manager.reset_cache()
-    assert stack.promote(names + others, begin(stack, described("b", names))) == [False] * 5
+    assert stack.promote(names + others, announce(stack, described("b", names))) == [False] * 5
     stack.manager.complete_store(writing.keys_to_store, req)
     assert [list(job.keys) for job in tier.stores] == [names], "blocks computed before the reset are not cascaded"
     stack.step()
     assert stack.primary.num_free_or_evictable() == 8
 
 
-def test_reset_in_the_middle_of_a_promotion(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_reset_cache_during_promotion_frees_rows_and_tier_keeps_blocks(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
     stack = make_stack(8, recording)
     names = keys(3)
-    leave_in_tiers(stack, names, described("a", names))
-    req = begin(stack, described("b", names))
+    store_only_in_tiers(stack, names, described("a", names))
+    req = announce(stack, described("b", names))
     for key in names:
         stack.manager.lookup(key, req)
     stack.step()
@@ -402,11 +412,11 @@ def test_reset_in_the_middle_of_a_promotion(make_stack: MakeStack, keys: Keys, d
     stack.manager.complete_load(names, req)
 
 
-def test_a_tier_that_answers_a_job_twice_does_no_harm(
+def test_manager_repeated_job_result_is_logged_and_ignored(
     make_stack: MakeStack, keys: Keys, described: Described, caplog: pytest.LogCaptureFixture
 ) -> None:
     stack = make_stack(8, recording)
-    req = begin(stack, described("r"))
+    req = announce(stack, described("r"))
     stack.store(keys(2), req)
     stack.step()
     stack.tiers[0].completed_jobs = [JobResult(0, True)]
@@ -416,16 +426,16 @@ def test_a_tier_that_answers_a_job_twice_does_no_harm(
     assert stack.primary.num_free_or_evictable() == 8
 
 
-def test_options_out_of_range_are_named(make_stack: MakeStack) -> None:
+def test_manager_option_out_of_range_raises_and_names_it(make_stack: MakeStack) -> None:
     with pytest.raises(ConfigurationError, match=r"cascade_share: 0 .* expected a share above 0"):
         make_stack(4, cascade_share=0)
     with pytest.raises(ConfigurationError, match="hold_s"):
         make_stack(4, hold_s=0)
 
 
-def test_events_tell_what_came_and_went(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_take_events_reports_stored_and_removed_keys(make_stack: MakeStack, keys: Keys, described: Described) -> None:
     stack = make_stack(2, recording)
-    req = begin(stack, described("r"))
+    req = announce(stack, described("r"))
     first, second = keys(2), keys(2)
     stack.store(first, req)
     stack.step()

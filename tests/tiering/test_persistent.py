@@ -1,4 +1,4 @@
-"""The persistent tier: the contract with each host; in addition durability, manifests, restarts."""
+"""The persistent tier: conformance with each kind of host, durability, manifests and restarts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def lmdb(tmp_path: Path, **options: Any) -> Callable[..., PersistentTier]:
 
 
 @pytest.mark.parametrize("missing", ["descriptor", "pidfds"])
-def test_without_a_descriptor_or_pidfds_the_store_runs_in_a_thread(
+def test_persistent_tier_without_descriptor_or_pidfds_uses_thread(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     from persistkv.config import GroupLayout, RowLayout
@@ -74,7 +74,9 @@ def test_without_a_descriptor_or_pidfds_the_store_runs_in_a_thread(
         os.close(fd)
 
 
-def test_a_restarted_stack_starts_warm(make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path) -> None:
+def test_persistent_tier_restarted_stack_promotes_stored_blocks(
+    make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path
+) -> None:
     chains = [keys(6, 0), keys(6, 1)]
     everything = chains[0] + chains[1]
     first = make_stack(16, lmdb(tmp_path))
@@ -101,7 +103,7 @@ def test_a_restarted_stack_starts_warm(make_stack: MakeStack, keys: Keys, descri
     backend.close()
 
 
-def test_request_with_a_pin_is_pinned_and_others_are_not(
+def test_persistent_tier_pin_and_ttl_apply_only_to_their_request(
     make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path
 ) -> None:
     stack = make_stack(16, lmdb(tmp_path))
@@ -124,7 +126,7 @@ def test_request_with_a_pin_is_pinned_and_others_are_not(
     backend.close()
 
 
-def test_what_is_held_is_not_sent_again(
+def test_persistent_tier_held_blocks_are_not_submitted_again(
     make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path
 ) -> None:
     stack = make_stack(16, lmdb(tmp_path))
@@ -142,7 +144,7 @@ def test_what_is_held_is_not_sent_again(
     assert not stack.manager.has_pending_work()
 
 
-def test_the_host_killed_in_a_cascade_and_in_a_promotion(
+def test_persistent_tier_host_killed_in_flight_misses_and_restarts(
     make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path
 ) -> None:
     """Rows are released, lookups miss, the host restarts, and durable blocks are found again."""
@@ -155,7 +157,7 @@ def test_the_host_killed_in_a_cascade_and_in_a_promotion(
     stack.manager.on_request_finished(req)
     assert tier.wait_persisted("a", 90)
     stack.step()
-    stack.forget_primary()
+    stack.clear_primary()
     (pid,) = host_processes()
     os.kill(pid, signal.SIGSTOP)
     warm, other = described("b", names), described("c", lost)
@@ -204,12 +206,14 @@ def test_the_host_killed_in_a_cascade_and_in_a_promotion(
         ({"url": "just a path"}, "url: 'just a path'"),
     ],
 )
-def test_bad_options_name_the_field(make_stack: MakeStack, options: dict[str, Any], message: str) -> None:
+def test_persistent_tier_invalid_option_raises_and_names_it(
+    make_stack: MakeStack, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigurationError, match=message):
         make_stack(4, partial(PersistentTier, **options))
 
 
-def test_strict_identity_refuses(make_stack: MakeStack, tmp_path: Path) -> None:
+def test_persistent_tier_strict_identity_other_weights_raises(make_stack: MakeStack, tmp_path: Path) -> None:
     make_stack(4, lmdb(tmp_path))
 
     def other_weights(config: OffloadingConfig, view: memoryview) -> PersistentTier:
@@ -223,7 +227,7 @@ def test_strict_identity_refuses(make_stack: MakeStack, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("host", ["inline", "process"])
-def test_touched_blocks_outlive_others(
+def test_persistent_tier_full_store_evicts_touched_blocks_last(
     make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path, host: str
 ) -> None:
     stack = make_stack(16, partial(PersistentTier, url=f"lmdb://{tmp_path}/store?capacity=1MiB", host=host))
@@ -249,14 +253,14 @@ def test_touched_blocks_outlive_others(
     assert tier.store_stats().host.counters.dropped_blocks == 0
 
 
-def test_lookup_prefix_answers_as_single_lookups_do(make_stack: MakeStack, keys: Keys, tmp_path: Path) -> None:
+def test_lookup_prefix_mixed_tiers_answers_as_single_lookups(make_stack: MakeStack, keys: Keys, tmp_path: Path) -> None:
     stack = make_stack(32, lmdb(tmp_path))
     names, request = keys(24), ReqContext("a")
     stack.manager.on_new_request(request)
     stack.store(names[:20], request)
     stack.manager.on_request_finished(request)
     assert stack.tiers[0].wait_persisted("a", 90)
-    stack.forget_primary()
+    stack.clear_primary()
     other = ReqContext("b")
     stack.manager.on_new_request(other)
     stack.promote(names[:4], other)

@@ -1,4 +1,4 @@
-"""The state machine of ``test_stateful`` detects bugs that once seemed plausible."""
+"""The state machine of ``test_stateful`` detects plausible bugs in the manager."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def frees_rows_before_the_job_ends(manager: TieringOffloadingManager) -> None:
 
 
 def ignores_the_epoch(manager: TieringOffloadingManager) -> None:
-    """Cascade all stored blocks, including those that a reset orphaned."""
+    """Cascade all stored blocks, including those computed before a reset."""
     wrap_primary(manager, is_ready=lambda key: True)
 
 
@@ -98,7 +98,7 @@ class Wrapped:
         ignores_the_epoch,
     ],
 )
-def test_planted_bugs_are_caught(bug: Callable[[TieringOffloadingManager], None]) -> None:
+def test_tiering_machine_planted_bug_is_detected(bug: Callable[[TieringOffloadingManager], None]) -> None:
     machine = type(bug.__name__, (TieringMachine,), {"sabotage": staticmethod(bug)})
     with pytest.raises(BaseException) as caught:  # noqa: PT011
         run(machine, max_examples=100, phases=[Phase.generate])

@@ -25,8 +25,8 @@ MakeStack = Callable[..., Any]
 Described = Callable[..., ReqContext]
 
 
-class Answering:
-    """Tier that answers on demand."""
+class FakeTier:
+    """Tier whose readiness (``open``) and answer the test sets."""
 
     def __init__(self) -> None:
         self.open = False
@@ -43,8 +43,8 @@ class Answering:
         return answer
 
 
-def test_contexts_come_one_by_one_once_they_are_known(keys: Keys) -> None:
-    tier, contexts = Answering(), [keys(3), keys(2)]
+def test_next_context_answered_tier_yields_contexts_one_by_one(keys: Keys) -> None:
+    tier, contexts = FakeTier(), [keys(3), keys(2)]
     prewarming = Prewarming(tier, 5)
     assert prewarming.next_context() is None
     tier.open = True
@@ -57,9 +57,9 @@ def test_contexts_come_one_by_one_once_they_are_known(keys: Keys) -> None:
     assert tier.asked == [(5, False)]
 
 
-def test_what_is_asked_for_later_comes_too(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_context_after_end_yields_contexts_requested_later(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prewarming_module, "_LOOK_S", 0.0)
-    tier, later = Answering(), [keys(3), keys(2)]
+    tier, later = FakeTier(), [keys(3), keys(2)]
     tier.open, tier.answer = True, []
     prewarming = Prewarming(tier, 5)
     assert prewarming.next_context() is None
@@ -72,10 +72,10 @@ def test_what_is_asked_for_later_comes_too(keys: Keys, monkeypatch: pytest.Monke
     assert tier.asked == [(5, False), (5, True), (5, True)]
 
 
-def test_an_answer_that_was_lost_is_asked_for_again(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_context_lost_answer_is_requested_again(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    tier = Answering()
+    tier = FakeTier()
     tier.open, tier.answer = True, []
     prewarming = Prewarming(tier, 5)
     assert prewarming.next_context() is None
@@ -85,8 +85,8 @@ def test_an_answer_that_was_lost_is_asked_for_again(keys: Keys, monkeypatch: pyt
         assert len(tier.asked) == asked
 
 
-def test_a_tier_that_does_not_answer_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    prewarming = Prewarming(Answering(), 5)
+def test_next_context_tier_not_ready_ends_after_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    prewarming = Prewarming(FakeTier(), 5)
     soon = time.monotonic() + 61
     monkeypatch.setattr(time, "monotonic", lambda: soon)
     assert prewarming.next_context() is None
@@ -113,7 +113,7 @@ def two_contexts(
     return old, new
 
 
-def ask_for(backend: InspectableBackend, chain: list[OffloadKey]) -> WarmRequest:
+def request_prewarming(backend: InspectableBackend, chain: list[OffloadKey]) -> WarmRequest:
     """Request prewarming, as ``persistkv warm`` does, of the context that begins with this chain."""
     (space,) = backend.namespaces()
     for head in backend.manifests(space.id):
@@ -124,7 +124,7 @@ def ask_for(backend: InspectableBackend, chain: list[OffloadKey]) -> WarmRequest
 
 
 @pytest.mark.parametrize("host", ["inline", "process"])
-def test_a_restarted_stack_promotes_what_was_used_last(
+def test_prewarming_restarted_stack_promotes_most_recent_context(
     make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path, host: str
 ) -> None:
     tier = partial(PersistentTier, url=f"lmdb://{tmp_path}/store", host=host, max_age_s=0.01)
@@ -144,14 +144,14 @@ def test_a_restarted_stack_promotes_what_was_used_last(
     second.manager.complete_load(new, asking)
 
 
-def test_what_was_asked_for_is_promoted_first(
+def test_prewarming_requested_context_is_promoted_first(
     make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
     tier = partial(PersistentTier, url=url, host="process", max_age_s=0.01)
     old, _ = two_contexts(make_stack, tier, keys, described)
     with closing(open_inspectable(url)) as backend:
-        asked = ask_for(backend, old)
+        asked = request_prewarming(backend, old)
         second = make_stack(16, tier, prewarm_share=0.375)
         deadline = time.monotonic() + 90
         while second.manager.has_pending_work():
@@ -166,7 +166,7 @@ def test_what_was_asked_for_is_promoted_first(
     second.manager.complete_load(old, asking)
 
 
-def test_an_engine_that_runs_finds_what_is_asked_for(
+def test_prewarming_request_to_running_engine_promotes_context(
     make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prewarming_module, "_LOOK_S", 0.01)
@@ -182,7 +182,7 @@ def test_an_engine_that_runs_finds_what_is_asked_for(
     assert second.manager.stats.promoted_blocks == 6
     assert second.manager.lookup(new[0], asking) is True
     with closing(open_inspectable(url)) as backend:
-        asked = ask_for(backend, old)
+        asked = request_prewarming(backend, old)
     while second.manager.stats.promoted_blocks < 12:
         assert time.monotonic() < deadline
         second.step()
@@ -193,6 +193,6 @@ def test_an_engine_that_runs_finds_what_is_asked_for(
         assert (answer.blocks, answer.missing) == (6, 0)
 
 
-def test_a_share_must_be_one(make_stack: MakeStack) -> None:
+def test_prewarm_share_above_one_raises(make_stack: MakeStack) -> None:
     with pytest.raises(ConfigurationError, match="prewarm_share"):
         make_stack(4, prewarm_share=1.5)

@@ -1,4 +1,4 @@
-"""Requests in the tiering manager: announced, announced twice or not at all; and their end."""
+"""Requests in the tiering manager: announced once, twice or not at all, and finished."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ recording = partial(RecordingTier, simulate_async=True)
 block_level = partial(BlockLevelTier, simulate_async=True)
 
 
-def leave_in_tiers(stack: Any, names: list[OffloadKey], req: ReqContext) -> None:
+def store_only_in_tiers(stack: Any, names: list[OffloadKey], req: ReqContext) -> None:
     """Store blocks, wait until the tiers have them, and empty the primary tier."""
     stack.manager.on_new_request(req)
     stack.store(names, req)
     stack.step()
     stack.manager.on_request_finished(req)
-    stack.forget_primary()
+    stack.clear_primary()
 
 
 def load(stack: Any, names: list[OffloadKey], req: ReqContext) -> None:
@@ -36,22 +36,22 @@ def load(stack: Any, names: list[OffloadKey], req: ReqContext) -> None:
 def test_lookup_unannounced_request_is_promoted(make_stack: MakeStack, keys: Keys, described: Described) -> None:
     stack = make_stack(8, recording)
     names = keys(3)
-    leave_in_tiers(stack, names, described("a", names))
+    store_only_in_tiers(stack, names, described("a", names))
     req = described("b", names)
     assert stack.promote(names, req) == [True] * 3
     assert stack.primary.num_free_or_evictable() == 5, "its rows stay referenced until it loads them"
     load(stack, names, req)
     stack.manager.on_request_finished(req)
     assert stack.primary.num_free_or_evictable() == 8
-    assert stack.tiers[0].told[-2:] == [("new", "b"), ("finished", "b")]
+    assert stack.tiers[0].calls[-2:] == [("new", "b"), ("finished", "b")]
 
 
-def test_lookup_unannounced_request_joins_a_promotion_in_flight(
+def test_lookup_unannounced_request_joins_promotion_in_flight(
     make_stack: MakeStack, keys: Keys, described: Described
 ) -> None:
     stack = make_stack(8, recording)
     names = keys(3)
-    leave_in_tiers(stack, names, described("a", names))
+    store_only_in_tiers(stack, names, described("a", names))
     announced, unannounced = described("b", names), described("c", names)
     stack.manager.on_new_request(announced)
     for req in (announced, unannounced):
@@ -73,7 +73,7 @@ def test_unannounced_request_is_announced_to_tiers_once(
     stack.store(names, req)
     assert stack.manager.on_new_request(req).policy is OffloadPolicy.REQUEST_LEVEL
     stack.manager.on_request_finished(req)
-    assert stack.tiers[0].told == [("new", "r"), ("finished", "r")]
+    assert stack.tiers[0].calls == [("new", "r"), ("finished", "r")]
 
 
 def test_unannounced_request_that_stores_ends_after_its_last_store(
@@ -84,9 +84,9 @@ def test_unannounced_request_that_stores_ends_after_its_last_store(
     req = described("r", names)
     output = stack.manager.prepare_store(names, req)
     stack.manager.on_request_finished(req)
-    assert ("finished", "r") not in stack.tiers[0].told
+    assert ("finished", "r") not in stack.tiers[0].calls
     stack.manager.complete_store(output.keys_to_store, req)
-    assert stack.tiers[0].told == [("new", "r"), ("finished", "r")]
+    assert stack.tiers[0].calls == [("new", "r"), ("finished", "r")]
     assert [list(job.keys) for job in stack.tiers[0].stores] == [names]
 
 
@@ -95,7 +95,7 @@ def test_on_new_request_twice_keeps_held_rows_and_leaks_none(
 ) -> None:
     stack = make_stack(8, recording)
     names = keys(3)
-    leave_in_tiers(stack, names, described("a", names))
+    store_only_in_tiers(stack, names, described("a", names))
     req = described("b", names)
     stack.manager.on_new_request(req)
     assert stack.promote(names, req) == [True] * 3
@@ -105,16 +105,16 @@ def test_on_new_request_twice_keeps_held_rows_and_leaks_none(
     load(stack, names, req)
     stack.manager.on_request_finished(req)
     assert stack.primary.num_free_or_evictable() == 8
-    assert stack.tiers[0].told.count(("new", "b")) == stack.tiers[0].told.count(("finished", "b")) == 1
+    assert stack.tiers[0].calls.count(("new", "b")) == stack.tiers[0].calls.count(("finished", "b")) == 1
 
 
 @pytest.mark.parametrize("when", ["pending", "in flight"])
-def test_on_new_request_twice_during_a_promotion_still_waits(
+def test_on_new_request_twice_during_promotion_still_waits(
     make_stack: MakeStack, keys: Keys, described: Described, when: str
 ) -> None:
     stack = make_stack(8, recording)
     names = keys(3)
-    leave_in_tiers(stack, names, described("a", names))
+    store_only_in_tiers(stack, names, described("a", names))
     req = described("b", names)
     stack.manager.on_new_request(req)
     for key in names:
@@ -130,7 +130,7 @@ def test_on_new_request_twice_during_a_promotion_still_waits(
     assert len(stack.tiers[0].loads) == 1
 
 
-def test_on_new_request_twice_ends_with_the_newest_description(
+def test_on_new_request_twice_ends_with_newest_description(
     make_stack: MakeStack, keys: Keys, described: Described
 ) -> None:
     stack = make_stack(8, recording)
@@ -142,7 +142,7 @@ def test_on_new_request_twice_ends_with_the_newest_description(
     assert stack.tiers[0].ended[-1] is newest
 
 
-def test_on_new_request_during_the_stores_of_a_finished_request(
+def test_on_new_request_reused_id_during_stores_ends_once(
     make_stack: MakeStack, keys: Keys, described: Described
 ) -> None:
     """The same id is used again before the stores of the first request have ended."""
@@ -155,10 +155,10 @@ def test_on_new_request_during_the_stores_of_a_finished_request(
     again = described("r", second)
     stack.manager.on_new_request(again)
     stack.manager.complete_store(output.keys_to_store, req)
-    assert ("finished", "r") not in stack.tiers[0].told, "the second request has not ended"
+    assert ("finished", "r") not in stack.tiers[0].calls, "the second request has not ended"
     stack.store(second, again)
     stack.manager.on_request_finished(again)
-    assert stack.tiers[0].told == [("new", "r"), ("finished", "r")]
+    assert stack.tiers[0].calls == [("new", "r"), ("finished", "r")]
     stack.step()
     assert stack.primary.num_free_or_evictable() == 8
     assert not stack.manager.has_pending_work()
@@ -170,7 +170,7 @@ def test_promoted_block_reaches_request_level_tiers_once_readable(
     stack = make_stack(8, recording, recording)
     near, far = stack.tiers
     names = keys(3)
-    leave_in_tiers(stack, names, described("a", names))
+    store_only_in_tiers(stack, names, described("a", names))
     near.blocks.clear()
     near.stores.clear()
     far.stores.clear()
@@ -199,7 +199,7 @@ def test_promoted_block_offered_meanwhile_reaches_request_level_tiers(
     stack = make_stack(8, recording, recording)
     near, far = stack.tiers
     names = keys(3)
-    leave_in_tiers(stack, names, described("a", names))
+    store_only_in_tiers(stack, names, described("a", names))
     near.blocks.clear()
     near.stores.clear()
     far.stores.clear()
@@ -208,17 +208,17 @@ def test_promoted_block_offered_meanwhile_reaches_request_level_tiers(
     for key in names:
         stack.manager.lookup(key, waiting)
     stack.step()
-    far.silent = True
+    far.withholds_results = True
     offering = described("c", names)
     stack.manager.on_new_request(offering)
     assert stack.manager.prepare_store(names, offering).keys_to_store == []
     stack.manager.on_request_finished(waiting)
     stack.manager.on_request_finished(offering)
-    assert ("finished", "c") not in near.told
-    far.silent = False
+    assert ("finished", "c") not in near.calls
+    far.withholds_results = False
     stack.step()
     assert [(list(job.keys), job.req_context.req_id) for job in near.stores] == [(names, "c")]
-    assert near.told[-1] == ("finished", "c")
+    assert near.calls[-1] == ("finished", "c")
     stack.step()
     assert set(near.blocks) == set(names)
     assert stack.primary.num_free_or_evictable() == 8
@@ -230,7 +230,7 @@ def test_promoted_block_does_not_reach_block_level_tiers(
     stack = make_stack(8, block_level, recording)
     near, _ = stack.tiers
     names = keys(3)
-    leave_in_tiers(stack, names, described("a", names))
+    store_only_in_tiers(stack, names, described("a", names))
     near.blocks.clear()
     near.stores.clear()
     assert stack.promote(names, described("b", names)) == [True] * 3
@@ -238,13 +238,13 @@ def test_promoted_block_does_not_reach_block_level_tiers(
     assert near.stores == []
 
 
-def test_promoted_block_of_a_request_that_stores_nothing_stays_in_its_tier(
+def test_promoted_block_of_request_without_stores_stays_in_its_tier(
     make_stack: MakeStack, keys: Keys, described: Described
 ) -> None:
     stack = make_stack(8, recording, recording)
     near, _ = stack.tiers
     names = keys(3)
-    leave_in_tiers(stack, names, described("a", names))
+    store_only_in_tiers(stack, names, described("a", names))
     near.blocks.clear()
     near.stores.clear()
     req = ReqContext("b", store=False)

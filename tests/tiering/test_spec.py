@@ -1,4 +1,4 @@
-"""Tiers by name, and the whole stack from a dictionary."""
+"""Tiers created by type name, and the manager with its tiers created from a dictionary."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def spec(**extra: Any) -> TieringOffloadingSpec:
     return TieringOffloadingSpec(extra_config=extra, geometry=geometry, identity={"weights": "w"})
 
 
-def test_tiers_by_name(tmp_path: Path) -> None:
+def test_create_secondary_tier_known_type_returns_its_class(tmp_path: Path) -> None:
     tier = create(type="example", max_blocks=3)
     assert isinstance(tier, ExampleSecondaryTier)
     assert tier.max_blocks == 3
@@ -54,7 +54,7 @@ def test_tiers_by_name(tmp_path: Path) -> None:
         ({"type": "persistent", "uri": "x"}, "tier persistent option uri: 'x' .* one of adopt, codec, .* url, "),
     ],
 )
-def test_what_is_wrong_is_named(config: dict[str, Any], message: str) -> None:
+def test_create_secondary_tier_invalid_option_raises_and_names_it(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         create(**config)
 
@@ -65,7 +65,7 @@ def test_tier_submit_methods_take_job_metadata(tier: type[SecondaryTierManager])
         assert list(signature(submit).parameters) == ["self", "job_metadata"]
 
 
-def test_manager_jobs_carry_an_int64_array_of_rows() -> None:
+def test_manager_jobs_carry_int64_array_of_rows() -> None:
     made = spec(cpu_bytes_to_use="64KiB", secondary_tiers=[{"type": "example", "simulate_async": True}])
     manager, req = made.get_manager(), ReqContext("r")
     assert isinstance(manager, TieringOffloadingManager)
@@ -81,7 +81,7 @@ def test_manager_jobs_carry_an_int64_array_of_rows() -> None:
     made.shutdown()
 
 
-def test_the_whole_stack_from_a_dictionary(tmp_path: Path) -> None:
+def test_spec_dictionary_builds_working_stack(tmp_path: Path) -> None:
     made = spec(
         cpu_bytes_to_use="128KiB",
         block_size=32,
@@ -107,7 +107,7 @@ def test_the_whole_stack_from_a_dictionary(tmp_path: Path) -> None:
     assert not os.path.exists(path)
 
 
-def test_spec_store_threshold_keeps_blocks_from_tiers_until_they_are_reused() -> None:
+def test_spec_store_threshold_keeps_blocks_from_tiers_until_reused() -> None:
     made = spec(cpu_bytes_to_use="64KiB", store_threshold=2, secondary_tiers=[{"type": "example"}])
     manager = made.get_manager()
     assert isinstance(manager, FilterReusedOffloadingManager)
@@ -128,7 +128,7 @@ def test_spec_store_threshold_keeps_blocks_from_tiers_until_they_are_reused() ->
     made.shutdown()
 
 
-def test_secondary_tiers_are_off_by_default() -> None:
+def test_spec_default_has_no_secondary_tiers() -> None:
     made = spec(cpu_bytes_to_use="64KiB")
     manager = made.get_manager()
     assert isinstance(manager, TieringOffloadingManager)
@@ -149,12 +149,12 @@ def test_secondary_tiers_are_off_by_default() -> None:
         ({"cpu_bytes_to_use": "64KiB", "eviction_policy": "fifo"}, "eviction_policy: 'fifo' .* one of arc, lru"),
     ],
 )
-def test_a_malformed_configuration_names_the_field(extra: dict[str, Any], message: str) -> None:
+def test_spec_invalid_option_raises_and_names_it(extra: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         spec(**extra)
 
 
-def test_a_tier_that_does_not_open_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_spec_tier_fails_to_open_leaves_no_region_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     url = f"lmdb://{tmp_path}/file"
     made = spec(cpu_bytes_to_use="64KiB", secondary_tiers=[{"type": "example"}, {"type": "persistent", "url": url}])

@@ -1,8 +1,8 @@
 """A state machine drives manager and tiers, and compares them with a byte-accurate model of every row.
 
-After every step it checks DESIGN §7, invariants 1 to 3: readable rows hold the bytes of their keys, a tier reports only
-blocks that it has, and no row is written or reused while a job uses it. ``test_planted_bugs_are_caught`` breaks the
-manager in ways that once seemed plausible, and expects the machine to detect each.
+After every step it checks three invariants: readable rows hold the bytes of their keys, a tier reports only blocks that
+it has, and no row is written or reused while a job uses it. ``test_tiering_machine_planted_bug_is_detected`` puts
+plausible bugs into the manager, and expects the machine to detect each.
 """
 
 from __future__ import annotations
@@ -419,7 +419,7 @@ def run(machine: type[TieringMachine], max_examples: int, phases: Sequence[Phase
 
 
 @pytest.mark.timeout(600)
-def test_ten_thousand_steps_without_a_violation() -> None:
+def test_tiering_manager_random_steps_keep_invariants() -> None:
     run(TieringMachine, max_examples=200)
     done = TieringMachine.totals
     assert done["cascaded_blocks"] > 1000, done

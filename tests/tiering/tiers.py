@@ -11,7 +11,10 @@ from persistkv.tiering.example import ExampleSecondaryTier
 
 
 class RecordingTier(ExampleSecondaryTier):
-    """Tier that records its calls, asks for every block of a request, and fails loads of ``rotten`` keys."""
+    """Tier that records its calls, asks for every block of a request, and fails loads of ``unloadable`` keys.
+
+    It reports no finished jobs while ``withholds_results`` is set.
+    """
 
     policy = OffloadPolicy.REQUEST_LEVEL
 
@@ -19,12 +22,12 @@ class RecordingTier(ExampleSecondaryTier):
         super().__init__(*args, **kwargs)
         self.stores: list[JobMetadata] = []
         self.loads: list[JobMetadata] = []
-        self.told: list[tuple[str, str]] = []
+        self.calls: list[tuple[str, str]] = []
         self.ended: list[ReqContext] = []
         self.touched: list[OffloadKey] = []
-        self.rotten: set[OffloadKey] = set()
+        self.unloadable: set[OffloadKey] = set()
         self.polls = 0
-        self.silent = False
+        self.withholds_results = False
 
     def submit_store(self, job_metadata: JobMetadata) -> None:
         self.stores.append(job_metadata)
@@ -32,34 +35,34 @@ class RecordingTier(ExampleSecondaryTier):
 
     def submit_load(self, job_metadata: JobMetadata) -> None:
         self.loads.append(job_metadata)
-        for key in self.rotten.intersection(job_metadata.keys):
+        for key in self.unloadable.intersection(job_metadata.keys):
             del self.blocks[key]
         super().submit_load(job_metadata)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        return key in self.rotten or super().lookup(key, req_context)
+        return key in self.unloadable or super().lookup(key, req_context)
 
     def get_finished_jobs(self) -> Any:
         self.polls += 1
-        return [] if self.silent else super().get_finished_jobs()
+        return [] if self.withholds_results else super().get_finished_jobs()
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self.touched += keys
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self.told.append(("new", req_context.req_id))
+        self.calls.append(("new", req_context.req_id))
         return RequestOffloadingContext(self.policy)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self.told.append(("finished", req_context.req_id))
+        self.calls.append(("finished", req_context.req_id))
         self.ended.append(req_context)
 
     def drain_jobs(self, timeout_s: float) -> bool:
-        self.told.append(("drain_jobs", ""))
+        self.calls.append(("drain_jobs", ""))
         return super().drain_jobs(timeout_s)
 
     def shutdown(self) -> None:
-        self.told.append(("shutdown", ""))
+        self.calls.append(("shutdown", ""))
         super().shutdown()
 
 

@@ -1,4 +1,4 @@
-"""Damaged catalogue rows affect only their own packs and manifests; all others expire, neither late nor early."""
+"""Damaged catalogue rows affect only their own packs and manifests; all others expire on time."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from persistkv.testing.samples import sample_manifest, sample_pack
 
 HOUR_S = 3600.0
 
-Later = Callable[[float], None]
+AdvanceClocks = Callable[[float], None]
 
 
 @pytest.fixture
-def later(monkeypatch: pytest.MonkeyPatch) -> Later:
-    """Return a function that advances the clocks to some seconds after the start of the test."""
+def advance_clocks(monkeypatch: pytest.MonkeyPatch) -> AdvanceClocks:
+    """Return a function that sets the clocks to a number of seconds after the start of the test."""
     wall, elapsed = time.time, time.clock_gettime
 
-    def later(seconds: float) -> None:
+    def advance_clocks(seconds: float) -> None:
         monkeypatch.setattr(time, "time", lambda: wall() + seconds)
         monkeypatch.setattr(time, "clock_gettime", lambda clock: elapsed(clock) + seconds)
 
-    return later
+    return advance_clocks
 
 
 @pytest.fixture
@@ -46,13 +46,13 @@ def small_packs(namespace: bytes, seeds: Iterable[int]) -> list[PackWriter]:
     return [sample_pack(namespace, seed, blocks=1, block_bytes=1) for seed in seeds]
 
 
-def expire(backend: MemoryBackend, namespace: bytes) -> None:
+def run_expiry(backend: MemoryBackend, namespace: bytes) -> None:
     for _ in range(5):
         backend.commit(namespace, CommitBatch())
 
 
-def test_use_in_the_future_does_not_keep_others_from_expiring(
-    backend: MemoryBackend, namespace: bytes, later: Later
+def test_expiry_use_in_future_does_not_delay_other_packs(
+    backend: MemoryBackend, namespace: bytes, advance_clocks: AdvanceClocks
 ) -> None:
     packs = small_packs(namespace, range(5))
     backend.commit(namespace, CommitBatch(packs[:1]))
@@ -62,14 +62,14 @@ def test_use_in_the_future_does_not_keep_others_from_expiring(
         assert use is not None
         rows.put("uses", key, use._replace(time=time.time() + 1e6 * HOUR_S).encode())
     backend.commit(namespace, CommitBatch(packs[1:]))
-    later(2 * HOUR_S)
-    expire(backend, namespace)
+    advance_clocks(2 * HOUR_S)
+    run_expiry(backend, namespace)
     assert set(tables(backend, namespace)) == {packs[0].pack_id}
 
 
 @pytest.mark.parametrize(("table", "listed"), [("packs", "uses"), ("manifests", "chains")])
-def test_lists_of_what_is_not_held_do_not_keep_others_from_expiring(
-    backend: MemoryBackend, namespace: bytes, later: Later, table: str, listed: str
+def test_expiry_dangling_rows_are_deleted_and_delay_no_other_pack(
+    backend: MemoryBackend, namespace: bytes, advance_clocks: AdvanceClocks, table: str, listed: str
 ) -> None:
     gone = small_packs(namespace, range(150))
     manifests = [sample_manifest(f"r{seed}", packs=[pack.pack_id]) for seed, pack in enumerate(gone)]
@@ -79,9 +79,9 @@ def test_lists_of_what_is_not_held_do_not_keep_others_from_expiring(
             rows.delete(table, key)
     kept = small_packs(namespace, range(200, 220))
     backend.commit(namespace, CommitBatch(kept))
-    later(2 * HOUR_S)
+    advance_clocks(2 * HOUR_S)
     for _ in range(5):
-        expire(backend, namespace)
+        run_expiry(backend, namespace)
     assert not tables(backend, namespace)
     with backend.rows() as rows:
         assert not list(rows.range(listed, b""))
@@ -89,8 +89,8 @@ def test_lists_of_what_is_not_held_do_not_keep_others_from_expiring(
 
 
 @pytest.mark.parametrize("table", ["chains", "expiries"])
-def test_expiry_damaged_row_does_not_keep_other_requests_from_expiring(
-    backend: MemoryBackend, namespace: bytes, later: Later, table: str
+def test_expiry_damaged_row_does_not_delay_other_requests(
+    backend: MemoryBackend, namespace: bytes, advance_clocks: AdvanceClocks, table: str
 ) -> None:
     packs = small_packs(namespace, range(3))
     manifests = [sample_manifest(f"r{seed}", packs=[pack.pack_id], ttl_s=60.0) for seed, pack in enumerate(packs)]
@@ -99,30 +99,30 @@ def test_expiry_damaged_row_does_not_keep_other_requests_from_expiring(
         ((key, row), *_) = rows.range(table, b"")
         rows.delete(table, key)
         rows.put(table, key if table == "chains" else key[:-5], bytes(row)[:7])
-    later(120.0)
-    expire(backend, namespace)
+    advance_clocks(120.0)
+    run_expiry(backend, namespace)
     assert len(tables(backend, namespace)) == 1
     with backend.rows() as rows:
         assert not list(rows.range("expiries", b""))
 
 
-def test_pack_without_its_use_is_listed_once_it_is_stored_again(
-    backend: MemoryBackend, namespace: bytes, later: Later
+def test_commit_pack_without_use_row_restores_row_and_pack_expires(
+    backend: MemoryBackend, namespace: bytes, advance_clocks: AdvanceClocks
 ) -> None:
     (pack,) = small_packs(namespace, [1])
     backend.commit(namespace, CommitBatch([pack]))
     with backend.rows(write=True) as rows:
         rows.delete("uses", namespace + pack.pack_id)
     backend.commit(namespace, CommitBatch([pack]))
-    later(2 * HOUR_S)
-    expire(backend, namespace)
+    advance_clocks(2 * HOUR_S)
+    run_expiry(backend, namespace)
     assert not tables(backend, namespace)
 
 
-def test_use_in_a_transaction_that_was_no_moment_counts_again(
-    backend: MemoryBackend, namespace: bytes, later: Later
+def test_commit_touch_at_moment_of_failed_commit_delays_expiry(
+    backend: MemoryBackend, namespace: bytes, advance_clocks: AdvanceClocks
 ) -> None:
-    """A failed commit may durably record a use, and the next transaction then has the same moment."""
+    """A failed commit may have recorded a use durably; the next transaction then has the same moment number."""
     (pack,) = small_packs(namespace, [1])
     backend.commit(namespace, CommitBatch([pack]))
     with backend.rows(write=True) as rows:
@@ -133,6 +133,6 @@ def test_use_in_a_transaction_that_was_no_moment_counts_again(
         use = use._replace(moment=use.moment + 1)
         rows.put("uses", key, use.encode())
         rows.put("order", use.order_key(key), b"")
-    later(2 * HOUR_S)
+    advance_clocks(2 * HOUR_S)
     assert not backend.commit(namespace, CommitBatch(touches=[pack.pack_id])).evicted
     assert set(tables(backend, namespace)) == {pack.pack_id}

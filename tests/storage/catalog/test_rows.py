@@ -1,4 +1,4 @@
-"""Payloads stored as rows of 256 KiB, from streams that are cut at any position."""
+"""Payloads stored as rows of 256 KiB, from streams whose parts have any length."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ lengths = st.one_of(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(lengths, max_size=5), st.data())
-def test_any_cut_and_any_span(cuts: list[int], data: st.DataObject) -> None:
+def test_row_payloads_any_stream_cut_reads_back_any_span(cuts: list[int], data: st.DataObject) -> None:
     payload = pattern(sum(cuts))
     ends = [sum(cuts[: index + 1]) for index in range(len(cuts))]
     rows = MemoryRows()
@@ -54,7 +54,7 @@ def test_any_cut_and_any_span(cuts: list[int], data: st.DataObject) -> None:
     assert not read_pieces(rows, NAME, offset, [beyond])
 
 
-def test_write_stream_reuses_its_buffer() -> None:
+def test_row_payloads_write_reused_buffer_stores_each_content() -> None:
     part = bytearray(pattern(PIECE_BYTES))
 
     def stream() -> Iterator[memoryview]:
@@ -67,7 +67,7 @@ def test_write_stream_reuses_its_buffer() -> None:
     assert [value[0] for _, value in stored(rows)] == [0, 1, 2]
 
 
-def test_delete_spares_the_neighbours() -> None:
+def test_row_payloads_delete_keeps_adjacent_names() -> None:
     rows = MemoryRows()
     for name in (NAME, *NEIGHBOURS):
         write(rows, name, [pattern(2 * PIECE_BYTES + 1)])

@@ -22,21 +22,21 @@ CODECS = [RawCodec(), ZstdCodec(), ZstdCodec(19), PlanesCodec(2), PlanesCodec(4)
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @given(raw=st.binary(max_size=5000))
-def test_round_trip(codec: Codec, raw: bytes) -> None:
+def test_codec_round_trip_returns_same_bytes(codec: Codec, raw: bytes) -> None:
     out = bytearray(len(raw))
     codec.decode_into(codec.encode(raw), memoryview(out))
     assert out == raw
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_text_form_makes_the_same_codec(codec: Codec) -> None:
+def test_parse_codec_text_form_returns_equal_codec(codec: Codec) -> None:
     assert parse_codec(str(codec)) == codec
 
 
 @pytest.mark.parametrize(
     ("text", "codec"), [("zstd", ZstdCodec(1)), ("planes", PlanesCodec(2)), ("planes:4", PlanesCodec(4))]
 )
-def test_arguments_and_their_defaults(text: str, codec: Codec) -> None:
+def test_parse_codec_argument_or_default_is_applied(text: str, codec: Codec) -> None:
     assert parse_codec(text) == codec
 
 
@@ -59,12 +59,12 @@ def test_arguments_and_their_defaults(text: str, codec: Codec) -> None:
         ("planes:bf16", "2 or 4"),
     ],
 )
-def test_unknown_codec_names_what_there_is(text: str, names: str) -> None:
+def test_parse_codec_invalid_text_raises_and_names_valid_values(text: str, names: str) -> None:
     with pytest.raises(ConfigurationError, match=names):
         parse_codec(text)
 
 
-def test_values_are_validated_without_a_text_too() -> None:
+def test_codec_constructor_invalid_argument_raises() -> None:
     with pytest.raises(ConfigurationError, match="2 or 4"):
         PlanesCodec(8)
     with pytest.raises(ConfigurationError, match="1 to 19"):
@@ -72,7 +72,7 @@ def test_values_are_validated_without_a_text_too() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "lz9", "zstd:99", "raw,zstd"])
-def test_stored_codec_unknown_text_is_corrupt(text: str) -> None:
+def test_stored_codec_unknown_text_raises_corrupt(text: str) -> None:
     with pytest.raises(CorruptPackError) as caught:
         stored_codec(text)
     assert caught.value.field == "codec"
@@ -80,14 +80,14 @@ def test_stored_codec_unknown_text_is_corrupt(text: str) -> None:
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("difference", [-800, -100, -1, 1, 100])
-def test_other_length_is_corrupt(codec: Codec, difference: int) -> None:
+def test_decode_into_wrong_length_raises_corrupt(codec: Codec, difference: int) -> None:
     stored = codec.encode(b"abcdefgh" * 100)
     with pytest.raises(CorruptPackError, match="frame"):
         codec.decode_into(stored, memoryview(bytearray(800 + difference)))
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_bytes_that_follow_are_corrupt(codec: Codec) -> None:
+def test_decode_into_trailing_bytes_raise_corrupt(codec: Codec) -> None:
     stored = bytes(codec.encode(b"abcdefgh" * 100))
     for more in (b"\0", b"abcdefgh", zstandard.compress(b"more")):
         with pytest.raises(CorruptPackError, match="frame"):
@@ -96,8 +96,8 @@ def test_bytes_that_follow_are_corrupt(codec: Codec) -> None:
 
 @pytest.mark.parametrize("codec", CODECS[1:], ids=str)
 @given(data=st.data())
-def test_damage_is_corrupt_or_fills_exactly(codec: Codec, data: st.DataObject) -> None:
-    """Readers verify checksums first (see pack.py); the codec itself only has to stay within its buffer."""
+def test_decode_into_damaged_frame_never_writes_past_buffer(codec: Codec, data: st.DataObject) -> None:
+    """Readers verify checksums first (see pack.py), so the codec only has to stay within its buffer."""
     stored = bytearray(codec.encode(bytes(range(256)) * 8))
     for _ in range(data.draw(st.integers(1, 4))):
         stored[data.draw(st.integers(0, len(stored) - 1))] ^= data.draw(st.integers(1, 255))
@@ -119,14 +119,19 @@ def bombs() -> dict[str, bytes]:
     window = bytearray(zstandard.ZstdCompressor(level=1, write_content_size=False).compress(bytes(4096)))
     window[5] = 0xF8  # a window of 2 TiB
     honest = zstandard.ZstdCompressor(level=1).compress(bytes(4096))
-    return {"content": content, "no size": unsized, "window": bytes(window), "a frame more": honest + bytes(window)}
+    return {
+        "huge content": content,
+        "no size": unsized,
+        "huge window": bytes(window),
+        "two frames": honest + bytes(window),
+    }
 
 
 BOMBS = bombs()
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_claimed_size_is_not_allocated(name: str) -> None:
+def test_zstd_codec_huge_claimed_size_is_not_allocated(name: str) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(CorruptPackError):

@@ -22,7 +22,7 @@ def floats(count: int, width: int) -> bytes:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @given(length=st.integers(0, 300), first=st.integers(0, 7), seed=st.integers(0, 1000))
-def test_any_length_and_any_alignment(width: int, length: int, first: int, seed: int) -> None:
+def test_planes_codec_any_length_and_alignment_round_trips(width: int, length: int, first: int, seed: int) -> None:
     raw = np.random.default_rng(seed).integers(0, 256, first + length, dtype=np.uint8).data[first:]
     stored = PlanesCodec(width).encode(raw)
     shifted = memoryview(bytes(first) + bytes(stored))[first:]
@@ -33,8 +33,8 @@ def test_any_length_and_any_alignment(width: int, length: int, first: int, seed:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("tail", [0, 1, 3])
-def test_decoded_by_hand_as_documented(width: int, tail: int) -> None:
-    """Decode by docs/format.md, with zstandard alone."""
+def test_planes_codec_format_matches_documentation(width: int, tail: int) -> None:
+    """Decode as docs/format.md describes, with the zstandard package only."""
     raw = bytes(np.random.default_rng(1).integers(0, 256, 4 * 1000, dtype=np.uint8)) + b"xyz"[:tail]
     stored = bytes(PlanesCodec(width).encode(raw))
     count, rest = divmod(len(raw), width)
@@ -45,7 +45,7 @@ def test_decoded_by_hand_as_documented(width: int, tail: int) -> None:
 
 
 @pytest.mark.parametrize(("width", "entropy_bits"), [(2, 8), (4, 24)])
-def test_floats_come_near_the_entropy_of_their_highest_byte(width: int, entropy_bits: float) -> None:
+def test_planes_codec_floats_compress_close_to_entropy_of_high_byte(width: int, entropy_bits: float) -> None:
     raw = floats(1 << 18, width)
     counts = np.bincount(np.frombuffer(raw, np.uint8)[width - 1 :: width], minlength=256)
     shares = counts[counts > 0] / counts.sum()
@@ -53,13 +53,13 @@ def test_floats_come_near_the_entropy_of_their_highest_byte(width: int, entropy_
     assert bound <= len(PlanesCodec(width).encode(raw)) <= bound / 0.98
 
 
-def test_noise_costs_little() -> None:
+def test_planes_codec_random_bytes_grow_by_less_than_100() -> None:
     raw = np.random.default_rng(2).bytes(1 << 20)
     assert len(raw) <= len(PlanesCodec().encode(raw)) < len(raw) + 100
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_stored_bytes_that_are_too_few(width: int) -> None:
+def test_planes_codec_truncated_frame_raises_corrupt(width: int) -> None:
     codec = PlanesCodec(width)
     stored = bytes(codec.encode(b"abcdefgh" * 10 + b"xyz"))
     for length in range(len(stored)):
@@ -67,7 +67,7 @@ def test_stored_bytes_that_are_too_few(width: int) -> None:
             codec.decode_into(stored[:length], memoryview(bytearray(83)))
 
 
-def test_lengths_of_the_highest_plane_are_checked() -> None:
+def test_planes_codec_wrong_high_plane_length_raises_corrupt() -> None:
     high = zstandard.compress(bytes(10))
     for count in (9, 11):
         with pytest.raises(CorruptPackError, match="10 bytes where"):

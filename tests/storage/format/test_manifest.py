@@ -25,7 +25,7 @@ MANIFEST = RequestManifest(
 KEYS = (PackedKeys.of([b"a" * 36, b"b" * 36]), PackedKeys.of([b"x", b"yz"]), PackedKeys())
 
 
-def test_round_trip() -> None:
+def test_manifest_head_and_keys_round_trip() -> None:
     assert decode_manifest(encode_manifest(MANIFEST)) == MANIFEST
     assert decode_manifest_keys(encode_manifest_keys(KEYS)) == KEYS
     assert MANIFEST.blocks == 3
@@ -46,18 +46,18 @@ def test_round_trip() -> None:
         priority=st.sampled_from(["low", "normal"]),
     )
 )
-def test_any_manifest(manifest: RequestManifest) -> None:
+def test_manifest_any_fields_round_trip(manifest: RequestManifest) -> None:
     assert decode_manifest(encode_manifest(manifest)) == manifest
 
 
 @pytest.mark.parametrize(("ttl_s", "priority"), [(0.0, "low"), (-1.0, "low"), ("1h", "low"), (1.0, "high"), (1.0, 1)])
-def test_head_invalid_retention_is_refused(ttl_s: object, priority: object) -> None:
+def test_decode_manifest_invalid_retention_raises_corrupt(ttl_s: object, priority: object) -> None:
     body = msgspec.msgpack.encode(("engine/7", 1.5, 40, (2, 1), 99, True, {}, b"", ttl_s, priority))
     with pytest.raises(CorruptPackError, match="manifest"):
         decode_manifest(b"\1" + xxhash.xxh3_64_digest(body) + body)
 
 
-def test_head_without_context_reads() -> None:
+def test_decode_manifest_without_context_uses_defaults() -> None:
     body = msgspec.msgpack.encode(("engine/7", 1.5, 40, (2, 1), 99, True, {"user": "größe"}))
     assert decode_manifest(b"\1" + xxhash.xxh3_64_digest(body) + body) == MANIFEST
 
@@ -73,25 +73,25 @@ def test_context_digest_covers_each_group() -> None:
     ("encoded", "decode"),
     [(encode_manifest(MANIFEST), decode_manifest), (encode_manifest_keys(KEYS), decode_manifest_keys)],
 )
-class TestDamage:
-    def test_any_flipped_byte(self, encoded: bytes, decode: Callable[[bytes], object]) -> None:
+class TestDamagedManifest:
+    def test_any_flipped_byte_raises_corrupt(self, encoded: bytes, decode: Callable[[bytes], object]) -> None:
         for offset in range(len(encoded)):
             damaged = bytearray(encoded)
             damaged[offset] ^= 0x40
             with pytest.raises(CorruptPackError):
                 decode(bytes(damaged))
 
-    def test_any_cut(self, encoded: bytes, decode: Callable[[bytes], object]) -> None:
+    def test_any_truncation_raises_corrupt(self, encoded: bytes, decode: Callable[[bytes], object]) -> None:
         for length in range(len(encoded)):
             with pytest.raises(CorruptPackError):
                 decode(encoded[:length])
 
-    def test_newer_version_is_named(self, encoded: bytes, decode: Callable[[bytes], object]) -> None:
+    def test_newer_version_raises_corrupt_and_is_named(self, encoded: bytes, decode: Callable[[bytes], object]) -> None:
         with pytest.raises(CorruptPackError, match="2; this release reads 1"):
             decode(b"\2" + encoded[1:])
 
 
-def test_keys_are_no_manifest() -> None:
+def test_decode_manifest_of_encoded_keys_raises_corrupt() -> None:
     with pytest.raises(CorruptPackError):
         decode_manifest(encode_manifest_keys(KEYS))
 
@@ -99,6 +99,6 @@ def test_keys_are_no_manifest() -> None:
 @given(st.binary(max_size=200))
 @example(b"\x95\xa3\x00\x00\x80")  # a string that is not UTF-8
 @example(b"\x98\xa1a\xcb" + bytes(8) + b"\0\x90\0\xc3\x80" + b"\x91" * 100_000)  # lists nested 100,000 levels deep
-def test_sealed_garbage_is_corrupt(body: bytes) -> None:
+def test_decode_manifest_garbage_with_valid_checksum_raises_corrupt(body: bytes) -> None:
     with pytest.raises(CorruptPackError):
         decode_manifest(b"\1" + xxhash.xxh3_64_digest(body) + body)

@@ -34,7 +34,7 @@ from tests.storage.packs import NAMESPACE, blocks_of, raw_blocks, segments, writ
     st.lists(segments, min_size=1, max_size=3, unique_by=lambda segment: segment.keys[0]),
     st.sampled_from([RawCodec(), ZstdCodec(), PlanesCodec(), PlanesCodec(4)]),
 )
-def test_round_trip(parts: list[Segment], codec: Codec) -> None:
+def test_pack_round_trip_returns_same_blocks_and_table(parts: list[Segment], codec: Codec) -> None:
     payload, table = write(*parts, codec=codec)
     assert PackTable.parse(payload + table.encode()) == table
     assert PackTable.parse(table.encode()) == table
@@ -43,7 +43,7 @@ def test_round_trip(parts: list[Segment], codec: Codec) -> None:
     assert table.raw_length == sum(part.raw_length for part in parts)
 
 
-def test_frames_hold_as_many_blocks_as_fit_a_mebibyte() -> None:
+def test_pack_frames_hold_blocks_up_to_one_mebibyte() -> None:
     _, table = write(
         sample_segment(1, blocks=40, block_bytes=65_536), sample_segment(2, group=1, blocks=3, block_bytes=3 << 20)
     )
@@ -55,13 +55,13 @@ def test_frames_hold_as_many_blocks_as_fit_a_mebibyte() -> None:
     assert all(align(one.offset + one.stored_length) == other.offset for one, other in pairwise(table.frames))
 
 
-def test_unknown_depth_stays_unknown() -> None:
+def test_pack_unknown_depth_is_kept_in_all_frames() -> None:
     part = sample_segment(1, blocks=40, block_bytes=65_536)
     _, table = write(Segment(part.group, part.block_bytes, part.keys, part.source))
     assert {frame.depth for frame in table.frames} == {UNKNOWN_DEPTH}
 
 
-def test_frame_that_does_not_shrink_is_kept_raw() -> None:
+def test_pack_incompressible_frame_is_stored_raw() -> None:
     noise = np.random.default_rng(1).integers(0, 256, (4, 4096), dtype=np.uint8)
     payload, table = write(Segment(0, 4096, sample_keys(1, 4), ArraySource(noise)), codec=ZstdCodec())
     (frame,) = table.frames
@@ -69,7 +69,7 @@ def test_frame_that_does_not_shrink_is_kept_raw() -> None:
     assert payload[: frame.stored_length] == noise.tobytes()
 
 
-def test_one_codec_keeps_raw_only_the_frames_that_do_not_shrink() -> None:
+def test_pack_only_incompressible_frames_are_stored_raw() -> None:
     noise = np.random.default_rng(1).integers(0, 256, (3, 8192), dtype=np.uint8)
     parts = [
         Segment(0, 8192, sample_keys(1, 3), ArraySource(np.full((3, 8192), 7, np.uint8))),
@@ -82,7 +82,7 @@ def test_one_codec_keeps_raw_only_the_frames_that_do_not_shrink() -> None:
 
 
 @pytest.mark.parametrize("codec", [RawCodec(), ZstdCodec(), PlanesCodec()])
-def test_pack_bounds_hold_and_a_copy_knows_them_exactly(codec: Codec) -> None:
+def test_pack_bounds_hold_and_pack_copy_bounds_are_exact(codec: Codec) -> None:
     parts = [sample_segment(1, blocks=300), sample_segment(2, group=3, block_bytes=70_000, blocks=2)]
     pack = PackWriter(NAMESPACE, codec, parts)
     bound, frames = pack.payload_bound, pack.frame_count
@@ -95,7 +95,7 @@ def test_pack_bounds_hold_and_a_copy_knows_them_exactly(codec: Codec) -> None:
     assert (payload_of(copy), copy.table) == (payload, pack.table)
 
 
-def test_a_retried_stream_is_written_as_the_first() -> None:
+def test_pack_writer_second_stream_equals_first() -> None:
     pack = PackWriter(NAMESPACE, PlanesCodec(), [sample_segment(1), sample_segment(2, group=1)])
     first = b"".join(map(bytes, pack.stream()))
     table = pack.table
@@ -103,7 +103,7 @@ def test_a_retried_stream_is_written_as_the_first() -> None:
     assert pack.table == table
 
 
-def test_frame_of_a_codec_that_this_release_does_not_know() -> None:
+def test_decode_frame_unknown_codec_raises_corrupt() -> None:
     payload, table = write(sample_segment(1), codec=ZstdCodec())
     (frame,) = table.frames
     assert frame.encoded
@@ -111,7 +111,7 @@ def test_frame_of_a_codec_that_this_release_does_not_know() -> None:
         decode_frame("brotli", frame, payload[: frame.stored_length], memoryview(bytearray(frame.raw_length)))
 
 
-def test_name_binds_namespace_keys_and_codec() -> None:
+def test_pack_id_depends_on_namespace_keys_and_codec_only() -> None:
     one = sample_pack(NAMESPACE, 1)
     assert one.pack_id == sample_pack(NAMESPACE, 1, content=9).pack_id
     others = [
@@ -123,7 +123,7 @@ def test_name_binds_namespace_keys_and_codec() -> None:
     assert len({one.pack_id, *(other.pack_id for other in others)}) == 5
 
 
-def test_keys_of_other_lengths_make_another_name() -> None:
+def test_pack_id_differs_for_other_key_boundaries() -> None:
     def named(keys: list[bytes]) -> bytes:
         part = Segment(0, 8, keys, ArraySource(sample_blocks(1, len(keys), 8)))
         return PackWriter(NAMESPACE, RawCodec(), [part]).pack_id
@@ -139,7 +139,7 @@ def test_pack_writer_repeated_key_raises() -> None:
         PackWriter(NAMESPACE, RawCodec(), [part])
 
 
-def test_table_is_there_after_the_stream_only() -> None:
+def test_pack_writer_table_before_stream_raises() -> None:
     pack = sample_pack(NAMESPACE, 1)
     with pytest.raises(ValueError, match="stream"):
         _ = pack.table
@@ -149,7 +149,7 @@ def test_table_is_there_after_the_stream_only() -> None:
     assert pack.table == table
 
 
-def test_checksum_belongs_to_keys_and_namespace() -> None:
+def test_verify_frame_other_keys_or_namespace_raise_corrupt() -> None:
     payload, table = write(sample_segment(1))
     (frame,) = table.frames
     stored = payload[: frame.stored_length]
@@ -161,7 +161,7 @@ def test_checksum_belongs_to_keys_and_namespace() -> None:
         verify_frame(frame, stored[:-1], frame_seed(NAMESPACE, table.keys.data))
 
 
-def test_any_flipped_byte_of_payload_is_noticed() -> None:
+def test_verify_frame_any_flipped_byte_raises_corrupt() -> None:
     payload, table = write(sample_segment(1, blocks=2, block_bytes=64))
     (frame,) = table.frames
     seed = frame_seed(NAMESPACE, table.keys.data)
@@ -172,8 +172,8 @@ def test_any_flipped_byte_of_payload_is_noticed() -> None:
             verify_frame(frame, damaged, seed)
 
 
-def test_decoded_by_hand_as_documented() -> None:
-    """Decode by docs/format.md, with struct and the two hashes alone."""
+def test_pack_format_matches_documentation() -> None:
+    """Decode as docs/format.md describes, with struct and the two hash functions only."""
 
     parts = [
         sample_segment(1, blocks=3, block_bytes=5000),
@@ -218,7 +218,7 @@ def test_decoded_by_hand_as_documented() -> None:
 
 
 @pytest.mark.parametrize("codec", [RawCodec(), ZstdCodec(), PlanesCodec()])
-def test_frames_encoded_ahead_make_the_same_pack(codec: Codec) -> None:
+def test_pack_writer_frames_encoded_ahead_give_same_pack(codec: Codec) -> None:
     """Frames keep their order, and pieces that are still referenced keep their content."""
     blocks = np.random.default_rng(5).integers(0, 8, (40, 256 << 10), dtype=np.uint8)
     names = [number.to_bytes(8, "little") + bytes(4) for number in range(40)]
@@ -232,7 +232,7 @@ def test_frames_encoded_ahead_make_the_same_pack(codec: Codec) -> None:
     executor.close()
 
 
-def test_a_stream_that_is_left_is_waited_for() -> None:
+def test_pack_writer_settle_waits_for_frames_being_encoded() -> None:
     """After ``settle`` returns, no thread reads the blocks, even if frames were being encoded."""
     inside, release = threading.Semaphore(0), threading.Event()
     reading: list[int] = []
@@ -261,7 +261,7 @@ def test_a_stream_that_is_left_is_waited_for() -> None:
     executor.close()
 
 
-def test_a_restarted_writer_has_written_nothing() -> None:
+def test_pack_writer_restart_resets_written() -> None:
     writer = PackWriter(NAMESPACE, RawCodec(), [sample_segment(1, blocks=3)])
     list(writer.stream())
     assert writer.written

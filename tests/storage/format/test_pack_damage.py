@@ -1,4 +1,4 @@
-"""Packs that are damaged, cut or forged: parsing reports corruption or returns a sound table."""
+"""Damaged, truncated or forged pack tables: parsing reports corruption or returns a consistent table."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REAL = [
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(REAL), st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(1, 255)), min_size=1, max_size=6))
-def test_damage_is_always_noticed(encoded: bytes, flips: list[tuple[int, int]]) -> None:
+def test_pack_table_parse_flipped_bytes_raise_corrupt(encoded: bytes, flips: list[tuple[int, int]]) -> None:
     damaged = bytearray(encoded)
     for position, value in flips:
         damaged[position % len(encoded)] ^= value
@@ -43,7 +43,7 @@ def test_damage_is_always_noticed(encoded: bytes, flips: list[tuple[int, int]]) 
 
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(REAL), st.integers(0, 1 << 16), st.binary(max_size=64))
-def test_cuts_and_appended_bytes(encoded: bytes, cut: int, extra: bytes) -> None:
+def test_pack_table_parse_truncated_raises_and_prefix_is_ignored(encoded: bytes, cut: int, extra: bytes) -> None:
     with pytest.raises(CorruptPackError):
         PackTable.parse(encoded[: cut % len(encoded)])
     assert PackTable.parse(extra + encoded) == PackTable.parse(encoded)
@@ -51,7 +51,7 @@ def test_cuts_and_appended_bytes(encoded: bytes, cut: int, extra: bytes) -> None
 
 @settings(max_examples=600, deadline=None)
 @given(st.sampled_from(REAL), st.data())
-def test_forged_tables_are_corrupt_or_sound(encoded: bytes, data: st.DataObject) -> None:
+def test_pack_table_parse_forged_table_is_sound_or_raises_corrupt(encoded: bytes, data: st.DataObject) -> None:
     """Damaged tables with valid checksums: an accepted table keeps every guarantee that readers rely on."""
     body = bytearray(encoded[: -TRAILER.size])
     for _ in range(data.draw(st.integers(1, 4))):
@@ -96,7 +96,7 @@ def check_sound(table: PackTable) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=300))
-def test_garbage(data: bytes) -> None:
+def test_pack_table_parse_garbage_raises_corrupt(data: bytes) -> None:
     for candidate in (data, sealed(data)):
         with pytest.raises(CorruptPackError):
             PackTable.parse(candidate)
@@ -120,7 +120,7 @@ def forged(**changes: Any) -> bytes:
     return sealed(body)
 
 
-def test_sound_table_is_read() -> None:
+def test_pack_table_parse_valid_table_returns_frames() -> None:
     assert PackTable.parse(forged()).frames == (Frame(0, 4, 4096, 0, 0, 16384, 7),)
 
 
@@ -151,7 +151,7 @@ def test_sound_table_is_read() -> None:
         ({"payload": (1 << 64) - 4096}, "payload length"),
     ],
 )
-def test_field_that_is_wrong_is_named(changes: dict[str, Any], field: str) -> None:
+def test_pack_table_parse_wrong_field_raises_and_names_it(changes: dict[str, Any], field: str) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(CorruptPackError) as caught:
@@ -175,7 +175,7 @@ def table_with(keys: list[bytes], key_length: int) -> bytes:
 
 @pytest.mark.parametrize("key_length", [0, 4, 12, 36])
 @pytest.mark.parametrize("count", [2, 20, 100, 300])
-def test_parse_repeated_key_is_corrupt(count: int, key_length: int) -> None:
+def test_pack_table_parse_repeated_key_raises_corrupt(count: int, key_length: int) -> None:
     keys = [number.to_bytes(4, "big") * (key_length // 4 or 9) for number in range(count)]
     assert PackTable.parse(table_with(keys, key_length)).keys.unpack() == keys
     for first, second in ((0, 1), (0, count - 1), (count // 2, count - 1)):
@@ -187,13 +187,13 @@ def test_parse_repeated_key_is_corrupt(count: int, key_length: int) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 20, 100])
-def test_parse_keys_that_differ_at_their_begin_only_is_sound(count: int) -> None:
+def test_pack_table_parse_keys_with_equal_ends_are_distinct(count: int) -> None:
     keys = [number.to_bytes(4, "big") + bytes(32) for number in range(count)]
     assert PackTable.parse(table_with(keys, 36)).keys.unpack() == keys
 
 
 @pytest.mark.parametrize("length", [0, 63, 68, 1 << 20, (1 << 64) - 1])
-def test_table_length_is_checked(length: int) -> None:
+def test_pack_table_parse_wrong_length_raises_corrupt(length: int) -> None:
     body = forged()[: -TRAILER.size]
     wrong = body + TRAILER.pack(length, xxhash.xxh3_64_intdigest(body), b"PKVPACK1")
     with pytest.raises(CorruptPackError) as caught:

@@ -141,14 +141,14 @@ class Release:
         return self.store.canary is not None and self.store.canary.active
 
     def run(self, tokens: Sequence[int], kv: KV, first: int = 0) -> None:
-        """Offer the blocks of a request, from block ``first`` on, as an engine does that computed them, and end it.
+        """Store the blocks of a request that an engine has computed, from block ``first`` on, and end the request.
 
-        Blocks before ``first`` are neither offered nor loaded.
+        Blocks before ``first`` are neither stored nor loaded.
         """
         blocks, keys = to_blocks(kv, self.dtype), keys_of(tokens)
         self._requests += 1
         request = f"{id(self)}-{self._requests}"
-        for start in range(first, len(keys), 4):  # a step of an engine computes some of the blocks
+        for start in range(first, len(keys), 4):  # each step of an engine computes some of the blocks
             numbers = range(start, min(start + 4, len(keys)))
             self.rows.array[list(numbers)] = blocks[start : numbers.stop]
             assert self.store.put(request, [keys[number] for number in numbers], numbers, numbers)
@@ -165,7 +165,7 @@ class Release:
         return found
 
     def end(self) -> None:
-        """End the store, without closing the backend."""
+        """Close the store, but not its backend."""
         self.store.flush()
         if self.store.canary is not None:
             self.store.canary.close()

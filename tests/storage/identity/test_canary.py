@@ -53,7 +53,7 @@ def depths_of(backend: InspectableBackend) -> tuple[int, ...]:
     return () if verdict is None else verdict.depths
 
 
-def test_canary_equal_blocks_of_two_requests_adopts_the_namespace(
+def test_canary_equal_blocks_of_two_requests_adopt_namespace(
     backend: InspectableBackend, contexts: list[KV], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "persistkv")
@@ -69,7 +69,7 @@ def test_canary_equal_blocks_of_two_requests_adopts_the_namespace(
     assert any("adopted the blocks of namespace" in record.message for record in caplog.records)
 
 
-def test_canary_recorded_adoption_serves_the_next_start_at_once(
+def test_canary_recorded_adoption_serves_next_start_immediately(
     backend: InspectableBackend, contexts: list[KV]
 ) -> None:
     first = Release(backend, NEW)
@@ -81,9 +81,7 @@ def test_canary_recorded_adoption_serves_the_next_start_at_once(
     assert second.compares
 
 
-def test_canary_adopted_bytes_are_those_that_the_old_release_stored(
-    backend: InspectableBackend, contexts: list[KV]
-) -> None:
+def test_canary_adopted_blocks_equal_bytes_of_old_release(backend: InspectableBackend, contexts: list[KV]) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
         new.run(tokens, kv)
@@ -118,7 +116,7 @@ def test_canary_one_request_is_undecided_and_stores_its_blocks(backend: Inspecta
     assert new.store.counters.stored_blocks == BLOCKS
 
 
-def test_canary_never_compares_nothing(backend: InspectableBackend, contexts: list[KV]) -> None:
+def test_canary_option_adopt_never_disables_comparison(backend: InspectableBackend, contexts: list[KV]) -> None:
     new = Release(backend, NEW, adopt="never")
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
         new.run(tokens, kv)
@@ -126,7 +124,7 @@ def test_canary_never_compares_nothing(backend: InspectableBackend, contexts: li
     assert not new.compares
 
 
-def test_canary_namespace_that_differs_in_more_than_the_release_is_no_candidate(backend: InspectableBackend) -> None:
+def test_canary_namespace_with_other_weights_is_no_candidate(backend: InspectableBackend) -> None:
     assert Release(backend, NEW).compares
     assert not Release(backend, NEW, fields={"weights": "others"}).compares
 
@@ -135,10 +133,8 @@ def test_canary_undescribed_rows_are_never_compared(backend: InspectableBackend)
     assert not Release(backend, NEW, described=False).compares
 
 
-def test_canary_requests_whose_first_block_was_held_prove_nothing(
-    backend: InspectableBackend, contexts: list[KV]
-) -> None:
-    """They could have loaded it."""
+def test_canary_request_with_held_first_block_is_no_evidence(backend: InspectableBackend, contexts: list[KV]) -> None:
+    """The request may have loaded its first block instead of computing it."""
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
         new.run(tokens[:16], kv[:, :, :, :16])  # 64 tokens in all are too few
@@ -147,16 +143,14 @@ def test_canary_requests_whose_first_block_was_held_prove_nothing(
     assert verdict_of(backend) is None
 
 
-def test_canary_requests_without_their_first_blocks_prove_nothing(
-    backend: InspectableBackend, contexts: list[KV]
-) -> None:
+def test_canary_request_without_first_blocks_is_no_evidence(backend: InspectableBackend, contexts: list[KV]) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
         new.run(tokens, kv, first=2)
     assert verdict_of(backend) is None
 
 
-def test_canary_blocks_loaded_by_another_tier_prove_nothing(backend: InspectableBackend, contexts: list[KV]) -> None:
+def test_canary_request_loaded_by_another_tier_is_no_evidence(backend: InspectableBackend, contexts: list[KV]) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
         new.canary.loaded_elsewhere(keys_of(tokens)[:1])
@@ -164,9 +158,7 @@ def test_canary_blocks_loaded_by_another_tier_prove_nothing(backend: Inspectable
     assert verdict_of(backend) is None
 
 
-def test_canary_unknown_loads_of_other_tiers_end_the_comparison(
-    backend: InspectableBackend, contexts: list[KV]
-) -> None:
+def test_canary_unknown_loads_of_other_tiers_end_comparison(backend: InspectableBackend, contexts: list[KV]) -> None:
     new = Release(backend, NEW)
     new.canary.loaded_elsewhere([])
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
@@ -174,7 +166,7 @@ def test_canary_unknown_loads_of_other_tiers_end_the_comparison(
     assert verdict_of(backend) is None
 
 
-def test_canary_short_requests_adopt_only_their_depths_until_longer_ones_agree(
+def test_canary_short_requests_adopt_only_their_depths_until_longer_agree(
     backend: InspectableBackend, contexts: list[KV]
 ) -> None:
     new = Release(backend, NEW)
@@ -188,7 +180,7 @@ def test_canary_short_requests_adopt_only_their_depths_until_longer_ones_agree(
     assert new.load(PROMPTS[3]) == [True] * BLOCKS
 
 
-def test_canary_difference_beyond_the_adopted_depths_keeps_them(
+def test_canary_difference_beyond_adopted_depths_keeps_adoption(
     backend: InspectableBackend, contexts: list[KV]
 ) -> None:
     new = Release(backend, NEW)
@@ -203,7 +195,9 @@ def test_canary_difference_beyond_the_adopted_depths_keeps_them(
     assert (verdict.verdict, verdict.depths, verdict.final) == ("adopted", (4,), True)
 
 
-def test_canary_used_blocks_are_stored_in_the_own_namespace(backend: InspectableBackend, contexts: list[KV]) -> None:
+def test_canary_used_adopted_blocks_are_stored_in_own_namespace(
+    backend: InspectableBackend, contexts: list[KV]
+) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
         new.run(tokens, kv)
@@ -214,7 +208,7 @@ def test_canary_used_blocks_are_stored_in_the_own_namespace(backend: Inspectable
     assert len(list(backend.manifests(identity(NEW).digest))) == 3
 
 
-def test_canary_old_content_that_is_deleted_is_no_longer_found(backend: InspectableBackend, contexts: list[KV]) -> None:
+def test_canary_deleted_blocks_of_old_release_miss(backend: InspectableBackend, contexts: list[KV]) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
         new.run(tokens, kv)

@@ -1,4 +1,4 @@
-"""Limits of the comparison of two blocks."""
+"""``compare``: how much two blocks may differ and still agree."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_comparison_equal_blocks_agree_without_error(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "agrees"), [(2, True), (3, False)])
-def test_comparison_tenth_of_the_tokens_of_a_cell_may_differ(pair: Pair, tokens: int, agrees: bool) -> None:
+def test_comparison_one_tenth_of_cell_tokens_may_differ(pair: Pair, tokens: int, agrees: bool) -> None:
     pair.theirs[2, :tokens] *= -1
     found = pair.compare()
     assert found.agrees is agrees
@@ -49,12 +49,12 @@ def test_comparison_tenth_of_the_tokens_of_a_cell_may_differ(pair: Pair, tokens:
 
 
 @pytest.mark.parametrize(("factor", "agrees"), [(0.9, True), (1.1, False)])
-def test_comparison_error_is_relative_to_the_longer_vector(pair: Pair, factor: float, agrees: bool) -> None:
+def test_comparison_error_is_relative_to_longer_vector(pair: Pair, factor: float, agrees: bool) -> None:
     pair.theirs[1] /= 1 - factor * LIMIT
     assert pair.compare().agrees is agrees
 
 
-def test_comparison_vectors_near_zero_are_measured_against_the_others(pair: Pair) -> None:
+def test_comparison_vectors_near_zero_are_measured_against_median(pair: Pair) -> None:
     pair.ours[0, ::2] *= 1e-6  # less than half of the lengths: the median stays 1
     pair.ours[0, 0] = pair.theirs[0, 0]
     pair.theirs[0, ::2] = pair.ours[0, ::2]
@@ -64,7 +64,7 @@ def test_comparison_vectors_near_zero_are_measured_against_the_others(pair: Pair
     assert not pair.compare().agrees
 
 
-def test_comparison_blocks_of_zeros_prove_nothing(pair: Pair) -> None:
+def test_comparison_block_with_zero_cells_agrees_but_counts_no_tokens(pair: Pair) -> None:
     pair.ours[:3] = pair.theirs[:3] = 0
     found = pair.compare()
     assert found.agrees
@@ -72,13 +72,13 @@ def test_comparison_blocks_of_zeros_prove_nothing(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
-def test_comparison_numbers_that_are_not_finite_differ(pair: Pair, value: float) -> None:
+def test_comparison_not_finite_or_overflowing_number_differs(pair: Pair, value: float) -> None:
     pair.ours[3, 5] = value
     assert not pair.compare().agrees
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
-def test_comparison_decodes_every_number_of_a_dtype(dtype: str) -> None:
+def test_comparison_decodes_every_number_of_each_dtype(dtype: str) -> None:
     """A block of all finite numbers differs from its half by exactly a half."""
     kind = getattr(torch, dtype)
     item = kind.itemsize
@@ -104,5 +104,5 @@ def test_comparison_decodes_every_number_of_a_dtype(dtype: str) -> None:
         (VectorLayout(0, ((4, -640),), ((20, 32),), 8), 2560, False),
     ],
 )
-def test_fits_accepts_only_vectors_inside_of_the_block(layout: VectorLayout, block_bytes: int, is_inside: bool) -> None:
+def test_fits_accepts_only_vectors_inside_block(layout: VectorLayout, block_bytes: int, is_inside: bool) -> None:
     assert fits(NumberLayout("float32", (layout,)), 0, block_bytes) is is_inside

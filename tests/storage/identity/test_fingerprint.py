@@ -42,8 +42,8 @@ def checkpoint(tmp_path: Path) -> Path:
     return directory
 
 
-class TestCheckpoint:
-    def test_is_the_same_for_the_same_tensors_in_other_files(self, checkpoint: Path, tmp_path: Path) -> None:
+class TestFingerprintCheckpoint:
+    def test_same_tensors_in_other_files_give_same_fingerprint(self, checkpoint: Path, tmp_path: Path) -> None:
         sharded = tmp_path / "sharded"
         sharded.mkdir()
         (sharded / "x-1.safetensors").write_bytes(safetensors({"a.bias": TENSORS["a.bias"]}, metadata=True))
@@ -59,7 +59,7 @@ class TestCheckpoint:
             ("c.weight", ("F32", [2, 3], bytes(range(24)))),
         ],
     )
-    def test_tells_bytes_shape_dtype_and_name_apart(
+    def test_changed_bytes_shape_dtype_or_name_changes_fingerprint(
         self, checkpoint: Path, name: str, tensor: tuple[str, list[int], bytes]
     ) -> None:
         before = fingerprint_checkpoint(checkpoint)
@@ -67,20 +67,20 @@ class TestCheckpoint:
         (checkpoint / "model.safetensors").write_bytes(safetensors(changed))
         assert fingerprint_checkpoint(checkpoint) != before
 
-    def test_never_meets_the_one_of_a_state_dict(self, checkpoint: Path) -> None:
+    def test_same_tensors_as_state_dict_differ_only_in_prefix(self, checkpoint: Path) -> None:
         in_memory = fingerprint_tensors((name, dtype, shape, data) for name, (dtype, shape, data) in TENSORS.items())
         on_disk = fingerprint_checkpoint(checkpoint)
         assert in_memory.partition(":")[2] == on_disk.partition(":")[2]
         assert (in_memory.partition(":")[0], on_disk.partition(":")[0]) == ("state-dict", "checkpoint")
 
-    def test_reads_tensors_longer_than_one_piece(self, checkpoint: Path) -> None:
+    def test_tensor_longer_than_one_piece_is_hashed_whole(self, checkpoint: Path) -> None:
         data = bytearray(os.urandom(17 << 20))
         tensors = {"big": ("U8", [len(data)], bytes(data))}
         (checkpoint / "model.safetensors").write_bytes(safetensors(tensors))
         direct = fingerprint_tensors([("big", "U8", [len(data)], data)])
         assert fingerprint_checkpoint(checkpoint).partition(":")[2] == direct.partition(":")[2]
 
-    def test_hashes_files_of_other_formats_whole(self, tmp_path: Path) -> None:
+    def test_pytorch_file_is_hashed_whole_and_training_state_ignored(self, tmp_path: Path) -> None:
         directory = tmp_path / "old"
         directory.mkdir()
         (directory / "pytorch_model.bin").write_bytes(b"a pickle that nobody opens")
@@ -93,7 +93,7 @@ class TestCheckpoint:
 
 
 class TestWeightFiles:
-    def test_prefers_the_single_file_and_then_the_index(self, tmp_path: Path) -> None:
+    def test_single_file_precedes_index_and_index_precedes_other_files(self, tmp_path: Path) -> None:
         for name in ("one.safetensors", "two.safetensors", "stray.safetensors"):
             (tmp_path / name).write_bytes(safetensors(TENSORS))
         index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
@@ -106,12 +106,12 @@ class TestWeightFiles:
         "index",
         ["{", "[]", "{}", '{"weight_map": {"a": "../x"}}', '{"weight_map": {"a": "no"}}', '{"weight_map": {"a": 1}}'],
     )
-    def test_refuses_an_index_that_leads_elsewhere(self, tmp_path: Path, index: str) -> None:
+    def test_index_malformed_or_outside_directory_raises(self, tmp_path: Path, index: str) -> None:
         (tmp_path / "model.safetensors.index.json").write_text(index)
         with pytest.raises(ConfigurationError, match="index"):
             weight_files(tmp_path)
 
-    def test_names_a_directory_without_weights(self, tmp_path: Path) -> None:
+    def test_directory_absent_or_without_weights_raises(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="safetensors"):
             fingerprint_checkpoint(tmp_path)
         with pytest.raises(ConfigurationError, match="directory"):
@@ -122,7 +122,7 @@ def entry(begin: object, end: object, shape: object = (2,), dtype: object = "F32
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
-class TestHeader:
+class TestSafetensorsHeader:
     @pytest.mark.parametrize(
         "content",
         [
@@ -146,17 +146,17 @@ class TestHeader:
             with_header(json.dumps({"a": entry(0, 8), "b": entry(12, 20)}).encode(), bytes(20)),
         ],
     )
-    def test_refuses_what_is_no_safetensors_file(self, checkpoint: Path, content: bytes) -> None:
+    def test_malformed_header_raises(self, checkpoint: Path, content: bytes) -> None:
         (checkpoint / "model.safetensors").write_bytes(content)
         with pytest.raises(ConfigurationError, match="checkpoint"):
             fingerprint_checkpoint(checkpoint)
 
-    def test_takes_empty_tensors_and_unknown_dtypes(self, checkpoint: Path) -> None:
+    def test_empty_tensors_and_unknown_dtypes_are_accepted(self, checkpoint: Path) -> None:
         tensors = {"empty": ("F32", [0, 4], b""), "new": ("F128", [1], bytes(16)), "scalar": ("I64", [], bytes(8))}
         (checkpoint / "model.safetensors").write_bytes(safetensors(tensors))
         assert fingerprint_checkpoint(checkpoint).startswith("checkpoint:")
 
-    def test_every_flipped_byte_is_another_fingerprint_or_an_error(self, checkpoint: Path) -> None:
+    def test_any_flipped_byte_changes_fingerprint_or_raises(self, checkpoint: Path) -> None:
         good = safetensors(TENSORS)
         before = fingerprint_checkpoint(checkpoint)
         for position in range(len(good)):
@@ -169,16 +169,16 @@ class TestHeader:
                 continue
 
 
-class TestCache:
+class TestFingerprintCache:
     @pytest.fixture(autouse=True)
-    def young_files_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def recent_files_are_cached(self, monkeypatch: pytest.MonkeyPatch) -> None:
         now = time.time_ns
         monkeypatch.setattr(time, "time_ns", lambda: now() + 10_000_000_000)
 
     def records(self, cache_home: Path) -> list[Path]:
         return list((cache_home / "persistkv" / "fingerprints").iterdir())
 
-    def test_is_used_while_the_file_is_the_same(self, checkpoint: Path, cache_home: Path) -> None:
+    def test_record_is_used_until_file_changes(self, checkpoint: Path, cache_home: Path) -> None:
         first = fingerprint_checkpoint(checkpoint)
         (record,) = self.records(cache_home)
         content = json.loads(record.read_bytes())
@@ -189,7 +189,7 @@ class TestCache:
         (checkpoint / "model.safetensors").touch()
         assert fingerprint_checkpoint(checkpoint) == first
 
-    def test_sees_a_change_that_keeps_size_and_mtime(self, checkpoint: Path) -> None:
+    def test_change_that_keeps_size_and_mtime_is_detected(self, checkpoint: Path) -> None:
         path = checkpoint / "model.safetensors"
         os.utime(path, ns=(1, 1))
         first = fingerprint_checkpoint(checkpoint)
@@ -200,13 +200,13 @@ class TestCache:
         assert fingerprint_checkpoint(checkpoint) != first
 
     @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"{}", b'{"version": 1}'])
-    def test_a_damaged_record_is_none(self, checkpoint: Path, cache_home: Path, content: bytes) -> None:
+    def test_damaged_record_is_ignored(self, checkpoint: Path, cache_home: Path, content: bytes) -> None:
         first = fingerprint_checkpoint(checkpoint)
         (record,) = self.records(cache_home)
         record.write_bytes(content)
         assert fingerprint_checkpoint(checkpoint) == first
 
-    def test_a_place_that_cannot_be_written_is_no_cache(
+    def test_unwritable_cache_directory_is_ignored(
         self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         first = fingerprint_checkpoint(checkpoint)
@@ -215,6 +215,6 @@ class TestCache:
         assert fingerprint_checkpoint(checkpoint) == first
 
 
-def test_a_young_file_is_not_remembered(checkpoint: Path, cache_home: Path) -> None:
+def test_fingerprint_cache_recently_modified_file_is_not_recorded(checkpoint: Path, cache_home: Path) -> None:
     fingerprint_checkpoint(checkpoint)
     assert not cache_home.exists()

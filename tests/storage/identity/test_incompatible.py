@@ -1,4 +1,4 @@
-"""Planted incompatibilities: releases that store other numbers under the same keys. None may be adopted."""
+"""Simulated incompatible releases, which store other numbers under the same keys. None may be adopted."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def layer_of_another_model(kv: KV, random: Random) -> KV:
 
 
 def swapped_tokens(kv: KV, random: Random) -> KV:
-    """Each second token is at the place of the one before it."""
+    """Exchange each pair of adjacent tokens."""
     changed = kv.copy()
     changed[:, :, :, 0::2], changed[:, :, :, 1::2] = kv[:, :, :, 1::2], kv[:, :, :, 0::2]
     return changed

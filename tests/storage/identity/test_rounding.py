@@ -32,7 +32,7 @@ def threads() -> Iterator[None]:
 
 
 def check(runs: int, seed: int = 0) -> None:
-    """Run a release ``runs`` times in which the newer one computes in another way; all must be adopted."""
+    """Compare two releases ``runs`` times, with other batch shapes and thread counts; all must be adopted."""
     random = np.random.default_rng(seed)
     verdicts: list[tuple[int, str | None]] = []
     for number in range(runs):

@@ -49,7 +49,7 @@ class MinimalEngine:
         self.durable: set[OffloadKey] = set()  # blocks that another engine would find
 
     def answer(self, req_id: str, tokens: Sequence[int]) -> int:
-        """Fill the KV of a prompt; return how many tokens came from the tiers."""
+        """Fill the KV of a prompt; return the number of tokens that were loaded from the tiers."""
         blocks = list(range(-(-len(tokens) // BLOCK_TOKENS)))  # a real engine allocates free ones
         self.scheduler.on_new_request(req_id, labels={"engine": "minimal"})
         self.scheduler.update_keys(req_id, 0, block_keys(tokens), len(tokens))

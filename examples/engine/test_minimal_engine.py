@@ -18,7 +18,7 @@ def url(tmp_path: Path) -> str:
     return f"lmdb://{tmp_path}/kv?capacity=1GiB"
 
 
-def test_answer_new_process_restores_whole_blocks_with_their_bytes(url: str) -> None:
+def test_answer_new_process_restores_full_blocks_with_stored_bytes(url: str) -> None:
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("minimal_engine.py")), url], capture_output=True
     )
@@ -56,7 +56,7 @@ def test_answer_other_prompt_restores_common_prefix_only(url: str) -> None:
         engine.close()
 
 
-def test_main_unknown_scheme_names_the_valid_ones() -> None:
+def test_main_unknown_scheme_lists_valid_schemes() -> None:
     command = [sys.executable, str(Path(__file__).with_name("minimal_engine.py")), "tape:///dev/st0"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""The example backend, held to what persistkv asks of every driver."""
+"""The example backend against the conformance suite, and its own options and errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TABLE_OF = {
 
 
 class RawSqlite(RawStore):
-    """The file through SQL of our own: what the driver says of it is not believed."""
+    """The database file, accessed without the driver."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -52,7 +52,7 @@ class RawSqlite(RawStore):
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """In memory: hundreds of commits are synced here, and none of them meets a power loss."""
+    """A directory in memory: hundreds of synced commits to a disk would take long."""
     with tempfile.TemporaryDirectory(prefix="persistkv-sqlite-", dir="/dev/shm") as name:
         yield Path(name)
 
@@ -82,7 +82,7 @@ def open_file(path: Path, options: str = "") -> SqliteBackend:
     return SqliteBackend.open(StoreUrl.parse(f"sqlite://{path}{options}"))
 
 
-def test_what_is_no_store_is_refused_and_not_changed(tmp_path: Path) -> None:
+def test_open_file_without_store_raises_and_leaves_it_unchanged(tmp_path: Path) -> None:
     text, other, newer = (tmp_path / name for name in ("text", "other", "newer"))
     text.write_text("no database" * 1000)
     with closing(sqlite3.connect(other)) as db, db:
@@ -97,7 +97,7 @@ def test_what_is_no_store_is_refused_and_not_changed(tmp_path: Path) -> None:
         assert path.read_bytes() == before
 
 
-def test_a_capacity_of_nothing_is_refused_and_makes_no_file(tmp_path: Path) -> None:
+def test_open_capacity_below_minimum_raises_and_creates_no_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="1MiB or more"):
         open_file(tmp_path / "kv.db", "?capacity=5KiB")
     assert not list(tmp_path.iterdir())

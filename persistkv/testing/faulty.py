@@ -1,4 +1,4 @@
-"""A wrapper of a backend that makes chosen calls fail, delays them or tears their effects."""
+"""A wrapper of a backend that makes chosen calls fail, delays them or changes their results."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class FaultyBackend(InspectableBackend, Generic[B]):
     def fail(self, method: str, error: BaseException, times: int | None = None) -> None:
         """Raise an error instead of calling the method.
 
-        :param error: each call raises a copy, as a traceback keeps buffers of its call.
+        :param error: each call raises a copy, because the traceback of an error references the buffers of its call.
         :param times: number of calls that fail; None: all, until ``clear_faults``.
         :raises ValueError: the backend has no such method.
         """

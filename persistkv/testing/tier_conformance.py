@@ -120,10 +120,10 @@ class SecondaryTierConformance(ABC):
         assert context.description is not None
         return [key for chain in context.description.group_keys for key in chain]
 
-    def test_type_is_a_name(self, rig: TierRig) -> None:
+    def test_get_tier_type_returns_nonempty_name(self, rig: TierRig) -> None:
         assert rig.tier.get_tier_type() == type(rig.tier).get_tier_type() != ""
 
-    def test_round_trip_touches_only_valid_bytes(self, rig: TierRig, request_of: ReqContext) -> None:
+    def test_load_stored_blocks_writes_their_bytes_only(self, rig: TierRig, request_of: ReqContext) -> None:
         keys = self.keys_of(request_of)
         stored = rig.rows[: len(keys)].copy()
         assert rig.run(rig.store(keys, range(len(keys)), request_of)) == JobResult(0, True, [])
@@ -139,7 +139,7 @@ class SecondaryTierConformance(ABC):
                 rig.rows[row, offset : offset + size] = 0x5A
         assert (rig.rows == 0x5A).all(), "a load wrote outside the ranges of its blocks' groups"
 
-    def test_rows_are_free_after_the_result(self, rig: TierRig, request_of: ReqContext) -> None:
+    def test_store_rows_overwritten_after_result_keeps_stored_bytes(self, rig: TierRig, request_of: ReqContext) -> None:
         keys = self.keys_of(request_of)[:3]
         stored = rig.rows[:3].copy()
         rig.run(rig.store(keys, [0, 1, 2], request_of))
@@ -150,7 +150,7 @@ class SecondaryTierConformance(ABC):
         for number, key in enumerate(keys):
             assert block_bytes(rig.rows, key, 5 + number) == block_bytes(stored, key, number)
 
-    def test_every_job_has_one_result(self, rig: TierRig, request_of: ReqContext) -> None:
+    def test_get_finished_jobs_returns_one_result_per_job(self, rig: TierRig, request_of: ReqContext) -> None:
         keys = self.keys_of(request_of)
         jobs = [
             rig.store(keys[:4], range(4), request_of),
@@ -162,7 +162,7 @@ class SecondaryTierConformance(ABC):
         assert all(result.success for result in rig.results(jobs).values())
         assert not list(rig.tier.get_finished_jobs())
 
-    def test_a_load_of_what_is_not_there_fails_for_it_alone(self, rig: TierRig, request_of: ReqContext) -> None:
+    def test_load_absent_block_is_reported_failed(self, rig: TierRig, request_of: ReqContext) -> None:
         keys = self.keys_of(request_of)
         stored = rig.rows[:2].copy()
         rig.run(rig.store(keys[:2], [0, 1], request_of))
@@ -176,7 +176,7 @@ class SecondaryTierConformance(ABC):
         for key, source, row in ((keys[0], 0, 10), (keys[1], 1, 12)):
             assert key in failed or block_bytes(rig.rows, key, row) == block_bytes(stored, key, source)
 
-    def test_a_request_without_a_description(self, rig: TierRig) -> None:
+    def test_store_request_without_description_succeeds(self, rig: TierRig) -> None:
         context = ReqContext("plain")
         rig.tier.on_new_request(context)
         keys = [make_offload_key(b"plain" * 5, group) for group in range(2)]
@@ -184,10 +184,10 @@ class SecondaryTierConformance(ABC):
         rig.tier.on_request_finished(context)
         rig.wait_held(keys, context)
 
-    def test_touching_what_is_not_held_is_harmless(self, rig: TierRig, request_of: ReqContext) -> None:
+    def test_touch_absent_blocks_does_not_raise(self, rig: TierRig, request_of: ReqContext) -> None:
         rig.tier.touch(self.keys_of(request_of), request_of)
 
-    def test_changed_weights_make_all_blocks_miss(self, rig: TierRig, request_of: ReqContext) -> None:
+    def test_reset_cache_changed_weights_makes_all_blocks_miss(self, rig: TierRig, request_of: ReqContext) -> None:
         keys = self.keys_of(request_of)[:3]
         rig.run(rig.store(keys, [0, 1, 2], request_of))
         rig.tier.on_request_finished(request_of)
@@ -199,7 +199,7 @@ class SecondaryTierConformance(ABC):
         jobs = [rig.store(keys, [0, 1, 2], request_of), rig.load(keys, [3, 4, 5], request_of)]
         rig.results(jobs)
 
-    def test_drained_jobs_have_results_at_once(self, rig: TierRig, request_of: ReqContext) -> None:
+    def test_drain_jobs_makes_results_available_at_once(self, rig: TierRig, request_of: ReqContext) -> None:
         keys = self.keys_of(request_of)
         job = rig.store(keys, range(len(keys)), request_of)
         assert rig.tier.has_pending_work()

@@ -39,7 +39,7 @@ class Held:
 
 
 class EvictionMachine(RuleBasedStateMachine):
-    """Driver and model. Packs are numbers. The model determines the eviction order, the driver how many packs leave."""
+    """Driver and model. Packs are numbers. The model determines the eviction order, the driver the number of packs."""
 
     open_store: Callable[[str], InspectableBackend]
     """Open a store of 4 MiB in a directory."""
@@ -93,13 +93,13 @@ class EvictionMachine(RuleBasedStateMachine):
             ]
             first = min(order)  # numbers are never compared with names: the fourth item differs
             if isinstance(first[4], str):
-                assert first[4] not in self.present(), "a manifest was passed over"
+                assert first[4] not in self.present(), "a manifest in the store precedes the evicted packs"
                 del self.manifests[first[4]]
                 continue
             peers = [candidate[4] for candidate in order if candidate[:4] == first[:4]]
-            went = [number for number in peers if isinstance(number, int) and number in missing]
-            assert went, "a younger pack went before an older one"
-            for number in went:
+            evicted = [number for number in peers if isinstance(number, int) and number in missing]
+            assert evicted, "a younger pack was evicted before an older one"
+            for number in evicted:
                 gone = self.delete(number)
                 assert gone <= missing
                 missing -= gone
@@ -135,7 +135,7 @@ class EvictionMachine(RuleBasedStateMachine):
         self.drop_aged_manifests()
 
     @rule(name=st.sampled_from("abc"), numbers=st.lists(NUMBERS, max_size=4, unique=True), low=st.booleans())
-    def end(self, name: str, numbers: list[int], low: bool) -> None:
+    def end_request(self, name: str, numbers: list[int], low: bool) -> None:
         numbers = [number for number in numbers if number in self.packs]
         pinned = name in self.manifests and self.manifests[name].pinned
         if pinned and not self.may_pin(name, numbers):
@@ -185,10 +185,12 @@ class EvictionMachine(RuleBasedStateMachine):
                 for number, other in self.packs.items()
                 if number not in pinned | self.kept
             ]
-            assert all((held.named != 1, held.used) < used for used in free), "it went before a pack that precedes it"
+            assert all((held.named != 1, held.used) < used for used in free), (
+                "the manifest was dropped before an older pack"
+            )
 
     @invariant()
-    def agree(self) -> None:
+    def equals_model(self) -> None:
         if not hasattr(self, "backend"):
             return
         assert set(tables(self.backend, self.namespace)) == {self.ids[number] for number in self.packs}
@@ -210,7 +212,7 @@ class EvictionMachine(RuleBasedStateMachine):
     ],
     ids=["memory", "inline", "extents"],
 )
-def test_eviction_follows_the_model(open_store: Callable[[str], InspectableBackend]) -> None:
+def test_eviction_random_commits_match_model(open_store: Callable[[str], InspectableBackend]) -> None:
     machine = type("Machine", (EvictionMachine,), {"open_store": staticmethod(open_store)})
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
     limits = settings(

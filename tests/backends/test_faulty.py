@@ -1,4 +1,4 @@
-"""The wrapper that injects faults is transparent without them, and applies them to the chosen methods only."""
+"""``FaultyBackend`` applies faults to the chosen methods only, and forwards all calls without faults."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def store_one(backend: Backend, namespace: bytes) -> tuple[ReadSpan, bytes]:
     return ReadSpan(pack.pack_id, 0, [memoryview(bytearray(len(payload)))]), payload
 
 
-def test_fail_raises_as_often_as_told_and_does_nothing(backend: FaultyBackend[MemoryBackend], namespace: bytes) -> None:
+def test_fail_with_times_raises_that_often_without_calling_method(
+    backend: FaultyBackend[MemoryBackend], namespace: bytes
+) -> None:
     backend.fail("commit", StoreFullError("no room"), times=2)
     for _ in range(2):
         with pytest.raises(StoreFullError, match="no room"):
@@ -55,7 +57,7 @@ def test_fail_raises_as_often_as_told_and_does_nothing(backend: FaultyBackend[Me
     assert backend.calls == ["open_namespace", "commit", "commit", "stats", "commit", "stats"]
 
 
-def test_fail_without_times_lasts_until_heal(backend: FaultyBackend[MemoryBackend]) -> None:
+def test_fail_without_times_lasts_until_clear_faults(backend: FaultyBackend[MemoryBackend]) -> None:
     backend.fail("stats", StoreError())
     backend.fail("namespaces", StoreError())
     for _ in range(3):
@@ -69,20 +71,22 @@ def test_fail_without_times_lasts_until_heal(backend: FaultyBackend[MemoryBacken
     assert list(backend.namespaces()) == []
 
 
-def test_fail_raises_a_copy_for_each_call(backend: FaultyBackend[MemoryBackend]) -> None:
-    error = CorruptPackError("magic", "it is another one")
+def test_fail_several_calls_raise_separate_copies_of_error(backend: FaultyBackend[MemoryBackend]) -> None:
+    error = CorruptPackError("magic", "wrong value")
     backend.fail("stats", error)
     raised = []
     for _ in range(2):
-        with pytest.raises(CorruptPackError, match="magic: it is another one") as caught:
+        with pytest.raises(CorruptPackError, match="magic: wrong value") as caught:
             backend.stats()
         assert (caught.value.args, vars(caught.value)) == (error.args, vars(error))
         raised.append(caught.value)
-    assert len({id(each) for each in [error, *raised]}) == 3
+    assert len({id(one) for one in [error, *raised]}) == 3
     assert error.__traceback__ is None
 
 
-def test_before_sees_arguments_in_order(backend: FaultyBackend[MemoryBackend], namespace: bytes) -> None:
+def test_before_several_callbacks_run_in_order_with_arguments(
+    backend: FaultyBackend[MemoryBackend], namespace: bytes
+) -> None:
     seen: list[object] = []
     backend.before("changes", lambda *arguments: seen.append(arguments))
     backend.before("changes", lambda *arguments: seen.append("second"))
@@ -90,7 +94,7 @@ def test_before_sees_arguments_in_order(backend: FaultyBackend[MemoryBackend], n
     assert seen == [(namespace, None), "second"]
 
 
-def test_after_replaces_the_result(backend: FaultyBackend[MemoryBackend], namespace: bytes) -> None:
+def test_after_callback_replaces_result(backend: FaultyBackend[MemoryBackend], namespace: bytes) -> None:
     span, payload = store_one(backend, namespace)
 
     def tear(filled: list[bool], namespace: bytes, spans: list[ReadSpan]) -> list[bool]:
@@ -105,7 +109,7 @@ def test_after_replaces_the_result(backend: FaultyBackend[MemoryBackend], namesp
     assert bytes(span.buffers[0]) == payload
 
 
-def test_after_is_not_called_for_a_method_that_raised(backend: FaultyBackend[MemoryBackend], namespace: bytes) -> None:
+def test_after_method_raised_is_not_called(backend: FaultyBackend[MemoryBackend], namespace: bytes) -> None:
     called: list[object] = []
     backend.after("stats", called.append)
     backend.fail("stats", StoreError(), times=1)
@@ -114,7 +118,7 @@ def test_after_is_not_called_for_a_method_that_raised(backend: FaultyBackend[Mem
     assert called == []
 
 
-def test_unknown_methods_are_refused(backend: FaultyBackend[MemoryBackend]) -> None:
+def test_before_after_and_fail_unknown_method_raise(backend: FaultyBackend[MemoryBackend]) -> None:
     for add in (backend.before, backend.after):
         with pytest.raises(ValueError, match="MemoryBackend has no method 'comit'"):
             add("comit", print)
@@ -122,7 +126,7 @@ def test_unknown_methods_are_refused(backend: FaultyBackend[MemoryBackend]) -> N
         backend.fail("capabilities", StoreError())
 
 
-def test_wrapper_has_the_attributes_and_optional_protocols_of_its_backend(
+def test_faulty_backend_has_attributes_and_protocols_of_wrapped_backend(
     backend: FaultyBackend[MemoryBackend],
 ) -> None:
     class WithPolicy(MemoryBackend):
@@ -147,7 +151,7 @@ def test_wrapper_has_the_attributes_and_optional_protocols_of_its_backend(
     assert wrapped.policy().capacity == 5
 
 
-def test_close_closes_the_wrapped_backend(backend: FaultyBackend[MemoryBackend]) -> None:
+def test_close_closes_wrapped_backend(backend: FaultyBackend[MemoryBackend]) -> None:
     backend.close()
     with pytest.raises(StoreError, match="closed"):
         backend.inner.stats()

@@ -63,13 +63,13 @@ class TestMemoryBackend(BackendConformance):
         return RawMemory(backend)
 
 
-def test_each_open_is_a_store_of_its_own() -> None:
+def test_memory_backend_each_instance_is_separate_store() -> None:
     first, second = MemoryBackend(), MemoryBackend()
     first.open_namespace(sample_identity())
     assert not list(second.namespaces())
 
 
-def test_package_needs_neither_torch_nor_pytest() -> None:
+def test_import_testing_package_loads_neither_torch_nor_pytest() -> None:
     code = "import sys, persistkv.testing; print([name for name in ('torch', 'pytest') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -101,14 +101,14 @@ def damage(data: bytearray, draw: random.Random, case: int) -> str:
         return f"cut to {length} bytes"
     within = {1: PAGE_BYTES, 5: _STRUCTURE_BYTES}.get(case % 8)
     offset = draw.randrange(len(data))
-    while within and (offset % PAGE_BYTES >= within or _lies_in_payload(data, offset)):
+    while within and (offset % PAGE_BYTES >= within or _is_payload(data, offset)):
         offset = draw.randrange(len(data))
     bit = draw.randrange(8)
     data[offset] ^= 1 << bit
     return f"bit {bit} of byte {offset} flipped"
 
 
-def _lies_in_payload(data: bytearray, offset: int) -> bool:
+def _is_payload(data: bytearray, offset: int) -> bool:
     """Return whether the page holds payload: an overflow page, or a page that continues one and has no header."""
     page = data[offset // PAGE_BYTES * PAGE_BYTES :][:PAGE_BYTES]
     number = int.from_bytes(page[:8], "little")
@@ -165,8 +165,8 @@ def run_case(url: str, store: Path, right: dict[bytes, bytes]) -> Counter[str]:
         seen[outcome.kind] += 1
         assert outcome.kind not in (_WRONG_BYTES, "raised"), f"{outcome.kind}: {outcome.detail}"
         if outcome.kind == "used":
-            aside = any(entry.name.startswith("damaged-") for entry in store.iterdir())
-            seen["moved aside" if aside else "opened with what is right"] += 1
+            quarantined = any(entry.name.startswith("damaged-") for entry in store.iterdir())
+            seen["quarantined" if quarantined else "opened with valid content"] += 1
             seen["blocks served"] += outcome.total
             return seen
     raise AssertionError(f"not usable after {STARTS} starts: {dict(seen)}, {outcome.detail}")
@@ -203,7 +203,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=3600.0, help="stop after so long")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="time limit")
     arguments: Any = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     logging.disable(logging.CRITICAL)

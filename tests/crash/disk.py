@@ -59,9 +59,9 @@ class _File:
         """Contents of each page after each write that is not durable yet, by page number."""
         self.lengths: list[int] = []
         """Lengths that the file had and that are not durable yet."""
-        self.adrift: dict[int, list[bytes]] = {}
-        """Like ``versions``, for pages that a failed sync left: no later sync writes them."""
-        self.adrift_lengths: list[int] = []
+        self.failed_versions: dict[int, list[bytes]] = {}
+        """Like ``versions``, for pages of a failed sync, which later syncs do not write."""
+        self.failed_lengths: list[int] = []
 
     def resize(self, length: int) -> None:
         if length < len(self.now):
@@ -82,7 +82,7 @@ class _File:
         if failed:
             for page in pages:
                 older = self.versions.pop(page, [])
-                self.adrift.setdefault(page, []).extend([*older, self._page(self.now, page)])
+                self.failed_versions.setdefault(page, []).extend([*older, self._page(self.now, page)])
             return
         if not synced:
             for page in pages:
@@ -91,7 +91,7 @@ class _File:
         if end > len(self.durable):
             self.durable.extend(bytes(end - len(self.durable)))
         self.lengths = [length for length in self.lengths if length > end]
-        self.adrift_lengths = [length for length in self.adrift_lengths if length > end]
+        self.failed_lengths = [length for length in self.failed_lengths if length > end]
         for page in pages:
             self._keep(page)
 
@@ -104,29 +104,29 @@ class _File:
         self.durable.extend(bytes(length - len(self.durable)))
         for page in list(self.versions):
             self._keep(page)
-        self.adrift_lengths = [] if self.lengths else [other for other in self.adrift_lengths if other > length]
+        self.failed_lengths = [] if self.lengths else [other for other in self.failed_lengths if other > length]
         self.lengths.clear()
 
     def fail_to_sync(self) -> None:
         """Exclude all changes that are not durable yet from later syncs."""
         for page, versions in self.versions.items():
-            self.adrift.setdefault(page, []).extend(versions)
+            self.failed_versions.setdefault(page, []).extend(versions)
         self.versions.clear()
-        self.adrift_lengths += self.lengths
+        self.failed_lengths += self.lengths
         self.lengths.clear()
 
-    def after_a_loss(self, draw: random.Random, kept: float) -> bytes:
+    def after_power_loss(self, draw: random.Random, kept: float) -> bytes:
         """Return one of the contents that the file may have after a power loss.
 
         :param kept: probability that the newest version of a page is on the disk.
         """
         length = len(self.durable)
-        if (lengths := self.adrift_lengths + self.lengths) and draw.random() < kept:
+        if (lengths := self.failed_lengths + self.lengths) and draw.random() < kept:
             length = draw.choice(lengths)
         content = bytearray(self.durable[:length])
         content.extend(bytes(length - len(content)))
-        for page in sorted({*self.adrift, *self.versions}):
-            versions = self.adrift.get(page, []) + self.versions.get(page, [])
+        for page in sorted({*self.failed_versions, *self.versions}):
+            versions = self.failed_versions.get(page, []) + self.versions.get(page, [])
             if page * PAGE_BYTES >= length or draw.random() >= kept:
                 continue
             new = versions[-1] if kept == 1 else draw.choice(versions)
@@ -142,7 +142,7 @@ class _File:
         if end > start:
             self.durable[start:end] = self.now[start:end]
         self.versions.pop(page, None)
-        self.adrift.pop(page, None)
+        self.failed_versions.pop(page, None)
 
     @staticmethod
     def _page(content: bytearray, page: int) -> bytes:
@@ -162,7 +162,7 @@ class Disk:
         self._directories: set[Path] = set()
         self._failed: Path | None = None
         """File of the previous record, if that is a failed write. The next record is then the part that was written."""
-        self._unnamed: set[Path] = set()
+        self._unsynced_names: set[Path] = set()
         """New files and directories whose parent directory has not been synced since."""
 
     def replay(self, record: Record) -> None:
@@ -173,7 +173,7 @@ class Disk:
         op, path, offset, length, data = record
         failed, self._failed = self._failed, None
         if op in (CREATE, MKDIR):
-            self._unnamed.add(path)
+            self._unsynced_names.add(path)
         if op == MKDIR:
             self._directories.add(path)
         elif op == CREATE:
@@ -193,18 +193,18 @@ class Disk:
         elif op == SYNC and path in self._files:
             self._files[path].sync()
         elif op == SYNC:
-            self._unnamed = {new for new in self._unnamed if new.parent != path}
+            self._unsynced_names = {new for new in self._unsynced_names if new.parent != path}
         else:
             raise NotImplementedError(f"operation {op} on {path}")
 
     def rebuild(self, target: Path, draw: random.Random) -> None:
         """Create ``target`` with files as a power loss at this point may leave them."""
         kept = draw.choice((0.0, 0.5, 0.9, 1.0))
-        missing = {path for path in sorted(self._unnamed) if draw.random() >= kept}
+        missing = {path for path in sorted(self._unsynced_names) if draw.random() >= kept}
         target.mkdir()
         for path in sorted(self._directories):
             if missing.isdisjoint((path, *path.parents)):
                 (target / path).mkdir(0o700)
         for path, file in self._files.items():
             if missing.isdisjoint((path, *path.parents)):
-                (target / path).write_bytes(file.after_a_loss(draw, kept))
+                (target / path).write_bytes(file.after_power_loss(draw, kept))

@@ -89,7 +89,7 @@ _CALLS = {
 
 
 class Fault(NamedTuple):
-    """One way for calls to fail."""
+    """One way for calls to fail. "Call executed" means that the call takes effect, and then reports an error."""
 
     name: str
     errno: int
@@ -104,16 +104,16 @@ class Fault(NamedTuple):
 
 
 FAULTS = (
-    Fault("no space", errno.ENOSPC, _UNDONE),
-    Fault("an error", errno.EIO, _UNDONE),
-    Fault("an error, and all was done", errno.EIO, _DONE),
-    Fault("half a write", 0, _HALF),
-    Fault("two errors", errno.EIO, _UNDONE, 2),
-    Fault("four errors", errno.EIO, _UNDONE, 4),
-    Fault("four errors, and all of the first was done", errno.EIO, _DONE_ONCE, 4),
-    Fault("four times no space", errno.ENOSPC, _UNDONE, 4),
-    Fault("no space from then on", errno.ENOSPC, _UNDONE, _MANY),
-    Fault("errors from then on", errno.EIO, _UNDONE, _MANY),
+    Fault("ENOSPC", errno.ENOSPC, _UNDONE),
+    Fault("EIO", errno.EIO, _UNDONE),
+    Fault("EIO, call executed", errno.EIO, _DONE),
+    Fault("short write", 0, _HALF),
+    Fault("2 x EIO", errno.EIO, _UNDONE, 2),
+    Fault("4 x EIO", errno.EIO, _UNDONE, 4),
+    Fault("4 x EIO, first call executed", errno.EIO, _DONE_ONCE, 4),
+    Fault("4 x ENOSPC", errno.ENOSPC, _UNDONE, 4),
+    Fault("ENOSPC until the end", errno.ENOSPC, _UNDONE, _MANY),
+    Fault("EIO until the end", errno.EIO, _UNDONE, _MANY),
 )
 _NEVER = "0 0 0 0"
 
@@ -175,7 +175,7 @@ class Engine:
         self._client.submit_store(self._next_job(), str(request), keys, rows, rows, len(blocks) * BLOCK_BYTES)
         chains = (keys,)
         self._client.end_request(RequestEnd(str(request), str(request), chains, 16 * len(keys), 16))
-        assert self._client.flush(PATIENCE_S), "what was handed over does not end"
+        assert self._client.flush(PATIENCE_S), "submitted jobs do not end"
         self._end_job()
         for name, whole in self._client.take_persisted().items():
             self.persisted = int(name) if whole else self.persisted
@@ -198,9 +198,11 @@ class Engine:
         assert stats is not None
         counters = stats.counters
         counted = counters.stored_blocks + counters.held_blocks + counters.dropped_blocks
-        assert counted == len(self.offered), f"{len(self.offered)} blocks handed over, {counters}"
+        assert counted == len(self.offered), f"{len(self.offered)} blocks submitted, {counters}"
         lost = {*self.offered} - {*self.held()} - self.removed
-        assert len(lost) <= counters.dropped_blocks, f"{len(lost)} blocks went without a word, {counters}"
+        assert len(lost) <= counters.dropped_blocks, (
+            f"{len(lost)} blocks are missing but not counted as dropped, {counters}"
+        )
         return counters.dropped_blocks
 
     def kill(self) -> None:
@@ -208,8 +210,10 @@ class Engine:
         assert isinstance(self._host, ProcessHost)
         assert self._host.pid is not None
         os.kill(self._host.pid, signal.SIGKILL)
-        self._await(lambda: self._client.state is not State.OPEN, "nobody sees that the store's process is dead")
-        self._await(lambda: self._client.state is State.OPEN, "the store's process does not come back")
+        self._await(
+            lambda: self._client.state is not State.OPEN, "the client does not detect that the host process is dead"
+        )
+        self._await(lambda: self._client.state is State.OPEN, "the host process is not restarted")
 
     @property
     def restarts(self) -> int:
@@ -218,7 +222,7 @@ class Engine:
 
     def close(self) -> None:
         """Close the client, which also ends the host process."""
-        assert self._client.close(PATIENCE_S), "the store's side does not end"
+        assert self._client.close(PATIENCE_S), "the client does not close"
 
     def _next_job(self) -> int:
         self._jobs += 1
@@ -255,16 +259,16 @@ def live(url: str, root: Path, log: Path, fault: Fault, k: int, host: str) -> Ou
     for request in range(LAST):
         engine.store(request)
     missed = engine.promote()
-    assert fault.lasts or not missed, f"{missed} blocks that are held were not promoted"
-    mended = disk.failed(k, 1 if fault.lasts else fault.calls)
+    assert fault.lasts or not missed, f"{missed} held blocks were not promoted"
+    fault_ended = disk.failed(k, 1 if fault.lasts else fault.calls)
     dropped = engine.account()
-    assert not engine.restarts, "a fault of the disk ended the store's process"
+    assert not engine.restarts, "a disk fault ended the host process"
     if k and fault.lasts:
         disk.fail(_NEVER)
         if host == PROCESS:
             engine.kill()
     engine.store(LAST)
-    assert engine.persisted == LAST or not mended, "the disk is mended, and nothing is stored"
+    assert engine.persisted == LAST or not fault_ended, "nothing is stored although the fault has ended"
     assert engine.removed or fault.calls > 1, "nothing was evicted"
     if not engine.restarts:
         dropped = engine.account()
@@ -319,20 +323,20 @@ def look(url: str, store: Path, known: Known) -> Outcome:
     right = everything()
     rows = Rows(memoryview(bytearray(len(right) * BLOCK_BYTES)), _LAYOUT)
     opened = Store(open_backend(url), IDENTITY, rows, OPTIONS, url=url)
-    assert not list(store.glob("damaged-*")), "the store was moved aside"
+    assert not list(store.glob("damaged-*")), "the store was quarantined"
     held = [key for key in right if opened.contains(key)]
     missing = {*map(bytes.fromhex, known.held)} - {*held}
-    assert not missing, f"{len(missing)} blocks that were held are gone"
-    assert len(opened.index) == len(held), "there are blocks that nobody stored"
-    assert not opened.read(held, range(len(held))), "what is there does not read"
+    assert not missing, f"{len(missing)} held blocks are missing"
+    assert len(opened.index) == len(held), "the index lists blocks that were never stored"
+    assert not opened.read(held, range(len(held))), "held blocks cannot be read"
     assert all(bytes(rows.places(0, row)[0]) == right[key] for row, key in enumerate(held)), "wrong bytes"
     backend = opened.catalogue.backend
     assert isinstance(backend, LmdbBackend)
     manifests = {manifest.id for manifest in backend.manifests(opened.namespace)}
-    assert known.persisted != LAST or str(LAST) in manifests, "the request that was persisted last is gone"
+    assert known.persisted != LAST or str(LAST) in manifests, "the request that was persisted last is missing"
     for name in manifests:
         (chain,) = backend.manifest_keys(opened.namespace, [name])[0] or ()
-        assert {*chain.unpack()} <= {*held}, f"request {name} names blocks that are gone"
+        assert {*chain.unpack()} <= {*held}, f"request {name} names missing blocks"
     check_totals(backend)
     faults = find_faults(backend)
     assert not faults, faults
@@ -347,7 +351,7 @@ def _write_more(opened: Store, backend: LmdbBackend) -> None:
     opened.rows.array[: len(blocks)] = [np.frombuffer(block, np.uint8) for block in blocks.values()]
     opened.put("more", list(blocks), range(len(blocks)), range(len(blocks)))
     opened.flush()
-    assert all(map(opened.contains, blocks)), "nothing can be written"
+    assert all(map(opened.contains, blocks)), "the store does not accept new blocks"
     backend.commit(opened.namespace, CommitBatch())
     faults = find_faults(backend)
     assert not faults, faults
@@ -400,10 +404,10 @@ def run(
 def main() -> None:
     by_name = {fault.name: fault for fault in FAULTS}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=100_000, help="for each placement, at most")
+    parser.add_argument("--cases", type=int, default=100_000, help="maximum for each placement")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=3600.0, help="stop after so long, for each placement")
-    parser.add_argument("--fault", choices=sorted(by_name), help="this one only")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="time limit for each placement")
+    parser.add_argument("--fault", choices=sorted(by_name), help="run this fault only")
     parser.add_argument("--host", choices=(INLINE, PROCESS), default=INLINE, help="where the store runs")
     arguments = parser.parse_args()
     faults = FAULTS if arguments.fault is None else (by_name[arguments.fault],)

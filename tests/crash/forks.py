@@ -33,12 +33,12 @@ def run_in_fork(work: Callable[[], Outcome], patience_s: float) -> Outcome:
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
         status = _wait(child, patience_s)
-        said = pipe.read()
+        output = pipe.read()
     if status is None:
         return Outcome("hung")
     if os.WIFSIGNALED(status):
         return Outcome(signal.Signals(os.WTERMSIG(status)).name)
-    return Outcome(*json.loads(said))
+    return Outcome(*json.loads(output))
 
 
 def _run(work: Callable[[], Outcome], writing: int) -> None:

@@ -57,7 +57,7 @@ class Expected:
     acknowledged: int = 0
     evicted: int = 0
 
-    def hear(self, line: dict[str, Any]) -> None:
+    def apply(self, line: dict[str, Any]) -> None:
         """Process one line of the writer's output."""
         if "intent" in line:
             if line["failed"]:
@@ -84,12 +84,12 @@ def kill_one(url: str, first: int, seed: int, lines: int, delay_s: float, expect
     command = [sys.executable, "-m", "tests.crash.writer", url, str(first), str(seed)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        said = b"".join(process.stdout.readline() for _ in range(lines))
+        output = b"".join(process.stdout.readline() for _ in range(lines))
         time.sleep(delay_s)
         process.kill()
-        said += process.stdout.read()
-    for line in said.split(b"\n")[:-1]:
-        expected.hear(json.loads(line))
+        output += process.stdout.read()
+    for line in output.split(b"\n")[:-1]:
+        expected.apply(json.loads(line))
 
 
 @lru_cache(maxsize=256)
@@ -113,24 +113,24 @@ def check(backend: LmdbBackend, expected: Expected) -> None:
     for group in filter(None, [*expected.failed, expected.running]):
         names = {make_pack(namespace, number).pack_id: number for number in group}
         names = {pack_id: number for pack_id, number in names.items() if pack_id not in changes.removed}
-        assert all(name in held for name in names) or held.keys().isdisjoint(names), "a commit was done in part"
+        assert all(name in held for name in names) or held.keys().isdisjoint(names), "a commit was applied in part"
         expected.packs.update({pack_id: number for pack_id, number in names.items() if pack_id in held})
     manifests = {manifest.id for manifest in backend.manifests(namespace)}
     if expected.running:
-        there = make_pack(namespace, expected.running[0]).pack_id in held
-        assert (expected.manifest in manifests) == there, "a commit was done in part"
-    assert set(held) == set(expected.packs), "packs that nobody wrote, or that were evicted, are there"
+        present = make_pack(namespace, expected.running[0]).pack_id in held
+        assert (expected.manifest in manifests) == present, "a commit was applied in part"
+    assert set(held) == set(expected.packs), "packs are present that were evicted or never written"
     for pack_id, number in expected.packs.items():
         assert read_pack(backend, namespace, held[pack_id]) == payload(namespace, number), "wrong bytes"
 
     keys = {key for table in held.values() for key in table.keys.unpack()}
     for manifest_id in manifests:
         (chain,) = backend.manifest_keys(namespace, [manifest_id])[0] or ()
-        assert keys.issuperset(chain.unpack()), f"{manifest_id} names blocks that are gone"
-    assert PINNED in manifests or not expected.pinned, "the pinned request went"
+        assert keys.issuperset(chain.unpack()), f"{manifest_id} names missing blocks"
+    assert PINNED in manifests or not expected.pinned, "the pinned request is missing"
     check_totals(backend)
     assert find_faults(backend) == []
-    assert not backend.stats().quarantined, "the store was renamed"
+    assert not backend.stats().quarantined, "the store was quarantined"
 
 
 def run(kills: int, seed: int, directory: Path, seconds: float, placement: str) -> Expected:
@@ -162,14 +162,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="for each placement")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=3600.0, help="stop after so long, for each placement")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="time limit for each placement")
     arguments = parser.parse_args()
     for placement in PLACEMENTS:
         with tempfile.TemporaryDirectory() as directory:
             found = run(arguments.kills, arguments.seed, Path(directory), arguments.seconds, placement)
         print(
             f"{placement}: {found.kills} kills, {found.acknowledged} packs acknowledged, {found.evicted} evicted, "
-            f"{len(found.packs)} there: 0 lost, 0 wrong, 0 renamed"
+            f"{len(found.packs)} present: 0 lost, 0 wrong, 0 quarantined"
         )
 
 

@@ -2,7 +2,7 @@
 
 Writers (``tests.crash.writer``) store requests, and a preloaded library (``record.c``) records their calls to the disk.
 The writers are killed one after another, in a write of LMDB's meta page or in any other call, and the next writer
-continues. Half of the next writers already had the store open. Most writers also meet a disk whose calls fail for a
+continues. Half of the next writers already had the store open. For most writers, some calls to the disk fail for a
 while; data of a failed sync is not made durable by later syncs. Then a simulated disk (``disk``), which loses data that
 was not synced, rebuilds the files at many points of the record. Invariants of the store that is opened on them:
 
@@ -42,7 +42,7 @@ from tests.crash.loop import CAPACITY, NUMBERS_A_ROUND, PLACEMENTS, Expected, ch
 from tests.crash.recorder import build_recorder
 from tests.crash.writer import IDENTITY, make_pack
 
-SAID = Path("said")
+OUTPUT = Path("output")
 STORE = Path("new/store")
 WRITERS = 6
 COMMITS = 12
@@ -59,36 +59,36 @@ def record(directory: Path, seed: int, placement: str) -> list[Record]:
         "LD_PRELOAD": str(build_recorder(directory)),
         "PERSISTKV_RECORD_ROOT": str(root),
         "PERSISTKV_RECORD_LOG": str(log),
-        "PERSISTKV_RECORD_SPARE": str(SAID),
+        "PERSISTKV_RECORD_SPARE": str(OUTPUT),
     }
     url = f"lmdb://{root / STORE}?capacity={CAPACITY}&placement={placement}"
     draw = random.Random(f"{seed} {placement}")
-    with (root / SAID).open("ab") as said:
+    with (root / OUTPUT).open("ab") as output:
         waiting: subprocess.Popen[bytes] | None = None
         for number in range(WRITERS):
             arguments = [url, NUMBERS_A_ROUND * number, seed + number, COMMITS]
-            deadly = _deadly(draw) if number < WRITERS - 1 else {}
-            deadly |= _failing(draw) if number else {}
-            writer = waiting or _start(arguments, {**environment, **deadly}, said)
+            faults = _choose_kill(draw) if number < WRITERS - 1 else {}
+            faults |= _choose_faults(draw) if number else {}
+            writer = waiting or _start(arguments, {**environment, **faults}, output)
             waiting = None
             if number % 2 and number < WRITERS - 1:  # this writer has the store open while the one before it is killed
                 arguments = [url, NUMBERS_A_ROUND * (number + 1), seed + number + 1, COMMITS, "wait"]
-                following = _failing(draw) | (_deadly(draw) if number < WRITERS - 2 else {})
-                waiting = _start(arguments, {**environment, **following}, said)
+                following = _choose_faults(draw) | (_choose_kill(draw) if number < WRITERS - 2 else {})
+                waiting = _start(arguments, {**environment, **following}, output)
                 _await_open(waiting)
             code = _end(writer)
             assert code in (0, -signal.SIGKILL), f"a writer ended with {code}"
     return list(read_log(log))
 
 
-def _deadly(draw: random.Random) -> dict[str, str]:
+def _choose_kill(draw: random.Random) -> dict[str, str]:
     """Choose the call in which a writer is killed: a synchronous write (most critical in a commit) or any call."""
     if draw.random() < 0.6:
         return {"PERSISTKV_RECORD_DIE": str(draw.randint(2, COMMITS))}
     return {"PERSISTKV_RECORD_DIE_AT": str(draw.randint(1, 20 * COMMITS))}
 
 
-def _failing(draw: random.Random) -> dict[str, str]:
+def _choose_faults(draw: random.Random) -> dict[str, str]:
     """Choose calls of a writer that fail with EIO, or none."""
     kind = draw.random()
     if kind < 0.2:
@@ -99,10 +99,10 @@ def _failing(draw: random.Random) -> dict[str, str]:
     return {"PERSISTKV_RECORD_FAIL": f"{draw.randint(1, 15 * COMMITS)} {draw.randint(1, 4)} {errno.EIO} {how}"}
 
 
-def _start(arguments: Sequence[object], environment: dict[str, str], said: BinaryIO) -> subprocess.Popen[bytes]:
+def _start(arguments: Sequence[object], environment: dict[str, str], output: BinaryIO) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "tests.crash.writer", *map(str, arguments)]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=said, stderr=pipe)
+    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=output, stderr=pipe)
 
 
 def _await_open(writer: subprocess.Popen[bytes]) -> None:
@@ -114,40 +114,40 @@ def _await_open(writer: subprocess.Popen[bytes]) -> None:
 def _end(writer: subprocess.Popen[bytes]) -> int:
     """Start the writer if it waits for a command, and wait for its end."""
     try:
-        _, complaint = writer.communicate(b"go\n", timeout=PATIENCE_S)
+        _, errors = writer.communicate(b"go\n", timeout=PATIENCE_S)
     except subprocess.TimeoutExpired:
         writer.kill()
         writer.communicate()
         raise
-    assert writer.returncode <= 0, complaint.decode()
+    assert writer.returncode <= 0, errors.decode()
     return writer.returncode
 
 
-class _Heard(Expected):
+class _ExpectedWithHeld(Expected):
     """Content that must be present. It includes the packs that a new writer found in the store."""
 
     def __init__(self) -> None:
         super().__init__(IDENTITY.digest)
-        self.namespace_promised = False
+        self.has_output = False
 
-    def hear(self, line: dict[str, Any]) -> None:
-        self.namespace_promised = True
+    def apply(self, line: dict[str, Any]) -> None:
+        self.has_output = True
         if "held" in line:
             unknown = [number for group in (*self.failed, self.running) for number in group]
             names = {make_pack(self.namespace, number).pack_id: number for number in unknown} | self.packs
             held = {bytes.fromhex(str(pack_id)) for pack_id in line["held"]}
-            assert held <= set(names), "a writer found packs that nobody wrote"
+            assert held <= set(names), "a writer found packs that were never written"
             self.packs = {pack_id: names[pack_id] for pack_id in held}
-        super().hear(line)
+        super().apply(line)
 
 
-def open_and_check(url: str, store: Path, expected: _Heard) -> Outcome:
+def open_and_check(url: str, store: Path, expected: _ExpectedWithHeld) -> Outcome:
     """Open, check and write the store, as the first process after a power loss would."""
     backend = open_backend(url)
     assert isinstance(backend, LmdbBackend)
-    promised = expected.namespace_promised
-    assert not promised or not list(store.glob("damaged-*")), "the store was moved aside"
-    if promised:
+    has_output = expected.has_output
+    assert not has_output or not list(store.glob("damaged-*")), "the store was quarantined"
+    if has_output:
         check(backend, expected)
     _write_more(backend)
     check_totals(backend)
@@ -159,25 +159,25 @@ def _write_more(backend: LmdbBackend) -> None:
     namespace = backend.open_namespace(IDENTITY).id
     pack = make_pack(namespace, 10 * NUMBERS_A_ROUND)
     backend.commit(namespace, CommitBatch([pack]))
-    assert read_pack(backend, namespace, pack.table) == payload_of(pack), "what is written now does not read"
+    assert read_pack(backend, namespace, pack.table) == payload_of(pack), "a new pack cannot be read"
 
 
-def _moments(records: Sequence[Record], cuts: int, draw: random.Random) -> list[int]:
+def _choose_cuts(records: Sequence[Record], cuts: int, draw: random.Random) -> list[int]:
     """Choose numbers of records after which the power fails.
 
     Some are directly after a writer's output, when the guarantees cover most. Some are shortly after a writer reported
     the packs that it found: from then on the packs that the killed writer had not synced are guaranteed, and the first
     commits overwrite the space that it had freed. Some are shortly after a failed call, for the same reason.
     """
-    said = [number + 1 for number, record in enumerate(records) if record.path == SAID]
-    found = [number for number in said if any(line.get("held") for line in _lines(records[number - 1]))]
-    assert found, "no writer found anything"
+    output = [number + 1 for number, record in enumerate(records) if record.path == OUTPUT]
+    found = [number for number in output if any(line.get("held") for line in _lines(records[number - 1]))]
+    assert found, "no writer reported packs that it found"
     failed = [number + 1 for number, record in enumerate(records) if record.op == FAILED]
 
     def moment() -> int:
         kind = draw.random()
         if kind < 0.25:
-            return draw.choice(said)
+            return draw.choice(output)
         if kind < 0.75:
             return min(draw.choice(failed if failed and kind < 0.5 else found) + draw.randint(0, 80), len(records))
         return draw.randint(1, len(records))
@@ -199,19 +199,19 @@ def run(cuts: int, seed: int, directory: Path, seconds: float, placement: str) -
     deadline = time.monotonic() + seconds
     records = record(directory, seed, placement)
     draw = random.Random(seed)
-    disk, expected, done, cut, compared = Disk(), _Heard(), 0, 0, 0
+    disk, expected, done, cut, compared = Disk(), _ExpectedWithHeld(), 0, 0, 0
     gc.freeze()
     target = directory / "case"
-    for moment in _moments(records, cuts, draw):
+    for moment in _choose_cuts(records, cuts, draw):
         if time.monotonic() > deadline:
             break
         cut += 1
         for step in records[done:moment]:
-            if step.path != SAID:
+            if step.path != OUTPUT:
                 disk.replay(step)
                 continue
             for line in _lines(step):
-                expected.hear(line)
+                expected.apply(line)
         done = moment
         disk.rebuild(target, draw)
         url = f"lmdb://{target / STORE}?capacity={CAPACITY}&placement={placement}"
@@ -228,7 +228,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cuts", type=int, default=300, help="for each placement")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=3600.0, help="stop after so long, for each placement")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="time limit for each placement")
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
     for placement in PLACEMENTS:

@@ -1,22 +1,25 @@
-/* Records what a process asks of the disk below a directory, and lets some of it fail: LD_PRELOAD, for
-   tests.crash.power and tests.crash.disk_faults.
+/* LD_PRELOAD library that records the calls of a process that change files below a directory, and makes some of them
+   fail; for tests.crash.power and tests.crash.disk_faults.
 
    PERSISTKV_RECORD_ROOT  the directory
-   PERSISTKV_RECORD_LOG   the file that records are appended to, elsewhere
-   PERSISTKV_RECORD_DIE   where set to n: the process is killed in its n-th synchronous write (LMDB's meta page), when
-                          the page cache has it and the disk not yet
-   PERSISTKV_RECORD_DIE_AT  where set to n: the same in its n-th call of any kind; a sync has synced nothing then
-   PERSISTKV_RECORD_FAIL  where set to "k count errno how": from the k-th call on, so many fail with that errno; where k
-                          is negative, from the -k-th synchronous write on. how is
-                          1: nothing of it is done, 2: all of it is done, 3: half of a write is done, which is no error
-                          (only writes are counted then), 4: all of the first is done, and nothing of those behind it
-   PERSISTKV_RECORD_SPARE  the one path, relative to the root, whose calls do not fail and are not counted for that
+   PERSISTKV_RECORD_LOG   the file to which records are appended, outside of the directory
+   PERSISTKV_RECORD_DIE   if set to n: the process is killed in its n-th synchronous write (LMDB's meta page), when the
+                          bytes are in the page cache, but not on the disk
+   PERSISTKV_RECORD_DIE_AT  if set to n: the same in its n-th call of any kind; a sync has synced nothing at this point
+   PERSISTKV_RECORD_FAIL  if set to "k count errno how": count calls fail with errno, beginning with the k-th call; if k
+                          is negative, with the -k-th synchronous write. Values of how:
+                          1: a failed call is not executed
+                          2: a failed call is executed, and then reports the error
+                          3: a write is executed for half of its bytes, and returns this number (a short write, no
+                             error); only writes are counted
+                          4: the first failed call is executed, the others are not
+   PERSISTKV_RECORD_SPARE  one path, relative to the root, whose calls do not fail and are not counted for FAIL
 
-   They are read when the process starts, and whenever it calls persistkv_record_begin, which counts anew.
+   The variables are read when the process starts, and when it calls persistkv_record_begin, which resets the counts.
 
-   A record: struct head, the path relative to the root, and for a write its bytes. They stand in the order in which the
-   calls returned; one lock is held over each call. What is done to files by other means than those modelled here
-   (shared writable mappings, renames) is recorded as UNMODELLED, which the simulator refuses. */
+   A record consists of struct head, the path relative to the root, and, for a write, its bytes. Records are in the
+   order in which the calls returned: one lock is held during each call. Changes of files by means that are not modelled
+   here (shared writable mappings, renames) are recorded as UNMODELLED, which the simulator rejects. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -76,14 +79,14 @@ static void record(int op, const char *path, uint64_t offset, uint64_t length) {
     append(path, head.path_length);
 }
 
-/* A call that succeeded and is no write. */
+/* Record a call that succeeded and is not a write. */
 static void record_call(int op, const char *path, uint64_t offset, uint64_t length) {
     int dies = is_last(&deadly_call);
     if (!dies || op != SYNC) record(op, path, offset, length);
     if (dies) kill(getpid(), SIGKILL);
 }
 
-/* How a call that changes something is to end; it is counted. */
+/* Count a call that changes files, and return how it must end. */
 static int end_of(int op, const char *path) {
     if (fail_how == HALF && op != WRITE && op != SYNCED_WRITE) return PASSES;
     if (spared && !strcmp(path, spared)) return PASSES;
@@ -113,7 +116,7 @@ __attribute__((constructor)) void persistkv_record_begin(void) {
     log_fd = syscall(SYS_openat, AT_FDCWD, log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
 }
 
-/* The path below the root; NULL where it is not below. */
+/* Return the path relative to the root; NULL if it is not below the root. */
 static const char *below(const char *path) {
     if (log_fd < 0 || strncmp(path, root, root_length)) return NULL;
     if (!path[root_length]) return ".";
@@ -130,7 +133,7 @@ static const char *path_of(int fd, char *buffer) {
     return below(buffer);
 }
 
-/* The path of what does not exist yet: that of its directory, resolved, and its name. */
+/* Return the path of a file that may not exist yet: the resolved path of its directory, and its name. */
 static const char *path_at(int directory, const char *name, char *buffer) {
     char given[PATH_MAX], parent[PATH_MAX];
     if (log_fd < 0) return NULL;
@@ -175,7 +178,7 @@ static uint64_t position(int fd) {
 
 enum { AT, NEXT };
 
-/* Half of the first part, in whole pages where it has some: O_DIRECT takes nothing else. */
+/* Write half of the first part, in whole pages if it has at least two, as O_DIRECT requires. */
 static ssize_t write_half(int fd, const struct iovec *parts, int where, uint64_t offset) {
     size_t half = parts->iov_len / 2;
     if (half >= 4096) half -= half % 4096;
@@ -234,7 +237,7 @@ PWRITEV(pwritev64, off64_t)
 PWRITEV2(pwritev2, off_t)
 PWRITEV2(pwritev64v2, off64_t)
 
-/* All that is one record without bytes, where it succeeds */
+/* Calls that are one record without bytes if they succeed */
 
 #define DONE_TO(fd, op, offset, length, call, failed)                                   \
     char buffer[PATH_MAX];                                                              \
@@ -288,7 +291,7 @@ FALLOCATE(fallocate64, off64_t)
         char buffer[PATH_MAX];                                                          \
         const char *path = NULL, *last;                                                 \
         if (fd >= 0 && protection & PROT_WRITE && (flags & MAP_TYPE) != MAP_PRIVATE) path = path_of(fd, buffer); \
-        if (path) { /* lock.mdb is made anew by whoever opens the store alone */       \
+        if (path) { /* the first process that opens the store recreates lock.mdb */    \
             last = strrchr(path, '/');                                                  \
             pthread_mutex_lock(&lock);                                                  \
             if (strcmp(last ? last + 1 : path, "lock.mdb")) record(UNMODELLED, path, 0, 0); \

@@ -9,7 +9,7 @@ from tests.crash.running import run_module
 pytestmark = pytest.mark.usefixtures("recorder")
 
 
-def tried(cases: int, seconds: int, *arguments: object) -> None:
+def run_cases(cases: int, seconds: int, *arguments: object) -> None:
     lines = run_module("disk_faults", "--cases", cases, "--seed", 5, "--seconds", seconds, *arguments)
     assert [line.split(":")[0] for line in lines] == ["inline", "extents"]
     for line in lines:
@@ -19,19 +19,19 @@ def tried(cases: int, seconds: int, *arguments: object) -> None:
         assert 0 < done <= cases < possible
 
 
-def test_one_failing_call_costs_nothing_that_was_acknowledged() -> None:
-    tried(6, 60)
+def test_disk_faults_one_failing_call_keeps_acknowledged_blocks() -> None:
+    run_cases(6, 60)
 
 
-def test_what_makes_up_for_a_failing_call_may_fail_too() -> None:
-    tried(10, 60, "--fault", "four errors, and all of the first was done")
+def test_disk_faults_failing_recovery_calls_keep_acknowledged_blocks() -> None:
+    run_cases(10, 60, "--fault", "4 x EIO, first call executed")
 
 
-def test_store_in_a_process_of_its_own_meets_a_failing_disk() -> None:
-    tried(4, 60, "--host", "process")
+def test_disk_faults_in_host_process_keep_acknowledged_blocks() -> None:
+    run_cases(4, 60, "--host", "process")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(170)
-def test_many_failing_calls_one_at_a_time() -> None:
-    tried(100, 60)
+def test_disk_faults_many_single_failures_keep_acknowledged_blocks() -> None:
+    run_cases(100, 60)

@@ -16,13 +16,13 @@ PAGE = 4096
 @pytest.mark.slow
 @pytest.mark.timeout(170)
 @pytest.mark.usefixtures("recorder")
-def test_what_was_acknowledged_survives_power_losses() -> None:
+def test_power_losses_keep_acknowledged_packs() -> None:
     lines = run_module("power", "--cuts", 10, "--seed", 2, "--seconds", 75)
     assert [line.split(":")[0] for line in lines] == ["inline", "extents"]
     for line in lines:
         numbers = re.fullmatch(r"\w+: (\d+) power losses, (\d+) packs compared: 0 lost, 0 wrong", line)
         assert numbers is not None, line
-        assert min(map(int, numbers.groups())) > 0, "there was nothing to lose"
+        assert min(map(int, numbers.groups())) > 0, "no power loss or no pack"
 
 
 def disk_of(*records: tuple[int, Path, int, int, bytes]) -> Disk:
@@ -38,7 +38,7 @@ def disk_of(*records: tuple[int, Path, int, int, bytes]) -> Disk:
     return disk
 
 
-def outcomes(disk: Disk, tmp_path: Path) -> set[bytes | None]:
+def contents_after_loss(disk: Disk, tmp_path: Path) -> set[bytes | None]:
     """Return the contents that the file may have after a power loss; None if the file is missing."""
     found: set[bytes | None] = set()
     for seed in range(200):
@@ -55,25 +55,25 @@ def write(content: bytes, offset: int = 0) -> tuple[int, Path, int, int, bytes]:
 SYNCED = (SYNC, FILE, 0, 0, b"")
 
 
-def test_what_was_synced_stays(tmp_path: Path) -> None:
-    assert outcomes(disk_of(write(b"a" * PAGE), SYNCED), tmp_path) == {b"a" * PAGE}
+def test_disk_synced_write_survives_power_loss(tmp_path: Path) -> None:
+    assert contents_after_loss(disk_of(write(b"a" * PAGE), SYNCED), tmp_path) == {b"a" * PAGE}
 
 
-def test_synchronous_write_stays_and_leaves_others_open(tmp_path: Path) -> None:
+def test_disk_synchronous_write_survives_but_pending_write_may_not(tmp_path: Path) -> None:
     disk = disk_of(write(b"a" * 2 * PAGE), SYNCED, write(b"b" * PAGE, PAGE), (SYNCED_WRITE, FILE, 0, PAGE, b"c" * PAGE))
-    found = outcomes(disk, tmp_path)
+    found = contents_after_loss(disk, tmp_path)
     assert {content[:PAGE] for content in found if content} == {b"c" * PAGE}
-    assert {b"a" * PAGE, b"b" * PAGE} < {content[PAGE:] for content in found if content}, "also torn ones"
+    assert {b"a" * PAGE, b"b" * PAGE} < {content[PAGE:] for content in found if content}, "torn pages are also possible"
 
 
-def test_what_was_not_synced_may_be_there_or_not_in_any_order(tmp_path: Path) -> None:
+def test_disk_unsynced_writes_survive_in_any_combination(tmp_path: Path) -> None:
     disk = disk_of((ALLOCATE, FILE, 0, 2 * PAGE, b""), SYNCED, write(b"a" * PAGE), write(b"b" * PAGE, PAGE))
-    found = outcomes(disk, tmp_path)
+    found = contents_after_loss(disk, tmp_path)
     assert {bytes(2 * PAGE), b"a" * PAGE + bytes(PAGE), bytes(PAGE) + b"b" * PAGE} <= found
 
 
-def test_length_that_was_not_synced_may_be_the_old_one(tmp_path: Path) -> None:
-    found = outcomes(disk_of(write(b"a" * PAGE), SYNCED, (RESIZE, FILE, 0, 0, b"")), tmp_path)
+def test_disk_unsynced_length_may_be_old_or_new(tmp_path: Path) -> None:
+    found = contents_after_loss(disk_of(write(b"a" * PAGE), SYNCED, (RESIZE, FILE, 0, 0, b"")), tmp_path)
     assert {b"a" * PAGE, b""} <= found
     assert {len(content) for content in found if content is not None} == {0, PAGE}
 
@@ -81,19 +81,19 @@ def test_length_that_was_not_synced_may_be_the_old_one(tmp_path: Path) -> None:
 FAILED_SYNC = (FAILED, FILE, SYNC, 0, b"")
 
 
-def test_what_a_sync_lost_no_later_one_brings_back(tmp_path: Path) -> None:
+def test_disk_write_of_failed_sync_may_be_lost_after_later_sync(tmp_path: Path) -> None:
     old, new = b"a" * PAGE, b"b" * PAGE
-    found = outcomes(disk_of(write(old), SYNCED, write(new), FAILED_SYNC, SYNCED), tmp_path)
+    found = contents_after_loss(disk_of(write(old), SYNCED, write(new), FAILED_SYNC, SYNCED), tmp_path)
     assert {old, new} <= found
 
 
-def test_what_is_written_again_after_a_failed_sync_stays(tmp_path: Path) -> None:
+def test_disk_rewrite_after_failed_sync_survives_power_loss(tmp_path: Path) -> None:
     new = b"b" * PAGE
     disk = disk_of(write(b"a" * PAGE), SYNCED, write(new), FAILED_SYNC, write(new), SYNCED)
-    assert outcomes(disk, tmp_path) == {new}
+    assert contents_after_loss(disk, tmp_path) == {new}
 
 
-def test_new_file_may_be_missing_until_its_directory_is_synced(tmp_path: Path) -> None:
+def test_disk_new_file_may_be_missing_until_directory_sync(tmp_path: Path) -> None:
     disk = Disk()
     other = Path("file")
     for op, path in [(CREATE, other), (SYNC, other)]:

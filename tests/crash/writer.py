@@ -50,12 +50,12 @@ def make_manifest(name: str, packs: list[PackWriter]) -> ManifestWrite:
     return ManifestWrite(head, (keys,), [pack.pack_id for pack in packs])
 
 
-def say(**line: object) -> None:
+def report(**line: object) -> None:
     """Print a JSON line in one write, so that a kill can truncate only the last line."""
     os.write(1, json.dumps(line).encode() + b"\n")
 
 
-def insist(call: Callable[[], _Result]) -> _Result:
+def with_retries(call: Callable[[], _Result]) -> _Result:
     """Call a function, and retry a few times if the disk fails.
 
     :raises StoreError: all attempts failed.
@@ -69,9 +69,9 @@ def insist(call: Callable[[], _Result]) -> _Result:
 def work(backend: Backend, first: int, seed: int, commits: int | None = None) -> None:
     """Commit until the process is killed, or ``commits`` times. Pack numbers start at ``first``."""
     draw = random.Random(seed)
-    namespace = insist(lambda: backend.open_namespace(IDENTITY)).id
-    cursor, held = insist(lambda: _all_packs(backend, namespace))
-    say(done=[], evicted=[], cursor=cursor.hex(), held=[pack_id.hex() for pack_id in held])
+    namespace = with_retries(lambda: backend.open_namespace(IDENTITY)).id
+    cursor, held = with_retries(lambda: _all_packs(backend, namespace))
+    report(done=[], evicted=[], cursor=cursor.hex(), held=[pack_id.hex() for pack_id in held])
     was_empty, failures = not held, 0
     while commits is None or commits > 0:
         numbers = list(range(first, first + draw.randint(1, 4)))
@@ -85,7 +85,7 @@ def work(backend: Backend, first: int, seed: int, commits: int | None = None) ->
             touches=draw.sample(held, min(len(held), draw.randint(0, 4))),
             pins=[(PINNED, True)] if pinned else (),
         )
-        say(intent=numbers, manifest=name, failed=failures > 0)
+        report(intent=numbers, manifest=name, failed=failures > 0)
         try:
             result = backend.commit(namespace, batch)
         except StoreError:
@@ -98,10 +98,10 @@ def work(backend: Backend, first: int, seed: int, commits: int | None = None) ->
         held = [pack_id for pack_id in [*held, *(pack.pack_id for pack in packs)] if pack_id not in gone]
         found = {}
         if failures:  # failed commits may have been applied, and may have evicted packs
-            _, held = insist(lambda: _all_packs(backend, namespace))
+            _, held = with_retries(lambda: _all_packs(backend, namespace))
             found = {"held": [pack_id.hex() for pack_id in held]}
             failures = 0
-        say(done=numbers, evicted=[pack_id.hex() for pack_id in gone], cursor=result.cursor.hex(), **found)
+        report(done=numbers, evicted=[pack_id.hex() for pack_id in gone], cursor=result.cursor.hex(), **found)
 
 
 def _all_packs(backend: Backend, namespace: bytes) -> tuple[bytes, list[bytes]]:
@@ -117,12 +117,12 @@ def _see(backend: LmdbBackend) -> None:
 
 if __name__ == "__main__":
     *numbers, last = sys.argv[2:]
-    opened = insist(lambda: LmdbBackend.open(StoreUrl.parse(sys.argv[1])))
+    opened = with_retries(lambda: LmdbBackend.open(StoreUrl.parse(sys.argv[1])))
     if last == "wait":
-        insist(lambda: opened.open_namespace(IDENTITY))
+        with_retries(lambda: opened.open_namespace(IDENTITY))
         os.write(2, b"open\n")
         sys.stdin.readline()
-        insist(lambda: _see(opened))
+        with_retries(lambda: _see(opened))
     else:
         numbers.append(last)
     work(opened, *map(int, numbers))

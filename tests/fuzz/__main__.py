@@ -27,7 +27,7 @@ from tests.fuzz.targets import TARGETS, Target
 HEADROOM_BYTES = (
     256 << 20
 )  # 256 MiB above the process's address space at the start: a large claimed length does not fit
-HANG_S = 150.0  # seconds; a round normally takes about one
+HANG_S = 150.0  # seconds; a round normally takes about one second
 ROUND = 500  # cases per run of Hypothesis: beyond that, tracking of tried cases costs more than the cases
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit-s", type=float, default=300.0, help="stop after so long")
+    parser.add_argument("--limit-s", type=float, default=300.0, help="time limit")
     parser.add_argument("--target", nargs="+", choices=[target.name for target in TARGETS])
     arguments = parser.parse_args()
     targets = [target for target in TARGETS if not arguments.target or target.name in arguments.target]

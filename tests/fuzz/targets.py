@@ -52,10 +52,10 @@ class Violation(Exception):
     """A required property does not hold."""
 
 
-def require(held: bool, what: str) -> None:
+def require(holds: bool, problem: str) -> None:
     """Raise ``Violation`` if a property does not hold."""
-    if not held:
-        raise Violation(what)
+    if not holds:
+        raise Violation(problem)
 
 
 class Target(ABC):
@@ -122,23 +122,28 @@ class Tables(Target):
         require(sealed or any(table == pack.table for pack in PACKS), "damage passed the checksum")
         _check_table(table)
         if sealed:
-            require(table.encode() == data, "the table does not encode to what it was parsed of")
+            require(table.encode() == data, "a parsed table encodes to other bytes")
         _serve(number, data, PAYLOADS[number], exact=not sealed)
         return True
 
 
 def _check_table(table: PackTable) -> None:
     keys = table.keys.unpack()
-    require(len(keys) == len(table.keys), "keys are not as many as the table says")
+    require(len(keys) == len(table.keys), "the number of keys differs from the table's")
     require(len(set(keys)) == len(keys), "a key occurs twice")
-    require(sum(frame.block_count for frame in table.frames) == len(table.keys), "frames hold other blocks")
-    require(sum(frame.raw_length for frame in table.frames) == table.raw_length, "raw length")
+    require(
+        sum(frame.block_count for frame in table.frames) == len(table.keys),
+        "the frames' blocks are not as many as the keys",
+    )
+    require(sum(frame.raw_length for frame in table.frames) == table.raw_length, "wrong raw length")
     end = 0
     for frame in table.frames:
-        require(frame.offset == end, "frames do not follow one another")
-        require(frame.stored_length <= frame.raw_length <= max(FRAME_BYTES, frame.block_bytes), "length of a frame")
+        require(frame.offset == end, "frames are not contiguous")
+        require(
+            frame.stored_length <= frame.raw_length <= max(FRAME_BYTES, frame.block_bytes), "wrong length of a frame"
+        )
         end = align(end + frame.stored_length)
-    require(end == table.payload_length, "payload length")
+    require(end == table.payload_length, "wrong payload length")
 
 
 class Payloads(Target):
@@ -179,11 +184,14 @@ def _serve(number: int, table: bytes, payload: bytes, *, exact: bool) -> bool:
         for key, block in zip(segment.keys, segment.source.gather(0, 4).reshape(4, -1), strict=True)
     ]
     failed = set(store.read([key for _, key, _ in wanted], range(len(wanted))))
-    require(memory[len(wanted) * STRIDE :] == b"\xaa" * (len(memory) - len(wanted) * STRIDE), "a row of another")
+    require(
+        memory[len(wanted) * STRIDE :] == b"\xaa" * (len(memory) - len(wanted) * STRIDE),
+        "a row of no requested block was written",
+    )
     for row, (group, key, block) in enumerate(wanted):
         if exact and key not in failed:
             served = b"".join(map(bytes, store.rows.places(group, row)))
-            require(served == block.tobytes(), "served what was not stored")
+            require(served == block.tobytes(), "served other bytes than the stored ones")
     return len(failed) < len(wanted)
 
 
@@ -201,10 +209,10 @@ class Frames(Target):
         try:
             codec.decode_into(data, out[16:-16])
         except CorruptPackError as error:
-            require("llocat" not in error.problem, "it tried to allocate what the frame claims")
+            require("llocat" not in error.problem, "it tried to allocate the size that the frame claims")
             return False
         finally:
-            require(out[:16] == out[-16:] == b"\xaa" * 16, "bytes beside the buffer were written")
+            require(out[:16] == out[-16:] == b"\xaa" * 16, "bytes outside of the buffer were written")
         return True
 
 
@@ -230,7 +238,7 @@ class Manifests(Target):
             return False
         require(sealed or data in self.samples, "damage passed the checksum")
         again = encode_manifest(manifest)
-        require(encode_manifest(decode_manifest(again)) == again, "a manifest does not survive its own encoding")
+        require(encode_manifest(decode_manifest(again)) == again, "a manifest changes when it is encoded again")
         return manifest.blocks >= 0
 
 
@@ -256,7 +264,7 @@ class ManifestKeyLists(Target):
             return False
         require(sealed or data in self.samples, "damage passed the checksum")
         for packed, names in zip(lists, unpacked, strict=True):
-            require(len(packed) == len(names) and b"".join(names) == packed.data, "keys are not those of the list")
+            require(len(packed) == len(names) and b"".join(names) == packed.data, "unpacked keys differ from the list")
         ManifestWrite(decode_manifest(Manifests.samples[0]), lists)
         return True
 
@@ -278,7 +286,7 @@ class Identities(Target):
             digest = identity.digest
         except (ValueError, RecursionError):  # the errors that callers of the catalogue handle
             return False
-        require(len(digest) == 16 and isinstance(identity.diff(IDENTITY), list), "an identity that cannot be compared")
+        require(len(digest) == 16 and isinstance(identity.diff(IDENTITY), list), "an identity cannot be compared")
         return True
 
 
@@ -294,7 +302,7 @@ class CodecTexts(Target):
             codec = parse_codec(text)
         except (ConfigurationError, UnicodeDecodeError):
             return False
-        require(parse_codec(str(codec)) == codec, "a codec's text makes another codec")
+        require(parse_codec(str(codec)) == codec, "a codec's text parses to another codec")
         return True
 
 
@@ -341,8 +349,8 @@ class S3Feeds(Target):
             changes = catalogue.changes(IDENTITY.digest, None)
             added = list(changes.added)
             for table in added:
-                require(any(table == pack.table for pack in PACKS), "a table that no writer wrote")
-            require(catalogue.states()[0].packs == len(added) and catalogue.disk_bytes() >= 0, "totals")
+                require(any(table == pack.table for pack in PACKS), "the catalogue has a table that was never written")
+            require(catalogue.states()[0].packs == len(added) and catalogue.disk_bytes() >= 0, "wrong totals")
             catalogue.close()
         return True
 
@@ -365,7 +373,7 @@ class S3Records(Target):
             except CorruptPackError:
                 continue
             require(sealed or data in self.samples, "damage passed the checksum")
-            require(unseal(seal(record), kind) == record, "a record that does not survive")
+            require(unseal(seal(record), kind) == record, "a record changes when it is encoded again")
             read = True
         return read
 

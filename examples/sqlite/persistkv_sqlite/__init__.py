@@ -1,4 +1,4 @@
-"""A persistkv store in one SQLite file: the worked example of docs/writing-a-backend.md."""
+"""A persistkv store in one SQLite file: the worked example of docs/extending.md."""
 
 from persistkv_sqlite.backend import SqliteBackend
 

@@ -2,7 +2,7 @@
 
 1. A transaction of the catalogue is one SQL transaction: atomic, and durable on return (``synchronous = EXTRA``).
 2. Each table of the catalogue is an SQL table of keys and values; payloads are rows, too.
-3. Each transaction has a connection of its own, so that any number of threads may read.
+3. Each transaction opens its own connection, so any number of threads can read.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from persistkv.storage.format.codec import Buffer
 
 APPLICATION_ID = 0x504B5653  # "PKVS": `PRAGMA application_id` of a store
 VERSION = 1
-_WAIT_S = 30.0  # for another process's transaction
+_WAIT_S = 30.0  # for a transaction of another process
 _LEAST_CAPACITY = 1 << 20  # 1 MiB
 _SPARE_PAGES = 32  # kept free by writes, so that deletions have room
 
-_KINDS = (  # by text: sqlite3 has error codes only since Python 3.11
+_KINDS = (  # by text, because sqlite3 has error codes only since Python 3.11
     ("unable to open database file", StoreUnavailableError),
     ("database is locked", StoreBusyError),
     ("database or disk is full", StoreFullError),
@@ -78,7 +78,7 @@ class SqliteRows(Rows):
         yield from self._db.execute(f"SELECT key, value FROM '{table}' WHERE key >= ? ORDER BY key", (start,))
 
     def pragma(self, name: str) -> int:
-        """Return a pragma's number."""
+        """Return the value of a numeric pragma."""
         return int(self._db.execute(f"PRAGMA {name}").fetchone()[0])
 
 
@@ -117,7 +117,7 @@ class SqliteBackend(RowBackend):
     def has_room(self, rows: Rows, num_bytes: int) -> bool:
         assert isinstance(rows, SqliteRows)
         used = rows.pragma("page_count") - rows.pragma("freelist_count") + _SPARE_PAGES
-        need = num_bytes // PAGE_BYTES * 17 // 16 + 1  # SQLite adds some for its trees
+        need = num_bytes // PAGE_BYTES * 17 // 16 + 1  # 1/16 more, for the inner pages of SQLite's trees
         return used + need <= rows.pragma("max_page_count")
 
     def disk_bytes(self) -> int:
@@ -144,9 +144,9 @@ class SqliteBackend(RowBackend):
 
 
 def _create_or_check(db: sqlite3.Connection, path: str, *, may_create: bool) -> None:
-    """Create the tables in an empty file; check that the tables of any other are ours.
+    """Create the tables in an empty file; check that any other file is a store of this version.
 
-    :raises CorruptStoreError: they are not, or of another version; the file was not changed.
+    :raises CorruptStoreError: it is not; the file was not changed.
     """
     empty = not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
     if empty and may_create:

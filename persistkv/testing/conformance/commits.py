@@ -37,7 +37,7 @@ class CommitTests(BackendSuite):
     """Tests of ``commit`` and ``stats``."""
 
     @pytest.mark.parametrize("codec", [RawCodec(), ZstdCodec(1)], ids=str)
-    def test_pack_of_two_groups(
+    def test_commit_pack_of_two_groups_stores_table_and_payload(
         self, backend: InspectableBackend, namespace: bytes, codec: RawCodec | ZstdCodec
     ) -> None:
         segments = [
@@ -53,13 +53,15 @@ class CommitTests(BackendSuite):
         assert check_totals(backend).blocks == 27
 
     @pytest.mark.parametrize("block_bytes", [1, 4095, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 3 * (1 << 20) + 5])
-    def test_blocks_of_any_size(self, backend: InspectableBackend, namespace: bytes, block_bytes: int) -> None:
+    def test_commit_any_block_size_stores_payload(
+        self, backend: InspectableBackend, namespace: bytes, block_bytes: int
+    ) -> None:
         pack = sample_pack(namespace, 1, blocks=3, block_bytes=block_bytes)
         backend.commit(namespace, CommitBatch([pack]))
         assert tables(backend, namespace) == {pack.pack_id: pack.table}
         assert read_pack(backend, namespace, pack.table) == payload_of(pack)
 
-    def test_several_packs_and_manifests(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_commit_several_packs_and_manifests_stores_all(self, backend: InspectableBackend, namespace: bytes) -> None:
         packs = [sample_pack(namespace, seed) for seed in range(5)]
         manifests = [sample_manifest(f"r{seed}", seed) for seed in range(3)]
         result = backend.commit(namespace, CommitBatch(packs, manifests))
@@ -68,7 +70,7 @@ class CommitTests(BackendSuite):
         assert tables(backend, namespace) == {pack.pack_id: pack.table for pack in packs}
         assert {manifest.id for manifest in backend.manifests(namespace)} == {"r0", "r1", "r2"}
 
-    def test_stream_that_raises_undoes_all(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_commit_failing_stream_changes_nothing(self, backend: InspectableBackend, namespace: bytes) -> None:
         held, good = sample_pack(namespace, 1), sample_pack(namespace, 2)
         cursor = backend.commit(namespace, CommitBatch([held])).cursor
         stats = backend.stats()
@@ -86,7 +88,9 @@ class CommitTests(BackendSuite):
         backend.commit(namespace, CommitBatch([good], seen=cursor))
         assert read_pack(backend, namespace, good.table) == payload_of(good)
 
-    def test_full_store_undoes_all_and_goes_on(self, small: InspectableBackend, name: bytes) -> None:
+    def test_commit_too_large_pack_raises_full_and_changes_nothing(
+        self, small: InspectableBackend, name: bytes
+    ) -> None:
         held = sample_pack(name, 1, blocks=8, block_bytes=1 << 18)
         cursor = small.commit(name, CommitBatch([held])).cursor
         large = sample_pack(name, 2, blocks=32, block_bytes=1 << 18)
@@ -101,7 +105,7 @@ class CommitTests(BackendSuite):
         assert not small.commit(name, CommitBatch([fits], seen=cursor)).stale
         assert read_pack(small, name, fits.table) == payload_of(fits)
 
-    def test_full_store_can_be_emptied_and_filled_again(self, small: InspectableBackend, name: bytes) -> None:
+    def test_commit_emptied_store_can_be_refilled(self, small: InspectableBackend, name: bytes) -> None:
         for round_number in range(3):
             for number in range(60):
                 size = (200_000, 4096)[number % 2]
@@ -112,7 +116,7 @@ class CommitTests(BackendSuite):
                 small.commit(name, CommitBatch(deletions=[pack_id]))
             assert check_totals(small).packs == 0
 
-    def test_first_writer_wins(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_commit_existing_pack_id_keeps_first_pack(self, backend: InspectableBackend, namespace: bytes) -> None:
         first, second = sample_pack(namespace, 1, content=10), sample_pack(namespace, 1, content=20)
         assert first.pack_id == second.pack_id
         cursor = backend.commit(namespace, CommitBatch([first, second])).cursor
@@ -122,15 +126,15 @@ class CommitTests(BackendSuite):
         assert list(backend.changes(namespace, cursor).added) == []
         assert check_totals(backend).packs == 1
 
-    def test_deletion(self, backend: InspectableBackend, namespace: bytes) -> None:
-        kept, gone = sample_pack(namespace, 1), sample_pack(namespace, 2, blocks=30, block_bytes=70_000)
-        cursor = backend.commit(namespace, CommitBatch([kept, gone])).cursor
-        result = backend.commit(namespace, CommitBatch(deletions=[gone.pack_id, bytes(16), gone.pack_id]))
-        assert list(result.evicted) == [gone.table]
-        assert read_pack(backend, namespace, gone.table) is None
+    def test_commit_deletion_removes_pack_and_reports_it(self, backend: InspectableBackend, namespace: bytes) -> None:
+        kept, deleted = sample_pack(namespace, 1), sample_pack(namespace, 2, blocks=30, block_bytes=70_000)
+        cursor = backend.commit(namespace, CommitBatch([kept, deleted])).cursor
+        result = backend.commit(namespace, CommitBatch(deletions=[deleted.pack_id, bytes(16), deleted.pack_id]))
+        assert list(result.evicted) == [deleted.table]
+        assert read_pack(backend, namespace, deleted.table) is None
         assert read_pack(backend, namespace, kept.table) == payload_of(kept)
         changes = backend.changes(namespace, cursor)
-        assert changes.removed == {gone.pack_id: gone.table.keys.fingerprints}
+        assert changes.removed == {deleted.pack_id: deleted.table.keys.fingerprints}
         assert changes.cursor == result.cursor
         assert check_totals(backend).packs == 1
 
@@ -138,7 +142,9 @@ class CommitTests(BackendSuite):
         backend.commit(namespace, CommitBatch([back]))
         assert read_pack(backend, namespace, back.table) == payload_of(back)
 
-    def test_pack_replaced_in_one_batch(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_commit_deletion_and_same_pack_id_replaces_pack(
+        self, backend: InspectableBackend, namespace: bytes
+    ) -> None:
         bad, good = sample_pack(namespace, 1, content=10), sample_pack(namespace, 1, content=20)
         cursor = backend.commit(namespace, CommitBatch([bad])).cursor
         result = backend.commit(namespace, CommitBatch([good], deletions=[bad.pack_id]))
@@ -148,7 +154,7 @@ class CommitTests(BackendSuite):
         assert changes.removed == {bad.pack_id: bad.table.keys.fingerprints}
         assert list(changes.added) == [good.table]
 
-    def test_stale_commit_does_nothing(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_commit_stale_cursor_changes_nothing(self, backend: InspectableBackend, namespace: bytes) -> None:
         seen = backend.changes(namespace, None).cursor
         first, second = sample_pack(namespace, 1), sample_pack(namespace, 2)
         cursor = backend.commit(namespace, CommitBatch([first], seen=seen)).cursor
@@ -163,7 +169,7 @@ class CommitTests(BackendSuite):
         assert not backend.commit(namespace, CommitBatch(deletions=[first.pack_id])).stale
         assert tables(backend, namespace) == {second.pack_id: second.table}
 
-    def test_totals_after_many_commits(self, backend: InspectableBackend) -> None:
+    def test_stats_after_many_commits_equal_recount(self, backend: InspectableBackend) -> None:
         names = [backend.open_namespace(sample_identity(number)).id for number in range(2)]
         rng = np.random.default_rng(7)
         for step in range(40):
@@ -173,9 +179,9 @@ class CommitTests(BackendSuite):
                 sample_pack(namespace, int(rng.integers(30)), blocks=int(rng.integers(1, 9)), codec=ZstdCodec(1))
                 for _ in range(rng.integers(3))
             ]
-            gone = [held[index] for index in rng.permutation(len(held))[: rng.integers(3)]]
+            deleted = [held[index] for index in rng.permutation(len(held))[: rng.integers(3)]]
             manifests = [sample_manifest(f"r{rng.integers(12)}", step)] if step % 3 else []
-            backend.commit(namespace, CommitBatch(packs, manifests, gone))
+            backend.commit(namespace, CommitBatch(packs, manifests, deleted))
             check_totals(backend)
         assert backend.stats().packs
 
@@ -183,7 +189,9 @@ class CommitTests(BackendSuite):
 class ChangesTests(BackendSuite):
     """Tests of ``changes``."""
 
-    def test_first_call_is_the_whole_catalogue(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_changes_without_cursor_returns_whole_catalogue(
+        self, backend: InspectableBackend, namespace: bytes
+    ) -> None:
         empty = backend.changes(namespace, None)
         assert empty.reset
         assert not list(empty.added)
@@ -195,7 +203,9 @@ class ChangesTests(BackendSuite):
         assert changes.reset
         assert {table.pack_id for table in changes.added} == {pack.pack_id for pack in packs}
 
-    def test_cursor_goes_on_where_it_was(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_changes_with_cursor_returns_later_changes_only(
+        self, backend: InspectableBackend, namespace: bytes
+    ) -> None:
         first, second, third = (sample_pack(namespace, seed) for seed in range(3))
         backend.commit(namespace, CommitBatch([first]))
         cursor = backend.changes(namespace, None).cursor
@@ -213,7 +223,9 @@ class ChangesTests(BackendSuite):
         assert changes.removed == {first.pack_id: first.table.keys.fingerprints}
         assert not list(backend.changes(namespace, changes.cursor).added)
 
-    def test_what_came_and_went_is_not_added(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_changes_pack_committed_and_deleted_is_not_added(
+        self, backend: InspectableBackend, namespace: bytes
+    ) -> None:
         cursor = backend.changes(namespace, None).cursor
         pack = sample_pack(namespace, 1)
         backend.commit(namespace, CommitBatch([pack]))
@@ -222,7 +234,9 @@ class ChangesTests(BackendSuite):
         assert not list(changes.added)
         assert set(changes.removed) <= {pack.pack_id}
 
-    def test_commits_to_others_move_no_cursor(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_changes_commits_without_own_packs_keep_cursor_current(
+        self, backend: InspectableBackend, namespace: bytes
+    ) -> None:
         cursor = backend.changes(namespace, None).cursor
         other = backend.open_namespace(sample_identity(1)).id
         backend.commit(other, CommitBatch([sample_pack(other, 1)]))
@@ -231,7 +245,7 @@ class ChangesTests(BackendSuite):
         assert not backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)], seen=cursor)).stale
 
     @pytest.mark.parametrize("cursor", [b"", b"x", b"\xff" * 8, b"\xff" * 16, bytes(16), b"\xff" * 64])
-    def test_strange_cursor_starts_over(self, backend: InspectableBackend, namespace: bytes, cursor: bytes) -> None:
+    def test_changes_unknown_cursor_resets(self, backend: InspectableBackend, namespace: bytes, cursor: bytes) -> None:
         pack = sample_pack(namespace, 1)
         backend.commit(namespace, CommitBatch([pack]))
         changes = backend.changes(namespace, cursor)
@@ -239,7 +253,7 @@ class ChangesTests(BackendSuite):
         assert list(changes.added) == [pack.table]
         assert backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)], seen=cursor)).stale
 
-    def test_cursor_that_is_too_old_starts_over(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_changes_too_old_cursor_resets(self, backend: InspectableBackend, namespace: bytes) -> None:
         if self.changes_kept is None:
             pytest.skip("the driver keeps all changes")
         old = backend.changes(namespace, None).cursor
@@ -251,7 +265,7 @@ class ChangesTests(BackendSuite):
         assert len(list(backend.changes(namespace, old).added)) == len(rest) + 1
         assert len(list(backend.changes(namespace, recent).added)) >= len(rest)
 
-    def test_damaged_row_is_left_out_and_heals_or_is_deleted(
+    def test_changes_damaged_table_is_omitted_until_rewritten_or_deleted(
         self, backend: InspectableBackend, namespace: bytes, raw: RawStore
     ) -> None:
         bad, worse, good = (sample_pack(namespace, seed) for seed in range(3))

@@ -53,7 +53,9 @@ class ReadTests(BackendSuite):
             (7, []),
         ],
     )
-    def test_span(self, backend: InspectableBackend, namespace: bytes, offset: int, lengths: list[int]) -> None:
+    def test_read_span_of_several_buffers_returns_stored_bytes(
+        self, backend: InspectableBackend, namespace: bytes, offset: int, lengths: list[int]
+    ) -> None:
         pack = sample_pack(namespace, 1, blocks=9, block_bytes=500_000)
         backend.commit(namespace, CommitBatch([pack]))
         buffers = [bytearray(length) for length in lengths]
@@ -62,7 +64,7 @@ class ReadTests(BackendSuite):
         ) == [True]
         assert b"".join(buffers) == payload_of(pack)[offset : offset + sum(lengths)]
 
-    def test_rows_of_an_array(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_read_into_array_rows_fills_only_their_bytes(self, backend: InspectableBackend, namespace: bytes) -> None:
         pack = sample_pack(namespace, 1, blocks=40, block_bytes=65_536)
         backend.commit(namespace, CommitBatch([pack]))
         rows = np.zeros((40, 2, 50_000), np.int8)
@@ -74,7 +76,9 @@ class ReadTests(BackendSuite):
         assert not rows[:, 1].any()
 
     @pytest.mark.parametrize("read", [read_spans, scan], ids=["read", "scan"])
-    def test_random_spans_over_several_packs(self, backend: InspectableBackend, namespace: bytes, read: Reader) -> None:
+    def test_read_random_spans_of_several_packs_returns_stored_bytes(
+        self, backend: InspectableBackend, namespace: bytes, read: Reader
+    ) -> None:
         packs = [sample_pack(namespace, seed, blocks=5, block_bytes=300_001) for seed in range(4)]
         backend.commit(namespace, CommitBatch(packs))
         payloads = [payload_of(pack) for pack in packs]
@@ -92,38 +96,40 @@ class ReadTests(BackendSuite):
         assert [b"".join(span.buffers) for span in spans] == expected
 
     @pytest.mark.parametrize("numbers", [range(6), [1, 2, 5], [4], []])
-    def test_frames_come_through_one_buffer(
+    def test_read_frames_passes_frames_in_order_through_one_buffer(
         self, backend: InspectableBackend, namespace: bytes, numbers: Sequence[int]
     ) -> None:
         pack = sample_pack(namespace, 1, blocks=6, block_bytes=900_000, codec=ZstdCodec())
         backend.commit(namespace, CommitBatch([pack]))
         payload, frames = payload_of(pack), [pack.table.frames[number] for number in numbers]
         buffer = memoryview(bytearray(max((frame.stored_length for frame in frames), default=1)))
-        came: list[tuple[int, bytes]] = []
+        received: list[tuple[int, bytes]] = []
 
         def read(pack_id: bytes) -> None:
             read_frames(
-                backend, namespace, pack_id, frames, buffer, lambda *frame: came.append((frame[0], bytes(frame[1])))
+                backend, namespace, pack_id, frames, buffer, lambda *frame: received.append((frame[0], bytes(frame[1])))
             )
 
         read(pack.pack_id)
         stored = [payload[frame.offset : frame.offset + frame.stored_length] for frame in frames]
-        assert came == list(enumerate(stored))
+        assert received == list(enumerate(stored))
         backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))
         read(pack.pack_id)
         read(bytes(16))
-        assert came == list(enumerate(stored)), "frames of a pack that is gone came"
+        assert received == list(enumerate(stored)), "frames of a deleted pack were passed on"
 
     @pytest.mark.parametrize("read", [read_spans, scan], ids=["read", "scan"])
-    def test_misses_stand_beside_hits(self, backend: InspectableBackend, namespace: bytes, read: Reader) -> None:
-        pack, gone = sample_pack(namespace, 1), sample_pack(namespace, 2)
-        backend.commit(namespace, CommitBatch([pack, gone]))
-        backend.commit(namespace, CommitBatch(deletions=[gone.pack_id]))
+    def test_read_hits_and_misses_in_one_call_are_reported_per_span(
+        self, backend: InspectableBackend, namespace: bytes, read: Reader
+    ) -> None:
+        pack, deleted = sample_pack(namespace, 1), sample_pack(namespace, 2)
+        backend.commit(namespace, CommitBatch([pack, deleted]))
+        backend.commit(namespace, CommitBatch(deletions=[deleted.pack_id]))
         payload = payload_of(pack)
         hit = bytearray(len(payload))
         spans = [
             ReadSpan(bytes(16), 0, [memoryview(bytearray(10))]),
-            ReadSpan(gone.pack_id, 0, [memoryview(bytearray(10))]),
+            ReadSpan(deleted.pack_id, 0, [memoryview(bytearray(10))]),
             ReadSpan(pack.pack_id, 0, [memoryview(hit)]),
             ReadSpan(pack.pack_id, 1, [memoryview(bytearray(len(payload)))]),
             ReadSpan(pack.pack_id, len(payload), [memoryview(bytearray(1))]),
@@ -133,7 +139,9 @@ class ReadTests(BackendSuite):
         assert read(backend, namespace, spans) == [False, False, True, False, False, False, False]
         assert hit == payload
 
-    def test_a_scan_of_all_packs_in_its_order(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_scan_all_packs_in_scan_order_returns_stored_bytes(
+        self, backend: InspectableBackend, namespace: bytes
+    ) -> None:
         """Reads all payloads, in ``scan_order``, into page-aligned memory, as ``verify`` does. One pack was deleted."""
         packs = [sample_pack(namespace, seed, blocks=3, block_bytes=5000 + seed) for seed in range(12)]
         backend.commit(namespace, CommitBatch(packs))
@@ -147,12 +155,14 @@ class ReadTests(BackendSuite):
         for pack_id in wanted:
             begin, end = end, end + len(payloads[pack_id])
             spans.append(ReadSpan(pack_id, 0, [memory[begin:end]]))
-        there = [pack_id != packs[4].pack_id for pack_id in wanted]
-        assert scan(backend, namespace, spans) == there
-        found = [bytes(span.buffers[0]) for span, filled in zip(spans, there, strict=True) if filled]
+        present = [pack_id != packs[4].pack_id for pack_id in wanted]
+        assert scan(backend, namespace, spans) == present
+        found = [bytes(span.buffers[0]) for span, filled in zip(spans, present, strict=True) if filled]
         assert found == [payloads[pack_id] for pack_id in wanted if pack_id != packs[4].pack_id]
 
-    def test_bytes_come_as_they_lie_there(self, backend: InspectableBackend, namespace: bytes, raw: RawStore) -> None:
+    def test_read_damaged_payload_returns_raw_bytes_or_misses(
+        self, backend: InspectableBackend, namespace: bytes, raw: RawStore
+    ) -> None:
         pack = sample_pack(namespace, 1, blocks=30, block_bytes=70_000)
         backend.commit(namespace, CommitBatch([pack]))
         expected = bytearray(payload_of(pack))
@@ -162,7 +172,7 @@ class ReadTests(BackendSuite):
             expected[offset] ^= 0xFF
         assert read_pack(backend, namespace, pack.table) == bytes(expected)
 
-    def test_what_was_read_outlives_the_pack(self, url: str) -> None:
+    def test_read_result_stays_valid_after_deletion_and_close(self, url: str) -> None:
         backend = self.open(url)
         namespace = backend.open_namespace(sample_identity()).id
         pack = sample_pack(namespace, 1, blocks=8, block_bytes=100_000)
@@ -181,7 +191,9 @@ class ManifestTests(BackendSuite):
     """Tests of ``manifests`` and ``manifest_keys``."""
 
     @pytest.mark.parametrize("manifest_id", ["engine-1/0", "größe ✓", "x" * 5000, " "])
-    def test_round_trip(self, backend: InspectableBackend, namespace: bytes, manifest_id: str) -> None:
+    def test_manifests_round_trip_returns_manifest_and_keys(
+        self, backend: InspectableBackend, namespace: bytes, manifest_id: str
+    ) -> None:
         keys = (PackedKeys.of(sample_keys(1, 300)), PackedKeys.of([b"short", b"of another length", b"x"]), PackedKeys())
         manifest = RequestManifest(
             id=manifest_id,
@@ -197,7 +209,7 @@ class ManifestTests(BackendSuite):
         assert backend.manifest_keys(namespace, [manifest_id, "nobody"]) == [keys, None]
         assert check_totals(backend).requests == 1
 
-    def test_same_id_is_replaced(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_manifests_same_id_is_replaced(self, backend: InspectableBackend, namespace: bytes) -> None:
         backend.commit(namespace, CommitBatch(manifests=[sample_manifest("r1", 1), sample_manifest("r2", 2)]))
         newer = sample_manifest("r1", 3, blocks=5)
         backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)], [newer]))
@@ -208,7 +220,9 @@ class ManifestTests(BackendSuite):
         assert backend.manifest_keys(namespace, ["r1"])[0] == newer.keys
         assert check_totals(backend).requests == 2
 
-    def test_damaged_ones_are_left_out(self, backend: InspectableBackend, namespace: bytes, raw: RawStore) -> None:
+    def test_manifests_damaged_row_is_omitted_until_rewritten(
+        self, backend: InspectableBackend, namespace: bytes, raw: RawStore
+    ) -> None:
         writes = [sample_manifest(f"r{number}", number) for number in range(3)]
         backend.commit(namespace, CommitBatch(manifests=writes))
         raw.flip(RawKind.MANIFEST, namespace, b"r0", -1)
@@ -222,7 +236,9 @@ class ManifestTests(BackendSuite):
         assert {manifest.id for manifest in backend.manifests(namespace)} == {"r0", "r1", "r2"}
         assert backend.manifest_keys(namespace, ["r1"])[0] == writes[1].keys
 
-    def test_many_while_others_commit(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_manifests_commits_during_iteration_returns_all(
+        self, backend: InspectableBackend, namespace: bytes
+    ) -> None:
         writes = [sample_manifest(f"r{number}", number) for number in range(700)]
         backend.commit(namespace, CommitBatch(manifests=writes))
         seen = []
@@ -232,7 +248,7 @@ class ManifestTests(BackendSuite):
                 backend.commit(namespace, CommitBatch([sample_pack(namespace, count)]))
         assert sorted(seen) == sorted(write.manifest.id for write in writes)
 
-    def test_uses_tell_who_uses_a_request_again(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_uses_shared_pack_reports_reuse_hits_and_sizes(self, backend: InspectableBackend, namespace: bytes) -> None:
         first, second = sample_pack(namespace, 1), sample_pack(namespace, 2, depth=4)
         before = time.time()
         short, long, bare = (
@@ -243,7 +259,7 @@ class ManifestTests(BackendSuite):
         backend.commit(namespace, CommitBatch([first], [short, bare]))
         uses = backend.uses(namespace, ["short", "nobody", "bare"])
         if uses == [None] * 3:
-            pytest.skip("the driver does not tell")
+            pytest.skip("the driver does not record uses")
         assert uses[1] is None
         for use in (uses[0], uses[2]):
             assert use is not None
@@ -265,7 +281,7 @@ class ManifestTests(BackendSuite):
         backend.commit(namespace, CommitBatch(deletions=[first.pack_id]))
         assert backend.uses(namespace, ["short", "long"]) == [None, None]
 
-    def test_abandoned_iteration_holds_nothing(self, url: str) -> None:
+    def test_manifests_abandoned_iteration_blocks_neither_commit_nor_close(self, url: str) -> None:
         backend = self.open(url)
         namespace = backend.open_namespace(sample_identity()).id
         backend.commit(namespace, CommitBatch(manifests=[sample_manifest(f"r{number}") for number in range(3)]))

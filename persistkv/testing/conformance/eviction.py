@@ -29,7 +29,7 @@ class EvictionTests(BackendSuite):
 
     @pytest.fixture
     def set_clocks(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
-        """Return a function that sets drivers' wall and monotonic clocks ahead of the real time, in seconds."""
+        """Return a function that sets the wall clock and the clock since boot ahead of the real time, in seconds."""
         wall, elapsed = time.time, time.clock_gettime
 
         def set_clocks(wall_s: float, elapsed_s: float) -> None:
@@ -38,7 +38,7 @@ class EvictionTests(BackendSuite):
 
         return set_clocks
 
-    def test_least_recently_used_is_evicted_first(self, small: InspectableBackend, name: bytes) -> None:
+    def test_eviction_least_recently_used_pack_is_evicted_first(self, small: InspectableBackend, name: bytes) -> None:
         rng = np.random.default_rng(3)
         seeds: dict[bytes, int] = {}
         used: dict[bytes, int] = {}
@@ -59,36 +59,43 @@ class EvictionTests(BackendSuite):
             used[pack.pack_id], seeds[pack.pack_id] = moment, moment
         assert evicted > 50
 
-    def test_what_uses_nothing_is_no_moment(self, small: InspectableBackend, name: bytes) -> None:
+    def test_eviction_commits_without_uses_leave_order_unchanged(self, small: InspectableBackend, name: bytes) -> None:
         packs = [_pack(name, seed, depth=3 * seed) for seed in range(4)]
         ids = [pack.pack_id for pack in packs]
         small.commit(name, CommitBatch(packs))
         for _ in range(50):
             small.commit(name, CommitBatch(deletions=[bytes(16)], pins=[("nobody", True)]))
         small.commit(name, CommitBatch(touches=[ids[2], ids[0], ids[3], ids[1], bytes(16)]))
-        gone = _write_until_evicted(small, name, until=ids[0])
-        assert [pack_id for pack_id in gone if pack_id in ids] == ids[::-1]
+        evicted_ids = _write_until_evicted(small, name, until=ids[0])
+        assert [pack_id for pack_id in evicted_ids if pack_id in ids] == ids[::-1]
 
-    def test_prefix_stays_as_long_as_what_depends_on_it(self, small: InspectableBackend, name: bytes) -> None:
+    def test_eviction_shared_prefix_is_evicted_after_dependent_pack(
+        self, small: InspectableBackend, name: bytes
+    ) -> None:
         prefix, end = (_pack(name, seed, depth=3 * seed) for seed in range(2))
         chain = [prefix.pack_id, end.pack_id]
         small.commit(name, CommitBatch([prefix, end], [sample_manifest("first", packs=chain)]))
         other = _pack(name, 7)
         small.commit(name, CommitBatch([other]))
         small.commit(name, CommitBatch(manifests=[sample_manifest("second", packs=chain)]))
-        gone = _write_until_evicted(small, name, until=prefix.pack_id)
-        assert [pack_id for pack_id in gone if pack_id in {other.pack_id, *chain}] == [other.pack_id, *chain[::-1]]
+        evicted_ids = _write_until_evicted(small, name, until=prefix.pack_id)
+        assert [pack_id for pack_id in evicted_ids if pack_id in {other.pack_id, *chain}] == [
+            other.pack_id,
+            *chain[::-1],
+        ]
 
-    def test_deeper_goes_first_and_manifests_last(self, small: InspectableBackend, name: bytes) -> None:
+    def test_eviction_equal_use_evicts_deeper_packs_first_and_manifest_last(
+        self, small: InspectableBackend, name: bytes
+    ) -> None:
         depths = [0, 16, 8, UNKNOWN_DEPTH, 24]
         packs = [_pack(name, seed, blocks=2, depth=depth) for seed, depth in enumerate(depths)]
         small.commit(name, CommitBatch(packs, [sample_manifest("r")]))
-        gone = _write_until_evicted(small, name, until=packs[0].pack_id)
-        assert gone[:5] == [packs[number].pack_id for number in (3, 4, 1, 2, 0)]
+        evicted_ids = _write_until_evicted(small, name, until=packs[0].pack_id)
+        assert evicted_ids[:5] == [packs[number].pack_id for number in (3, 4, 1, 2, 0)]
         _write_until_evicted(small, name, rounds=3)
         assert not list(small.manifests(name))
 
-    def test_evicted_is_exact(self, small: InspectableBackend, name: bytes) -> None:
+    def test_commit_evicted_equals_packs_removed_from_catalogue(self, small: InspectableBackend, name: bytes) -> None:
         rng = np.random.default_rng(3)
         written: dict[bytes, PackWriter] = {}
         cursor = small.changes(name, None).cursor
@@ -98,11 +105,11 @@ class EvictionTests(BackendSuite):
             result = small.commit(name, CommitBatch([pack], seen=cursor))
             assert not result.stale
             written[pack.pack_id] = pack
-            gone = {table.pack_id for table in result.evicted}
-            assert {*held, pack.pack_id} - gone == set(tables(small, name))
-            assert gone <= held
+            evicted_ids = {table.pack_id for table in result.evicted}
+            assert {*held, pack.pack_id} - evicted_ids == set(tables(small, name))
+            assert evicted_ids <= held
             changes = small.changes(name, cursor)
-            assert set(changes.removed) == gone or changes.reset
+            assert set(changes.removed) == evicted_ids or changes.reset
             cursor = result.cursor
             assert changes.cursor == cursor
             check_totals(small)
@@ -110,7 +117,7 @@ class EvictionTests(BackendSuite):
         for table in tables(small, name).values():
             assert read_pack(small, name, table) == payload_of(written[table.pack_id])
 
-    def test_large_batch_replaces_much(self, small: InspectableBackend, name: bytes) -> None:
+    def test_commit_large_pack_evicts_many_small_packs(self, small: InspectableBackend, name: bytes) -> None:
         for seed in range(100, 130):
             small.commit(name, CommitBatch([_pack(name, seed, blocks=1)]))
         large = _pack(name, 1, blocks=24)
@@ -120,38 +127,43 @@ class EvictionTests(BackendSuite):
         small.commit(name, CommitBatch([_pack(name, 2, blocks=24)]))
         assert large.pack_id not in tables(small, name)
 
-    def test_what_a_batch_names_stays(self, small: InspectableBackend, name: bytes) -> None:
+    def test_eviction_packs_named_or_touched_by_batch_are_kept(self, small: InspectableBackend, name: bytes) -> None:
         held = [_pack(name, seed) for seed in range(3)]
         for pack in held:
             small.commit(name, CommitBatch([pack]))
         _write_until_evicted(small, name, rounds=6)
         manifest = sample_manifest("r", packs=[held[0].pack_id, held[1].pack_id])
         batch = CommitBatch([_pack(name, 50, blocks=20)], [manifest], touches=[held[2].pack_id])
-        gone = [table.pack_id for table in small.commit(name, batch).evicted]
-        assert gone
-        assert not {pack.pack_id for pack in held} & set(gone)
+        evicted_ids = [table.pack_id for table in small.commit(name, batch).evicted]
+        assert evicted_ids
+        assert not {pack.pack_id for pack in held} & set(evicted_ids)
         assert [manifest.id for manifest in small.manifests(name)] == ["r"]
 
-    def test_touching_everything_leaves_room_for_more(self, small: InspectableBackend, name: bytes) -> None:
+    def test_eviction_all_packs_touched_in_batch_evicts_deepest_first(
+        self, small: InspectableBackend, name: bytes
+    ) -> None:
         packs = [_pack(name, seed, depth=3 * seed) for seed in range(10)]
         for pack in packs:
             small.commit(name, CommitBatch([pack]))
-        gone = small.commit(name, CommitBatch([_pack(name, 50, blocks=18)], touches=list(tables(small, name)))).evicted
-        assert gone
-        assert [table.pack_id for table in gone] == [pack.pack_id for pack in packs[::-1]][: len(gone)]
+        batch = CommitBatch([_pack(name, 50, blocks=18)], touches=list(tables(small, name)))
+        evicted = small.commit(name, batch).evicted
+        assert evicted
+        assert [table.pack_id for table in evicted] == [pack.pack_id for pack in packs[::-1]][: len(evicted)]
 
-    def test_manifest_goes_with_its_packs(self, small: InspectableBackend, name: bytes) -> None:
+    def test_eviction_evicted_pack_drops_manifests_naming_it(self, small: InspectableBackend, name: bytes) -> None:
         packs = [_pack(name, seed, depth=3 * seed) for seed in range(3)]
         ids = [pack.pack_id for pack in packs]
         small.commit(name, CommitBatch(packs, [sample_manifest("long", packs=ids)]))
         small.commit(name, CommitBatch(manifests=[sample_manifest("short", packs=ids[:1])]))
-        gone = _write_until_evicted(small, name, until=ids[2])
-        assert gone[0] == ids[2]
+        evicted_ids = _write_until_evicted(small, name, until=ids[2])
+        assert evicted_ids[0] == ids[2]
         assert [manifest.id for manifest in small.manifests(name)] == ["short"]
         assert small.manifest_keys(name, ["long"])[0] is None
         assert ids[0] in tables(small, name)
 
-    def test_old_manifest_of_used_packs_goes_alone(self, small: InspectableBackend, name: bytes) -> None:
+    def test_eviction_old_manifest_is_dropped_while_its_pack_is_kept(
+        self, small: InspectableBackend, name: bytes
+    ) -> None:
         used = _pack(name, 1, blocks=1)
         small.commit(name, CommitBatch([used], [sample_manifest("old", packs=[used.pack_id])]))
         seed = 1000
@@ -161,7 +173,7 @@ class EvictionTests(BackendSuite):
             assert seed < 1100
         assert used.pack_id in tables(small, name)
 
-    def test_deleting_a_pack_takes_what_only_it_made_reachable(
+    def test_commit_deletion_removes_packs_reachable_only_through_it(
         self, backend: InspectableBackend, namespace: bytes
     ) -> None:
         """A pin does not protect from deletions."""
@@ -178,7 +190,7 @@ class EvictionTests(BackendSuite):
         assert [manifest.id for manifest in backend.manifests(namespace)] == ["second"]
 
     @pytest.mark.parametrize("kind", ["deletions", "bad"])
-    def test_deleting_a_pack_of_very_many_requests(
+    def test_commit_deletion_of_pack_in_many_requests_drops_them_all(
         self, backend: InspectableBackend, namespace: bytes, kind: str
     ) -> None:
         shared, other = _pack(namespace, 1, blocks=1), _pack(namespace, 2, blocks=1)
@@ -197,7 +209,9 @@ class EvictionTests(BackendSuite):
         assert other.pack_id in tables(backend, namespace)
         assert list(backend.changes(namespace, result.cursor).added) == []
 
-    def test_bad_pack_goes_alone(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_commit_bad_pack_is_removed_without_later_packs(
+        self, backend: InspectableBackend, namespace: bytes
+    ) -> None:
         packs = [_pack(namespace, seed, depth=3 * seed) for seed in range(4)]
         ids = [pack.pack_id for pack in packs]
         long, other = sample_manifest("long", packs=ids[:3]), sample_manifest("other", 1, packs=ids[2:])
@@ -217,7 +231,7 @@ class EvictionTests(BackendSuite):
         assert {head.id for head in backend.manifests(namespace)} == {"long", "other"}
         assert backend.manifest_keys(namespace, ["long"])[0] == shorter.keys
 
-    def test_pinned_requests_stay(self, small: InspectableBackend, name: bytes) -> None:
+    def test_eviction_pinned_request_is_kept_until_unpinned(self, small: InspectableBackend, name: bytes) -> None:
         packs = [_pack(name, seed, depth=3 * seed) for seed in range(2)]
         ids = [pack.pack_id for pack in packs]
         batch = CommitBatch(packs, [sample_manifest("r", packs=ids)], pins=[("r", True), ("nobody", True)])
@@ -229,14 +243,16 @@ class EvictionTests(BackendSuite):
         check_totals(small)
 
         small.commit(name, CommitBatch(manifests=[sample_manifest("r", 1, packs=ids[:1])]))
-        gone = _write_until_evicted(small, name, rounds=30)
-        assert ids[1] in gone, "the new manifest does not name it"
-        assert ids[0] not in gone, "the new manifest is pinned, as the old one was"
+        evicted_ids = _write_until_evicted(small, name, rounds=30)
+        assert ids[1] in evicted_ids, "a pack that only the replaced manifest names is still pinned"
+        assert ids[0] not in evicted_ids, "the new manifest is not pinned like the old one"
         small.commit(name, CommitBatch(pins=[("r", False)]))
         assert ids[0] in _write_until_evicted(small, name, rounds=30)
         assert not list(small.manifests(name))
 
-    def test_two_pins_on_one_pack(self, small: InspectableBackend, name: bytes) -> None:
+    def test_eviction_pack_of_two_pinned_requests_is_kept_until_both_unpinned(
+        self, small: InspectableBackend, name: bytes
+    ) -> None:
         pack = _pack(name, 1)
         manifests = [sample_manifest(number, packs=[pack.pack_id]) for number in "ab"]
         small.commit(name, CommitBatch([pack], manifests, pins=[("a", True), ("b", True), ("b", True)]))
@@ -245,7 +261,9 @@ class EvictionTests(BackendSuite):
         small.commit(name, CommitBatch(pins=[("b", False)]))
         assert pack.pack_id in _write_until_evicted(small, name, rounds=30)
 
-    def test_store_full_of_pins_refuses_and_changes_nothing(self, small: InspectableBackend, name: bytes) -> None:
+    def test_commit_store_full_of_pins_raises_full_and_evicts_nothing(
+        self, small: InspectableBackend, name: bytes
+    ) -> None:
         packs = [_pack(name, seed, blocks=8) for seed in range(3)]
         manifest = sample_manifest("r", packs=[pack.pack_id for pack in packs])
         small.commit(name, CommitBatch(packs, [manifest], pins=[("r", True)]))
@@ -253,24 +271,24 @@ class EvictionTests(BackendSuite):
         cursor = small.commit(name, CommitBatch([loose])).cursor
         with pytest.raises(StoreFullError):
             small.commit(name, CommitBatch([_pack(name, 6, blocks=24)]))
-        assert loose.pack_id in tables(small, name), "what would not have been enough is not evicted"
+        assert loose.pack_id in tables(small, name), "a pack was evicted although the batch cannot fit"
         assert not small.commit(name, CommitBatch(touches=[loose.pack_id], seen=cursor)).stale
         assert check_totals(small).packs == 4
 
-    def test_capacity_is_one_for_all_namespaces(self, small: InspectableBackend, name: bytes) -> None:
+    def test_eviction_capacity_is_shared_by_all_namespaces(self, small: InspectableBackend, name: bytes) -> None:
         other = small.open_namespace(sample_identity(1)).id
         ours, theirs = _pack(name, 1), _pack(other, 1)
         cursor = small.commit(other, CommitBatch([theirs], [sample_manifest("r", packs=[theirs.pack_id])])).cursor
         small.commit(name, CommitBatch([ours]))
-        gone = _write_until_evicted(small, name, until=ours.pack_id)
-        assert gone[:2] == [theirs.pack_id, ours.pack_id]
+        evicted_ids = _write_until_evicted(small, name, until=ours.pack_id)
+        assert evicted_ids[:2] == [theirs.pack_id, ours.pack_id]
         assert small.changes(other, cursor).removed == {theirs.pack_id: theirs.table.keys.fingerprints}
         assert not list(small.manifests(other))
 
-    def test_order_outlives_the_handle(self, small_url: str | None) -> None:
+    def test_eviction_order_is_kept_after_reopen(self, small_url: str | None) -> None:
         self.need_persistence()
         if small_url is None:
-            pytest.skip("the driver knows no bound")
+            pytest.skip("the driver does not support a capacity")
         packs: list[PackWriter] = []
         for step, used in enumerate((None, None, None, 1, 0)):
             backend = self.open(small_url)
@@ -282,12 +300,12 @@ class EvictionTests(BackendSuite):
                 backend.commit(name, CommitBatch(touches=[packs[used].pack_id]))
             backend.close()
         backend = self.open(small_url)
-        gone = _write_until_evicted(backend, name, until=packs[0].pack_id)
+        evicted_ids = _write_until_evicted(backend, name, until=packs[0].pack_id)
         ids = [pack.pack_id for pack in packs]
-        assert [pack_id for pack_id in gone if pack_id in ids] == ids[::-1]
+        assert [pack_id for pack_id in evicted_ids if pack_id in ids] == ids[::-1]
         backend.close()
 
-    def test_ttl_counts_from_the_last_use(
+    def test_ttl_expires_unpinned_pack_after_its_last_use(
         self, aging: InspectableBackend, set_clocks: Callable[[float, float], None]
     ) -> None:
         name = aging.open_namespace(sample_identity()).id
@@ -305,7 +323,7 @@ class EvictionTests(BackendSuite):
         assert [table.pack_id for table in aging.commit(name, CommitBatch()).evicted] == [used.pack_id]
         assert set(tables(aging, name)) == {pinned.pack_id}
 
-    def test_many_expire_in_the_end(
+    def test_ttl_many_packs_and_requests_expire_after_several_commits(
         self, aging: InspectableBackend, set_clocks: Callable[[float, float], None]
     ) -> None:
         name = aging.open_namespace(sample_identity()).id
@@ -316,7 +334,7 @@ class EvictionTests(BackendSuite):
             aging.commit(name, CommitBatch())
         assert (aging.stats().packs, aging.stats().requests) == (0, 0)
 
-    def test_request_own_ttl_expires_it_alone(
+    def test_ttl_of_request_expires_only_that_request(
         self, aging: InspectableBackend, set_clocks: Callable[[float, float], None]
     ) -> None:
         name = aging.open_namespace(sample_identity()).id
@@ -330,7 +348,7 @@ class EvictionTests(BackendSuite):
         set_clocks(0.15 * _HOUR_S, 0.15 * _HOUR_S)
         assert not aging.commit(name, CommitBatch(touches=[shared.pack_id, own.pack_id])).evicted
         set_clocks(0.3 * _HOUR_S, 0.3 * _HOUR_S)
-        assert not aging.commit(name, CommitBatch()).evicted, "it was used 0.15 hours ago"
+        assert not aging.commit(name, CommitBatch()).evicted, "the packs were touched 0.15 hours ago"
         set_clocks(0.45 * _HOUR_S, 0.45 * _HOUR_S)
         assert [table.pack_id for table in aging.commit(name, CommitBatch()).evicted] == [own.pack_id]
         assert {manifest.id for manifest in aging.manifests(name)} == {"longer", "kept"}
@@ -338,7 +356,7 @@ class EvictionTests(BackendSuite):
         assert [table.pack_id for table in aging.commit(name, CommitBatch()).evicted] == [shared.pack_id]
         assert set(tables(aging, name)) == {kept.pack_id}
 
-    def test_low_priority_is_evicted_first(self, small: InspectableBackend, name: bytes) -> None:
+    def test_eviction_low_priority_pack_is_evicted_first(self, small: InspectableBackend, name: bytes) -> None:
         shared, normal, low, last = (_pack(name, seed, depth=3 * seed) for seed in range(4))
         small.commit(
             name, CommitBatch([shared, normal], [sample_manifest("n", packs=[shared.pack_id, normal.pack_id])])
@@ -347,21 +365,23 @@ class EvictionTests(BackendSuite):
             batch = sample_manifest(f"batch{number}", packs=[shared.pack_id, pack.pack_id], priority="low")
             small.commit(name, CommitBatch([pack], [batch]))
         small.commit(name, CommitBatch(touches=[low.pack_id]))
-        gone = _write_until_evicted(small, name, until=shared.pack_id)
-        ours = [pack_id for pack_id in gone if pack_id in {pack.pack_id for pack in (shared, normal, low, last)}]
+        evicted_ids = _write_until_evicted(small, name, until=shared.pack_id)
+        ours = [pack_id for pack_id in evicted_ids if pack_id in {pack.pack_id for pack in (shared, normal, low, last)}]
         assert ours == [pack.pack_id for pack in (last, low, normal, shared)]
 
-    def test_low_priority_ends_if_another_request_uses_the_pack(self, small: InspectableBackend, name: bytes) -> None:
+    def test_eviction_low_priority_ends_once_normal_request_names_pack(
+        self, small: InspectableBackend, name: bytes
+    ) -> None:
         first, second = (_pack(name, seed) for seed in range(2))
         for pack in (first, second):
             manifest = sample_manifest(f"{pack.pack_id.hex()}", packs=[pack.pack_id], priority="low")
             small.commit(name, CommitBatch([pack], [manifest]))
         small.commit(name, CommitBatch(manifests=[sample_manifest("normal", packs=[first.pack_id])]))
         small.commit(name, CommitBatch(manifests=[sample_manifest("low", packs=[first.pack_id], priority="low")]))
-        gone = _write_until_evicted(small, name, until=second.pack_id)
-        assert first.pack_id not in gone
+        evicted_ids = _write_until_evicted(small, name, until=second.pack_id)
+        assert first.pack_id not in evicted_ids
 
-    def test_low_priority_expires_no_later(
+    def test_ttl_low_priority_pack_expires_after_its_own_last_use(
         self, aging: InspectableBackend, set_clocks: Callable[[float, float], None]
     ) -> None:
         name = aging.open_namespace(sample_identity()).id
@@ -399,12 +419,12 @@ def _write_until_evicted(
 
     :param until: id of the pack whose eviction ends this; fail if it is not evicted. Empty: write all packs.
     """
-    gone: list[bytes] = []
+    evicted_ids: list[bytes] = []
     first = 1000 + 1000 * backend.stats().packs  # unique within a test
     for seed in range(first, first + rounds):
-        if until in gone:
-            return gone
+        if until in evicted_ids:
+            return evicted_ids
         pack = _pack(namespace, int.from_bytes(namespace[:2], "big") + seed)
-        gone += [table.pack_id for table in backend.commit(namespace, CommitBatch([pack])).evicted]
-    assert not until, "it was not evicted"
-    return gone
+        evicted_ids += [table.pack_id for table in backend.commit(namespace, CommitBatch([pack])).evicted]
+    assert not until, "the pack was not evicted"
+    return evicted_ids

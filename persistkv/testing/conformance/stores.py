@@ -21,7 +21,7 @@ from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 class OpeningTests(BackendSuite):
     """Tests of ``open``, ``close``, ``namespaces`` and ``open_namespace``."""
 
-    def test_reopened_store_holds_what_was_committed(self, url: str) -> None:
+    def test_open_closed_store_returns_committed_content(self, url: str) -> None:
         self.need_persistence()
         first = self.open(url)
         opened = first.open_namespace(sample_identity())
@@ -41,13 +41,13 @@ class OpeningTests(BackendSuite):
         assert check_totals(again) == stats
         again.close()
 
-    def test_read_only_needs_a_store(self, url: str) -> None:
+    def test_open_read_only_missing_store_raises_and_creates_nothing(self, url: str) -> None:
         with pytest.raises(StoreUnavailableError):
             self.open(url, read_only=True)
         with pytest.raises(StoreUnavailableError):  # the first attempt created nothing
             self.open(url, read_only=True)
 
-    def test_read_only_reads_and_does_not_write(self, url: str) -> None:
+    def test_open_read_only_reads_and_rejects_writes(self, url: str) -> None:
         self.need_persistence()
         writer = self.open(url)
         assert writer.capabilities.writable
@@ -68,14 +68,14 @@ class OpeningTests(BackendSuite):
         assert list(reader.namespaces()) == [opened]
         reader.close()
 
-    def test_unknown_option_is_named_and_nothing_created(self, url: str) -> None:
+    def test_open_unknown_option_raises_and_creates_nothing(self, url: str) -> None:
         wrong = f"{url}{'&' if '?' in url else '?'}no_such_option=1"
         with pytest.raises(ConfigurationError, match="no_such_option"):
             self.open(wrong)
         with pytest.raises(StoreUnavailableError):
             self.open(url, read_only=True)
 
-    def test_namespace_is_created_once(self, backend: InspectableBackend) -> None:
+    def test_open_namespace_twice_returns_same_namespace(self, backend: InspectableBackend) -> None:
         assert list(backend.namespaces()) == [], "a new store is not empty"
         before = time.time()
         opened = backend.open_namespace(sample_identity())
@@ -85,7 +85,7 @@ class OpeningTests(BackendSuite):
         assert backend.open_namespace(sample_identity()) == opened
         assert list(backend.namespaces()) == [opened]
 
-    def test_namespaces_do_not_see_each_other(self, backend: InspectableBackend) -> None:
+    def test_namespaces_same_ids_keep_separate_content(self, backend: InspectableBackend) -> None:
         ours, theirs = (backend.open_namespace(sample_identity(number)).id for number in (1, 2))
         mine, other = sample_pack(ours, 1, content=10), sample_pack(theirs, 1, content=20)
         backend.commit(ours, CommitBatch([mine], [sample_manifest("same", 1)]))
@@ -105,9 +105,9 @@ class OpeningTests(BackendSuite):
         assert tables(backend, ours) == {}
         assert read_pack(backend, theirs, other.table) == payload_of(other)
 
-    def test_notes_are_kept_for_each_namespace(self, backend: InspectableBackend) -> None:
+    def test_put_note_is_kept_per_namespace(self, backend: InspectableBackend) -> None:
         if not isinstance(backend, SupportsNotes):
-            pytest.skip("keeps no notes")
+            pytest.skip("the driver keeps no notes")
         ours, theirs = (backend.open_namespace(sample_identity(number)).id for number in (1, 2))
         assert backend.note(ours, "a1") is None
         backend.put_note(ours, "a1", b"first")
@@ -118,17 +118,17 @@ class OpeningTests(BackendSuite):
         assert {namespace.id for namespace in backend.namespaces()} == {ours, theirs}
         check_totals(backend)
 
-    def test_unknown_namespace_cannot_be_committed_to(self, backend: InspectableBackend) -> None:
+    def test_commit_unknown_namespace_raises(self, backend: InspectableBackend) -> None:
         stranger = sample_identity(9).digest
         with pytest.raises(StoreError):
             backend.commit(stranger, CommitBatch([sample_pack(stranger, 1)]))
 
-    def test_pack_of_another_namespace_is_refused(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_commit_pack_of_other_namespace_raises(self, backend: InspectableBackend, namespace: bytes) -> None:
         with pytest.raises(StoreError):
             backend.commit(namespace, CommitBatch([sample_pack(sample_identity(9).digest, 1)]))
         assert tables(backend, namespace) == {}
 
-    def test_close_is_idempotent_and_final(self, url: str) -> None:
+    def test_close_twice_succeeds_and_later_calls_raise(self, url: str) -> None:
         backend = self.open(url)
         namespace = backend.open_namespace(sample_identity()).id
         backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
@@ -150,7 +150,7 @@ _PATIENCE_S = 60
 class ProcessTests(BackendSuite):
     """Tests of the guarantees of ``Capabilities.shared`` and of durability."""
 
-    def test_two_handles(self, url: str) -> None:
+    def test_open_two_handles_see_each_others_commits(self, url: str) -> None:
         self.need_sharing()
         first, second = self.open(url), self.open(url)
         namespace = first.open_namespace(sample_identity()).id
@@ -166,7 +166,7 @@ class ProcessTests(BackendSuite):
         check_totals(second)
         second.close()
 
-    def test_reader_beside_a_writer(self, url: str) -> None:
+    def test_open_read_only_with_open_writer_sees_its_commits(self, url: str) -> None:
         self.need_sharing()
         writer = self.open(url)
         namespace = writer.open_namespace(sample_identity()).id
@@ -185,7 +185,7 @@ class ProcessTests(BackendSuite):
         again.close()
         reader.close()
 
-    def test_two_processes_write(self, url: str) -> None:
+    def test_commit_two_processes_keeps_all_batches(self, url: str) -> None:
         self.need_sharing()
         backend = self.open(url)
         namespace = backend.open_namespace(sample_identity()).id
@@ -199,7 +199,7 @@ class ProcessTests(BackendSuite):
         check_totals(backend)
         backend.close()
 
-    def test_killed_process_loses_nothing_that_returned(self, url: str) -> None:
+    def test_commit_killed_process_keeps_acknowledged_batches(self, url: str) -> None:
         self.need_persistence()
         with _other_process(self.driver, url, range(1_000_000)) as returned:
             numbers = [next(returned) for _ in range(12)]
@@ -219,7 +219,7 @@ def _batch(namespace: bytes, number: int) -> CommitBatch:
 
 
 def _held(backend: InspectableBackend, namespace: bytes, batch: CommitBatch) -> list[bool]:
-    """Return, for each pack and manifest of a batch, whether it is stored with the right content."""
+    """Return, for each pack and manifest of a batch, whether it is stored with the same content."""
     payloads = [payload_of(pack) for pack in batch.packs]  # the tables exist once the streams have run
     packs = [read_pack(backend, namespace, pack.table) for pack in batch.packs]
     keys = [backend.manifest_keys(namespace, [write.manifest.id])[0] for write in batch.manifests]
@@ -266,9 +266,9 @@ def _commit_all(driver: type[InspectableBackend], url: str, numbers: range, retu
 class StatusTests(BackendSuite):
     """Tests of ``publish_status`` and ``statuses``."""
 
-    def test_rows_are_shown_replaced_and_taken_away(self, backend: InspectableBackend) -> None:
+    def test_publish_status_adds_replaces_and_removes_row(self, backend: InspectableBackend) -> None:
         if not isinstance(backend, SupportsStatus):
-            pytest.skip("the driver shows nothing")
+            pytest.skip("the driver keeps no status rows")
         backend.publish_status("one", b"first")
         backend.publish_status("other", b"theirs")
         backend.publish_status("one", b"second")
@@ -277,11 +277,11 @@ class StatusTests(BackendSuite):
             backend.publish_status("one", None)
         assert backend.statuses() == {"other": b"theirs"}
 
-    def test_another_handle_sees_them_and_may_not_write(self, backend: InspectableBackend, url: str) -> None:
+    def test_statuses_read_only_handle_reads_but_cannot_publish(self, backend: InspectableBackend, url: str) -> None:
         self.need_sharing()
         reader = self.open(url, read_only=True)
         if not (isinstance(backend, SupportsStatus) and isinstance(reader, SupportsStatus)):
-            pytest.skip("the driver shows nothing")
+            pytest.skip("the driver keeps no status rows")
         assert reader.statuses() == {}
         backend.publish_status("one", b"row")
         assert reader.statuses() == {"one": b"row"}

@@ -116,7 +116,7 @@ class BackendSuite:
     def need_persistence(self) -> None:
         """Skip the test if the driver's stores lose their content when they are closed."""
         if not self.driver.capabilities.persistent:
-            pytest.skip("the driver keeps nothing")
+            pytest.skip("the driver's stores are not persistent")
 
     def need_sharing(self) -> None:
         """Skip the test if only one process can use a store."""

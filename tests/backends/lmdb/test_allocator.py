@@ -1,4 +1,4 @@
-"""The allocator, compared with a model that knows the owner of each page; extents that readers protect from reuse."""
+"""The allocator, compared with a model that records the owner of each page; no reuse of extents during reads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.backends.lmdb.consistency import find_faults
 FREE = 0
 
 
-class SpaceMachine(RuleBasedStateMachine):
+class AllocatorMachine(RuleBasedStateMachine):
     """Allocator and model. Each rule is one transaction."""
 
     @initialize()
@@ -60,7 +60,7 @@ class SpaceMachine(RuleBasedStateMachine):
         self.pages.update({(segment, held + page): FREE for page in range(more)})
 
     @rule(segment=st.integers(0, 2), less=st.integers(1, 40))
-    def cut(self, segment: int, less: int) -> None:
+    def cut_tail(self, segment: int, less: int) -> None:
         held = sum(1 for page in self.pages if page[0] == segment)
         tail = self.change(lambda space, txn: space.free_tail(segment, held))
         run = 0
@@ -127,7 +127,7 @@ class SpaceMachine(RuleBasedStateMachine):
         self.freed = {number: freed for number, freed in self.freed.items() if number not in ripe}
 
     @invariant()
-    def agree(self) -> None:
+    def equals_model(self) -> None:
         if not hasattr(self, "env"):
             return
         with self.env.begin(buffers=True) as txn:
@@ -155,12 +155,12 @@ class SpaceMachine(RuleBasedStateMachine):
             self.directory.cleanup()
 
 
-def test_allocator_follows_the_model() -> None:
+def test_allocator_random_operations_match_model() -> None:
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
     limits = settings(
         max_examples=40, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=checks
     )
-    run_state_machine_as_test(SpaceMachine, settings=limits)
+    run_state_machine_as_test(AllocatorMachine, settings=limits)
 
 
 @pytest.fixture
@@ -204,7 +204,7 @@ def fill(backend: LmdbBackend, namespace: bytes, first: int = 0) -> list[bytes]:
             return written
 
 
-def test_stopped_reader_does_not_drain_the_store(
+def test_commit_reader_pins_freed_extents_raises_full_and_keeps_packs(
     open_store: Opener, identity: Identity, reader: Callable[[], subprocess.Popen[bytes]]
 ) -> None:
     backend = open_store("?capacity=16MiB")
@@ -227,7 +227,7 @@ def test_stopped_reader_does_not_drain_the_store(
     assert read_pack(backend, namespace, fresh.table) == payload_of(fresh)
 
 
-def test_reader_in_the_middle_of_a_call_keeps_its_extents(backend: LmdbBackend, namespace: bytes) -> None:
+def test_commit_during_read_reuses_freed_extents_only_after_read(backend: LmdbBackend, namespace: bytes) -> None:
     """The reader's extents are freed and the store is filled during the read. They are reused after the read only."""
     pack = sample_pack(namespace, 1, blocks=8, block_bytes=1 << 16)
     backend.commit(namespace, CommitBatch([pack]))
@@ -255,7 +255,9 @@ def test_reader_in_the_middle_of_a_call_keeps_its_extents(backend: LmdbBackend, 
     assert find_faults(backend) == []
 
 
-def test_lost_segment_is_misses_and_is_made_again(open_store: Opener, path: Path, identity: Identity) -> None:
+def test_read_deleted_segment_misses_and_commit_recreates_it(
+    open_store: Opener, path: Path, identity: Identity
+) -> None:
     backend = open_store("?capacity=16MiB")
     namespace = backend.open_namespace(identity).id
     pack = sample_pack(namespace, 1)
@@ -273,7 +275,7 @@ def test_lost_segment_is_misses_and_is_made_again(open_store: Opener, path: Path
     assert find_faults(again) == []
 
 
-def test_short_segment_is_a_miss(backend: LmdbBackend, namespace: bytes, path: Path) -> None:
+def test_read_truncated_segment_misses(backend: LmdbBackend, namespace: bytes, path: Path) -> None:
     pack = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([pack]))
     with open(path / "segments" / "00000000.seg", "r+b") as file:
@@ -282,7 +284,7 @@ def test_short_segment_is_a_miss(backend: LmdbBackend, namespace: bytes, path: P
     assert len(find_faults(backend)) == 1
 
 
-def test_file_of_a_commit_that_never_was_is_cut(open_store: Opener, path: Path, identity: Identity) -> None:
+def test_commit_segment_longer_than_recorded_truncates_it(open_store: Opener, path: Path, identity: Identity) -> None:
     backend = open_store("?capacity=16MiB")
     namespace = backend.open_namespace(identity).id
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
@@ -298,7 +300,7 @@ def test_file_of_a_commit_that_never_was_is_cut(open_store: Opener, path: Path, 
     assert find_faults(again) == []
 
 
-def test_pack_in_several_extents_and_segments(
+def test_read_pack_in_several_segments_returns_stored_bytes(
     open_store: Opener, identity: Identity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("persistkv_lmdb.allocator.SEGMENT_BYTES", 1 << 20)
@@ -321,7 +323,7 @@ def test_pack_in_several_extents_and_segments(
     assert find_faults(backend) == []
 
 
-def test_damaged_extents_are_a_miss(open_store: Opener, path: Path, identity: Identity) -> None:
+def test_read_damaged_extent_row_misses(open_store: Opener, path: Path, identity: Identity) -> None:
     backend = open_store()
     namespace = backend.open_namespace(identity).id
     packs = [sample_pack(namespace, seed) for seed in range(3)]
@@ -337,29 +339,34 @@ def test_damaged_extents_are_a_miss(open_store: Opener, path: Path, identity: Id
     assert len(find_faults(backend)) > 1
 
 
-def breaks_off() -> Iterator[bytes]:
+def raise_after_one_page() -> Iterator[bytes]:
     yield bytes(4096)
-    raise StoreFullError("it broke off")
+    raise StoreFullError("the stream failed")
 
 
 def segment_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in (path / "segments").iterdir())
 
 
-def test_what_an_undone_transaction_grew_is_cut_by_the_next(open_store: Opener, path: Path, identity: Identity) -> None:
+def test_commit_after_aborted_transaction_truncates_grown_segments(
+    open_store: Opener, path: Path, identity: Identity
+) -> None:
     """Without the truncation, the catalogue could be granted space that the segment files still occupy."""
     backend = open_store("?capacity=64MiB")
     namespace = backend.open_namespace(identity).id
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     before = segment_bytes(path)
-    with pytest.raises(StoreFullError, match="broke off"), backend.environment.transaction(write=True) as transaction:
-        backend.environment.payloads(transaction).write(bytes(32), breaks_off(), 16 << 20)
+    with (
+        pytest.raises(StoreFullError, match="stream failed"),
+        backend.environment.transaction(write=True) as transaction,
+    ):
+        backend.environment.payloads(transaction).write(bytes(32), raise_after_one_page(), 16 << 20)
     assert segment_bytes(path) >= before + (16 << 20)
     backend.commit(namespace, CommitBatch(touches=[sample_pack(namespace, 1).pack_id]))
     assert segment_bytes(path) == before
 
 
-GROWS_AND_DIES = """
+GROW_AND_BE_KILLED = """
 import os, signal, sys
 from persistkv.config import StoreUrl
 from persistkv_lmdb import LmdbBackend
@@ -371,21 +378,23 @@ with backend.environment.transaction(write=True) as transaction:
 """
 
 
-def test_what_a_killed_process_grew_is_cut_by_one_that_lives(
+def test_commit_after_killed_writer_truncates_grown_segments(
     open_store: Opener, path: Path, identity: Identity
 ) -> None:
     backend = open_store("?capacity=64MiB")
     namespace = backend.open_namespace(identity).id
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     before = segment_bytes(path)
-    subprocess.run([sys.executable, "-c", GROWS_AND_DIES, f"lmdb://{path}"], check=False)
+    subprocess.run([sys.executable, "-c", GROW_AND_BE_KILLED, f"lmdb://{path}"], check=False)
     assert segment_bytes(path) >= before + (16 << 20)
     backend.commit(namespace, CommitBatch(touches=[sample_pack(namespace, 1).pack_id]))
     assert segment_bytes(path) == before
     assert find_faults(backend) == []
 
 
-def test_store_takes_little_more_than_it_holds(open_store: Opener, path: Path, identity: Identity) -> None:
+def test_commit_large_capacity_allocates_little_more_than_payload(
+    open_store: Opener, path: Path, identity: Identity
+) -> None:
     """This holds for any capacity: files grow by 1/16 of their length, and a pack gets exactly its bytes."""
     backend = open_store("?capacity=64GiB")
     namespace = backend.open_namespace(identity).id
@@ -395,7 +404,7 @@ def test_store_takes_little_more_than_it_holds(open_store: Opener, path: Path, i
     assert find_faults(backend) == []
 
 
-def test_segments_that_were_cut_grow_again(
+def test_commit_after_compact_regrows_truncated_segments(
     open_store: Opener, path: Path, identity: Identity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("persistkv_lmdb.allocator.SEGMENT_BYTES", 1 << 20)
@@ -416,7 +425,7 @@ def test_segments_that_were_cut_grow_again(
 
 @pytest.mark.parametrize("call", ["pwritev", "fdatasync", "posix_fallocate"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-def test_disk_that_fails_once(
+def test_commit_one_failed_disk_call_keeps_stored_packs(
     backend: LmdbBackend, namespace: bytes, monkeypatch: pytest.MonkeyPatch, call: str, code: int
 ) -> None:
     """A copy-on-write file system can report ENOSPC for allocated space. The driver treats it like a full disk."""
@@ -446,7 +455,7 @@ def test_disk_that_fails_once(
     assert find_faults(backend) == []
 
 
-def test_commit_that_comes_too_late_leaves_the_totals_right(backend: LmdbBackend, namespace: bytes) -> None:
+def test_commit_stale_cursor_leaves_totals_consistent(backend: LmdbBackend, namespace: bytes) -> None:
     pack = sample_pack(namespace, 1)
     seen = backend.commit(namespace, CommitBatch([pack])).cursor
     backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))  # the next commit can reuse the freed pages

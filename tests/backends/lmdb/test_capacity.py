@@ -1,4 +1,4 @@
-"""Payload in a full store: the catalogue takes the space that it needs, and little space stays free."""
+"""A full store: the catalogue grows at the expense of the payload, and little space is unused."""
 
 from __future__ import annotations
 
@@ -41,40 +41,44 @@ def second_attempts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def turn_over(backend: LmdbBackend, namespace: bytes, count: int, together: int = 1, **kind: Any) -> int:
-    """Commit ``count`` packs of a kind, ``together`` packs per commit. Return the maximum size on disk, in bytes."""
+def commit_many(backend: LmdbBackend, namespace: bytes, count: int, packs_per_commit: int = 1, **size: Any) -> int:
+    """Commit ``count`` packs of one size. Return the maximum size on disk, in bytes."""
     most = 0
-    for first in range(0, count, together):
-        packs = [sample_pack(namespace, seed, **kind) for seed in range(first, first + together)]
+    for first in range(0, count, packs_per_commit):
+        packs = [sample_pack(namespace, seed, **size) for seed in range(first, first + packs_per_commit)]
         backend.commit(namespace, CommitBatch(packs))
         most = max(most, backend.stats().disk_bytes)
     return most
 
 
-def test_full_store_is_mostly_payload(open_store: Opener, identity: Identity, second_attempts: list[int]) -> None:
+def test_commit_full_store_uses_most_of_capacity_for_payload(
+    open_store: Opener, identity: Identity, second_attempts: list[int]
+) -> None:
     backend = open_store("?capacity=64MiB")
     namespace = backend.open_namespace(identity).id
-    assert turn_over(backend, namespace, 500, blocks=4, block_bytes=64 << 10) <= 64 * MIB
+    assert commit_many(backend, namespace, 500, blocks=4, block_bytes=64 << 10) <= 64 * MIB
     assert backend.stats().stored_bytes > 0.95 * 64 * MIB
-    assert not second_attempts, "a commit like the ones before it waits for nothing"
+    assert not second_attempts, "a commit of the usual size needed a second attempt"
 
 
-def test_large_batches_of_small_packs_push_nothing_out_while_there_is_room(
+def test_commit_large_batches_of_small_packs_below_capacity_evict_nothing(
     open_store: Opener, identity: Identity, second_attempts: list[int]
 ) -> None:
     """Each batch rewrites more catalogue pages than are left before the driver detects that the catalogue is full."""
     backend = open_store("?capacity=1GiB")
     namespace = backend.open_namespace(identity).id
-    together, batches = 800, 6
-    for first in range(0, batches * together, together):
-        packs = [sample_pack(namespace, seed, blocks=20, block_bytes=512) for seed in range(first, first + together)]
+    packs_per_commit, batches = 800, 6
+    for first in range(0, batches * packs_per_commit, packs_per_commit):
+        packs = [
+            sample_pack(namespace, seed, blocks=20, block_bytes=512) for seed in range(first, first + packs_per_commit)
+        ]
         assert not backend.commit(namespace, CommitBatch(packs)).evicted
-    assert backend.stats().packs == batches * together
+    assert backend.stats().packs == batches * packs_per_commit
     assert second_attempts == []
 
 
 @pytest.fixture
-def no_collector() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     gc.collect()
     gc.disable()
     yield
@@ -82,13 +86,13 @@ def no_collector() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("blocks", "stored"), [(96, True), (512, False)])
-def test_what_found_no_room_at_once_is_not_kept(
-    open_store: Opener, identity: Identity, second_attempts: list[int], no_collector: None, blocks: int, stored: bool
+def test_commit_retried_or_rejected_releases_references_to_pack(
+    open_store: Opener, identity: Identity, second_attempts: list[int], gc_disabled: None, blocks: int, stored: bool
 ) -> None:
     """The commit drops its references to the rows when it ends, without a run of the garbage collector."""
     backend = open_store("?capacity=16MiB")
     namespace = backend.open_namespace(identity).id
-    turn_over(backend, namespace, 80, blocks=4, block_bytes=64 << 10)
+    commit_many(backend, namespace, 80, blocks=4, block_bytes=64 << 10)
     second_attempts.clear()
     pack = sample_pack(namespace, 1000, blocks=blocks, block_bytes=64 << 10)
     pack_id, alive = pack.pack_id, weakref.ref(pack)
@@ -101,17 +105,17 @@ def test_what_found_no_room_at_once_is_not_kept(
 
 
 @pytest.mark.slow
-def test_catalogue_of_small_blocks_gets_what_it_needs(open_store: Opener, identity: Identity) -> None:
+def test_commit_small_blocks_catalogue_and_payload_fit_capacity(open_store: Opener, identity: Identity) -> None:
     backend = open_store("?capacity=16MiB")
     namespace = backend.open_namespace(identity).id
-    assert turn_over(backend, namespace, 3000, 10, blocks=2) <= 16 * MIB
+    assert commit_many(backend, namespace, 3000, 10, blocks=2) <= 16 * MIB
     assert backend.stats().stored_bytes > 0.6 * 16 * MIB
 
 
 @pytest.mark.slow
-def test_catalogue_grows_where_blocks_become_small(open_store: Opener, identity: Identity) -> None:
+def test_commit_blocks_become_small_catalogue_grows_within_capacity(open_store: Opener, identity: Identity) -> None:
     backend = open_store("?capacity=16MiB")
     namespace = backend.open_namespace(identity).id
-    turn_over(backend, namespace, 8, blocks=64, block_bytes=64 << 10)
-    assert turn_over(backend, namespace, 3000, 10, blocks=2) <= 16 * MIB
+    commit_many(backend, namespace, 8, blocks=64, block_bytes=64 << 10)
+    assert commit_many(backend, namespace, 3000, 10, blocks=2) <= 16 * MIB
     assert backend.stats().stored_bytes > 0.4 * 16 * MIB

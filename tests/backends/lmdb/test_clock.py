@@ -26,11 +26,11 @@ class Machine:
         self.wall = 2_000_000_000.0
         self.since_boot = 50_000.0
 
-    def passes(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         self.wall += seconds
         self.since_boot += seconds
 
-    def boots(self, *, off_s: float, error_s: float = 0.0) -> None:
+    def reboot(self, *, off_s: float, error_s: float = 0.0) -> None:
         """Simulate a machine that boots after ``off_s`` seconds with a wall clock that is wrong by ``error_s``."""
         self.wall += off_s + error_s
         self.since_boot = 10.0
@@ -64,7 +64,7 @@ def put(backend: LmdbBackend, namespace: bytes, seed: int) -> bytes:
     return pack.pack_id
 
 
-def tick(backend: LmdbBackend, namespace: bytes, count: int = 3) -> None:
+def commit_empty(backend: LmdbBackend, namespace: bytes, count: int = 3) -> None:
     """Make empty commits, each of which lets the store expire old content."""
     for _ in range(count):
         backend.commit(namespace, CommitBatch())
@@ -75,7 +75,7 @@ def test_commit_wall_clock_jumps_ahead_expires_nothing(
 ) -> None:
     packs = {put(week, namespace, seed) for seed in range(20)}
     machine.wall += 8 * DAY_S
-    tick(week, namespace)
+    commit_empty(week, namespace)
     put(week, namespace, 50)
     assert packs < set(tables(week, namespace))
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
@@ -88,12 +88,12 @@ def test_commit_wall_clock_stays_ahead_expires_after_elapsed_time(
 ) -> None:
     old = put(week, namespace, 1)
     machine.wall += 8 * DAY_S
-    tick(week, namespace)
-    machine.passes(6 * DAY_S)
+    commit_empty(week, namespace)
+    machine.advance(6 * DAY_S)
     young = put(week, namespace, 2)
     assert set(tables(week, namespace)) == {old, young}
-    machine.passes(2 * DAY_S)
-    tick(week, namespace)
+    machine.advance(2 * DAY_S)
+    commit_empty(week, namespace)
     assert set(tables(week, namespace)) == {young}
 
 
@@ -104,63 +104,63 @@ def test_commit_wall_clock_was_ahead_expires_after_elapsed_time(
     future = put(week, namespace, 1)
     machine.wall -= 3000 * DAY_S
     present = put(week, namespace, 2)
-    machine.passes(6 * DAY_S)
-    tick(week, namespace)
+    machine.advance(6 * DAY_S)
+    commit_empty(week, namespace)
     assert set(tables(week, namespace)) == {future, present}
-    machine.passes(2 * DAY_S)
-    tick(week, namespace)
+    machine.advance(2 * DAY_S)
+    commit_empty(week, namespace)
     assert tables(week, namespace) == {}
     assert list(week.manifests(namespace)) == []
 
 
-def test_commit_wall_clock_set_back_a_little_expires_after_elapsed_time(
+def test_commit_wall_clock_set_back_slightly_expires_after_elapsed_time(
     week: LmdbBackend, namespace: bytes, machine: Machine
 ) -> None:
     put(week, namespace, 1)
     machine.wall -= 600
     put(week, namespace, 2)
-    machine.passes(7 * DAY_S + 700)
-    tick(week, namespace)
+    machine.advance(7 * DAY_S + 700)
+    commit_empty(week, namespace)
     assert tables(week, namespace) == {}
 
 
-def test_commit_after_downtime_expires_once_the_clock_is_confirmed(
+def test_commit_after_downtime_expires_once_clock_is_confirmed(
     week: LmdbBackend, namespace: bytes, machine: Machine
 ) -> None:
     pack = put(week, namespace, 1)
-    machine.boots(off_s=8 * DAY_S)
-    tick(week, namespace)
-    machine.passes(HOUR_S / 2)
-    tick(week, namespace)
+    machine.reboot(off_s=8 * DAY_S)
+    commit_empty(week, namespace)
+    machine.advance(HOUR_S / 2)
+    commit_empty(week, namespace)
     assert set(tables(week, namespace)) == {pack}
-    machine.passes(HOUR_S)
-    tick(week, namespace)
+    machine.advance(HOUR_S)
+    commit_empty(week, namespace)
     assert tables(week, namespace) == {}
 
 
-def test_commit_wrong_clock_at_boot_is_corrected_expires_nothing(
+def test_commit_wrong_boot_clock_is_corrected_expires_nothing_early(
     week: LmdbBackend, namespace: bytes, machine: Machine
 ) -> None:
     pack = put(week, namespace, 1)
-    machine.boots(off_s=DAY_S, error_s=300 * DAY_S)
-    tick(week, namespace)
-    machine.passes(2 * MINUTE_S)
+    machine.reboot(off_s=DAY_S, error_s=300 * DAY_S)
+    commit_empty(week, namespace)
+    machine.advance(2 * MINUTE_S)
     machine.wall -= 300 * DAY_S
-    tick(week, namespace)
-    machine.passes(2 * HOUR_S)
-    tick(week, namespace)
+    commit_empty(week, namespace)
+    machine.advance(2 * HOUR_S)
+    commit_empty(week, namespace)
     assert set(tables(week, namespace)) == {pack}
-    machine.passes(6 * DAY_S)
-    tick(week, namespace)
+    machine.advance(6 * DAY_S)
+    commit_empty(week, namespace)
     assert tables(week, namespace) == {}, "a day of downtime and six of uptime"
 
 
-def test_uses_after_a_jump_are_shown_by_the_wall_clock(week: LmdbBackend, namespace: bytes, machine: Machine) -> None:
+def test_uses_after_clock_jump_return_wall_clock_times(week: LmdbBackend, namespace: bytes, machine: Machine) -> None:
     put(week, namespace, 1)
     machine.wall += 8 * DAY_S
-    machine.passes(HOUR_S)
+    machine.advance(HOUR_S)
     put(week, namespace, 2)
-    machine.passes(10)
+    machine.advance(10)
     (use,) = week.uses(namespace, ["r2"])
     assert use is not None
     assert machine.wall - use.last_used == pytest.approx(10, abs=1)

@@ -1,4 +1,4 @@
-"""Compaction: returns free space to the disk and leaves the content unchanged."""
+"""Compaction returns free space to the disk and leaves the content unchanged."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def check(backend: LmdbBackend, namespace: bytes, packs: Iterable[PackWriter]) -
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_free_goes_back_to_the_disk(backend: LmdbBackend, namespace: bytes, seed: int) -> None:
+def test_compact_after_deletions_releases_space_and_keeps_content(
+    backend: LmdbBackend, namespace: bytes, seed: int
+) -> None:
     packs = fill(backend, namespace, range(60))
     kept = random.Random(seed).sample(packs, 20)
     gone = [pack.pack_id for pack in packs if pack not in kept]
@@ -73,7 +75,9 @@ def test_what_is_free_goes_back_to_the_disk(backend: LmdbBackend, namespace: byt
     check(backend, namespace, [*kept, *again])
 
 
-def test_while_a_reader_looks_and_another_writes(backend: LmdbBackend, namespace: bytes, url: StoreUrl) -> None:
+def test_compact_other_handle_commits_between_steps_keeps_content(
+    backend: LmdbBackend, namespace: bytes, url: StoreUrl
+) -> None:
     packs = fill(backend, namespace, range(40))
     backend.commit(namespace, CommitBatch(deletions=[pack.pack_id for pack in packs[::2]]))
     kept = packs[1::2]
@@ -86,7 +90,7 @@ def test_while_a_reader_looks_and_another_writes(backend: LmdbBackend, namespace
     check(backend, namespace, kept)
 
 
-def test_compact_many_small_packs_in_a_large_store_needs_no_more_room(tmp_path: Path) -> None:
+def test_compact_large_store_of_small_packs_releases_space(tmp_path: Path) -> None:
     """The catalogue of the store has space for the rows of a few packs at a time."""
     with closing(LmdbBackend.open(StoreUrl.parse(f"lmdb://{tmp_path}/large?capacity=1GiB"))) as backend:
         namespace = backend.open_namespace(Identity.of({"model": "compacting"})).id
@@ -101,14 +105,14 @@ def test_compact_many_small_packs_in_a_large_store_needs_no_more_room(tmp_path: 
         check(backend, namespace, packs[1::2])
 
 
-def test_a_store_with_nothing_to_give_stays_as_it_is(backend: LmdbBackend, namespace: bytes) -> None:
+def test_compact_without_free_space_keeps_content(backend: LmdbBackend, namespace: bytes) -> None:
     packs = fill(backend, namespace, range(5))
     list(backend.compact())
     list(backend.compact())
     check(backend, namespace, packs)
 
 
-def test_a_store_that_is_open_read_only_is_refused(backend: LmdbBackend, url: StoreUrl) -> None:
+def test_compact_read_only_store_raises(backend: LmdbBackend, url: StoreUrl) -> None:
     backend.open_namespace(Identity.of({"model": "compacting"}))
     with closing(LmdbBackend.open(url, read_only=True)) as reader, pytest.raises(StoreError):
         reader.compact()
@@ -125,7 +129,7 @@ for step in open_backend(sys.argv[1]).compact():
 
 
 @pytest.mark.slow
-def test_killed_compactions_are_finished(url: StoreUrl) -> None:
+def test_compact_after_killed_compactions_keeps_content_and_completes(url: StoreUrl) -> None:
     draw = random.Random(7)
     seeds = iter(range(10_000))
     with closing(LmdbBackend.open(url)) as backend:

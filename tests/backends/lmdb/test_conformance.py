@@ -101,9 +101,9 @@ class LmdbConformance(BackendConformance):
         return RawLmdb(tmp_path / "store")
 
 
-class TestInline(LmdbConformance):
+class TestInlinePlacement(LmdbConformance):
     placement = "inline"
 
 
-class TestExtents(LmdbConformance):
+class TestExtentsPlacement(LmdbConformance):
     placement = "extents"

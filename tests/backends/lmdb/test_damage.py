@@ -1,4 +1,4 @@
-"""The guard after unclean shutdowns, and damaged files. ``tests.crash.damage`` damages files at random."""
+"""Inspection after unclean shutdowns, and damaged files. ``tests.crash.damage`` damages files at random."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from persistkv_lmdb import files, fsck, opening
 from persistkv_lmdb.fsck import Finding, Verdict, inspect
 from tests.backends.lmdb.conftest import Opener, stdout_of
 
-DIES = """
+KILLED_WRITER = """
 import os, signal, sys
 from persistkv.config import StoreUrl
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.samples import sample_pack
 from persistkv_lmdb import LmdbBackend
 
-class DyingPack:
+class KillingPack:
     def __getattr__(self, name):
         return getattr(self.pack, name)
     def __init__(self, pack):
@@ -45,22 +45,22 @@ namespace = bytes.fromhex(sys.argv[2])
 for number in range(int(sys.argv[3])):
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 500 + number)]))
 if sys.argv[4] == "writing":
-    backend.commit(namespace, CommitBatch([DyingPack(sample_pack(namespace, 600))]))
+    backend.commit(namespace, CommitBatch([KillingPack(sample_pack(namespace, 600))]))
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def die(path: Path, namespace: bytes, *, commits: int = 0, where: str = "idle") -> None:
+def run_killed_writer(path: Path, namespace: bytes, *, commits: int = 0, where: str = "idle") -> None:
     """Run a process that opens the store for writing and is killed."""
-    command = [sys.executable, "-c", DIES, f"lmdb://{path}", namespace.hex(), str(commits), where]
+    command = [sys.executable, "-c", KILLED_WRITER, f"lmdb://{path}", namespace.hex(), str(commits), where]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
 
 
-def moved_aside(path: Path) -> list[Path]:
+def quarantined_copies(path: Path) -> list[Path]:
     return [entry for entry in path.iterdir() if entry.name.startswith("damaged-")]
 
 
-def flip_root(path: Path) -> None:
+def damage_root_page(path: Path) -> None:
     """Damage the root page of the main database."""
     data = bytearray((path / "data.mdb").read_bytes())
     newest = max((0, 4096), key=lambda meta: data[meta + 16 + 24 + 2 * 48 + 8 : meta + 160][::-1])
@@ -70,8 +70,8 @@ def flip_root(path: Path) -> None:
 
 
 @pytest.fixture
-def walks(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
-    """Results of the integrity checks so far."""
+def inspections(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
+    """Results of the inspections so far."""
     found = []
 
     def counted(directory: Path) -> Any:
@@ -93,30 +93,30 @@ def filled(open_store: Opener, path: Path, identity: Identity) -> bytes:
     return namespace
 
 
-def test_nobody_looks_after_a_clean_end(open_store: Opener, filled: bytes, walks: list[Finding]) -> None:
+def test_open_after_clean_close_skips_inspection(open_store: Opener, filled: bytes, inspections: list[Finding]) -> None:
     for _ in range(3):
         open_store().close()
-    assert walks == []
+    assert inspections == []
 
 
-def test_store_of_a_killed_process_is_looked_at_and_kept(
-    open_store: Opener, path: Path, filled: bytes, walks: list[Finding]
+def test_open_after_killed_writer_inspects_once_and_keeps_content(
+    open_store: Opener, path: Path, filled: bytes, inspections: list[Finding]
 ) -> None:
-    die(path, filled, commits=3)
+    run_killed_writer(path, filled, commits=3)
     backend = open_store()
-    assert [found.verdict for found in walks] == [Verdict.FINE]
+    assert [found.verdict for found in inspections] == [Verdict.FINE]
     assert len(tables(backend, filled)) == 4
     check_totals(backend)
     backend.close()
     open_store().close()
-    assert len(walks) == 1
+    assert len(inspections) == 1
 
 
-def test_damage_is_moved_aside_with_a_message(
+def test_open_damaged_after_kill_quarantines_and_warns(
     open_store: Opener, path: Path, filled: bytes, identity: Identity, caplog: pytest.LogCaptureFixture
 ) -> None:
-    die(path, filled)
-    flip_root(path)
+    run_killed_writer(path, filled)
+    damage_root_page(path)
     before = (path / "data.mdb").read_bytes()
     backend = open_store()
     assert list(backend.namespaces()) == []
@@ -124,45 +124,45 @@ def test_damage_is_moved_aside_with_a_message(
     pack = sample_pack(namespace, 2)
     backend.commit(namespace, CommitBatch([pack]))
     assert read_pack(backend, namespace, pack.table) == payload_of(pack)
-    (aside,) = moved_aside(path)
-    assert (aside / "data.mdb").read_bytes() == before
-    assert not aside.stat().st_mode & 0o077
+    (copy,) = quarantined_copies(path)
+    assert (copy / "data.mdb").read_bytes() == before
+    assert not copy.stat().st_mode & 0o077
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert str(aside) in warning
+    assert str(copy) in warning
     assert f"{path} is damaged" in warning
 
 
-def test_damage_after_a_clean_end_is_moved_aside_where_opening_finds_it(
-    open_store: Opener, path: Path, filled: bytes, walks: list[Finding]
+def test_open_damaged_after_clean_close_quarantines(
+    open_store: Opener, path: Path, filled: bytes, inspections: list[Finding]
 ) -> None:
     data = bytearray((path / "data.mdb").read_bytes())
     data[16] ^= 0xFF  # LMDB's magic number
     (path / "data.mdb").write_bytes(data)
     assert list(open_store().namespaces()) == []
-    assert [found.verdict for found in walks] == [Verdict.DAMAGED]
-    assert len(moved_aside(path)) == 1
+    assert [found.verdict for found in inspections] == [Verdict.DAMAGED]
+    assert len(quarantined_copies(path)) == 1
 
 
-def test_a_look_ends_with_the_process_that_asked() -> None:
-    """Without this, each host process that is killed while it opens a large store would leave a check running."""
-    looking = """
+def test_end_with_killed_parent_ends_inspecting_process() -> None:
+    """Without this, each host process that is killed while it opens a large store would leave an inspection running."""
+    inspecting = """
 import os, time
 from persistkv_lmdb.fsck import end_with
 end_with(os.getppid())
-print("looking", flush=True)
+print("inspecting", flush=True)
 time.sleep(600)
 """
-    asking = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
-    with subprocess.Popen([sys.executable, "-c", asking, looking], stdout=subprocess.PIPE) as asker:
-        assert stdout_of(asker).readline() == b"looking\n"
-        asker.kill()
-        ended, _, _ = select.select([stdout_of(asker)], [], [], 60)
+    parent = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    with subprocess.Popen([sys.executable, "-c", parent, inspecting], stdout=subprocess.PIPE) as process:
+        assert stdout_of(process).readline() == b"inspecting\n"
+        process.kill()
+        ended, _, _ = select.select([stdout_of(process)], [], [], 60)
         assert ended
-        assert stdout_of(asker).read() == b"", "the one that looks has ended, too"
+        assert stdout_of(process).read() == b"", "the inspecting process is still running"
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
-def test_file_that_was_cut_after_a_clean_end_ends_nobody(
+def test_open_truncated_after_clean_close_quarantines_without_sigbus(
     open_store: Opener, path: Path, filled: bytes, share: float
 ) -> None:
     """Reading a mapped page that is missing from the file would kill the process with SIGBUS."""
@@ -183,17 +183,17 @@ for read_only in (True, False):
     done = subprocess.run([sys.executable, "-c", code, f"lmdb://{path}"], capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["refused", "0"], done.stderr
     assert done.returncode == 0
-    assert len(moved_aside(path)) == 1
+    assert len(quarantined_copies(path)) == 1
 
 
-def test_a_store_whose_end_was_never_written_is_no_damage(
+def test_open_short_file_that_passes_inspection_keeps_content(
     open_store: Opener, path: Path, filled: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("persistkv_lmdb.opening.is_cut_short", lambda _: True)
     assert len(list(open_store().namespaces())) == 1
 
 
-def test_damage_that_a_transaction_met_is_looked_at_by_the_next_to_open(
+def test_open_after_transaction_found_damage_quarantines(
     open_store: Opener, path: Path, filled: bytes, identity: Identity
 ) -> None:
     with lmdb.open(str(path), max_dbs=16) as env, env.begin(write=True) as txn:
@@ -204,30 +204,30 @@ def test_damage_that_a_transaction_met_is_looked_at_by_the_next_to_open(
     backend.close()
     backend = open_store()
     assert list(backend.namespaces()) == []
-    assert len(moved_aside(path)) == 1
+    assert len(quarantined_copies(path)) == 1
 
 
-def test_damaged_stores_stay_until_a_command_deletes_them(
+def test_quarantined_stores_remain_until_delete_quarantined(
     open_store: Opener, path: Path, filled: bytes, identity: Identity
 ) -> None:
     for _ in range(3):
         backend = open_store()
         backend.open_namespace(identity)
         backend.close()
-        die(path, filled)
-        flip_root(path)
+        run_killed_writer(path, filled)
+        damage_root_page(path)
         open_store().close()
-    assert len(moved_aside(path)) == 3
+    assert len(quarantined_copies(path)) == 3
     backend = open_store()
     stats = backend.stats()
-    assert stats.quarantined == tuple(map(str, sorted(moved_aside(path))))
+    assert stats.quarantined == tuple(map(str, sorted(quarantined_copies(path))))
     assert backend.delete_quarantined() == stats.quarantined_bytes > 0
-    assert moved_aside(path) == []
+    assert quarantined_copies(path) == []
     assert backend.stats().quarantined == ()
 
 
-def test_nothing_moves_while_somebody_alive_has_it_open(
-    open_store: Opener, path: Path, filled: bytes, walks: list[Finding]
+def test_open_after_kill_with_store_in_use_elsewhere_skips_inspection(
+    open_store: Opener, path: Path, filled: bytes, inspections: list[Finding]
 ) -> None:
     holds = """
 import sys
@@ -241,21 +241,21 @@ backend.close()
     command = [sys.executable, "-c", holds, f"lmdb://{path}"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert stdout_of(other).readline() == b"open\n"
-        die(path, filled)
+        run_killed_writer(path, filled)
         backend = open_store()
         assert len(tables(backend, filled)) == 1
         backend.close()
         assert (path / "guard").read_text().split() == ["open"]
-    assert walks == []
+    assert inspections == []
     open_store().close()
-    assert walks == []  # the other process closed the store cleanly
+    assert inspections == []  # the other process closed the store cleanly
     assert (path / "guard").read_text().split() == ["clean"]
 
 
-def test_whoever_does_not_get_to_open_it_says_nothing_about_its_end(
-    open_store: Opener, path: Path, filled: bytes, walks: list[Finding], monkeypatch: pytest.MonkeyPatch
+def test_open_busy_store_leaves_guard_unclean_and_next_open_inspects(
+    open_store: Opener, path: Path, filled: bytes, inspections: list[Finding], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    die(path, filled)
+    run_killed_writer(path, filled)
     monkeypatch.setattr(files, "OPENING_PATIENCE_S", 0.2)
     with (path / "writer.lock").open("r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -263,21 +263,21 @@ def test_whoever_does_not_get_to_open_it_says_nothing_about_its_end(
             open_store()
     assert (path / "guard").read_text().split()[0] == "open"
     open_store()
-    assert len(walks) == 1
+    assert len(inspections) == 1
 
 
-def test_open_after_many_deaths_keeps_content(open_store: Opener, path: Path, filled: bytes) -> None:
-    """A crash loop caused by a memory limit is no damage."""
+def test_open_after_many_killed_writers_keeps_content(open_store: Opener, path: Path, filled: bytes) -> None:
+    """A writer that is killed repeatedly, for example at its memory limit, does not damage the store."""
     for _ in range(7):
-        die(path, filled, where="writing")
+        run_killed_writer(path, filled, where="writing")
     backend = open_store()
     assert len(tables(backend, filled)) == 1
     assert [manifest.id for manifest in backend.manifests(filled)] == ["r"]
-    assert not moved_aside(path)
+    assert not quarantined_copies(path)
 
 
-def test_open_after_deaths_while_opening_keeps_content(open_store: Opener, path: Path, filled: bytes) -> None:
-    dies = """
+def test_open_after_kills_during_open_keeps_content(open_store: Opener, path: Path, filled: bytes) -> None:
+    killed_while_opening = """
 import os, signal, sys
 from persistkv.config import StoreUrl
 from persistkv_lmdb import LmdbBackend
@@ -286,41 +286,43 @@ environment.create_databases = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
 """
     for _ in range(4):
-        subprocess.run([sys.executable, "-c", dies, f"lmdb://{path}"], check=False)
+        subprocess.run([sys.executable, "-c", killed_while_opening, f"lmdb://{path}"], check=False)
     assert len(tables(open_store(), filled)) == 1
-    assert not moved_aside(path)
+    assert not quarantined_copies(path)
 
 
 @pytest.mark.parametrize("content", [b"open", b"???", b"clean x", b"\xff" * 40])
-def test_guard_that_does_not_read_means_a_look(
-    open_store: Opener, path: Path, filled: bytes, walks: list[Finding], content: bytes
+def test_open_unreadable_guard_inspects_store(
+    open_store: Opener, path: Path, filled: bytes, inspections: list[Finding], content: bytes
 ) -> None:
     (path / "guard").write_bytes(content)
     assert len(tables(open_store(), filled)) == 1
-    assert len(walks) == 1
+    assert len(inspections) == 1
 
 
-def test_environment_of_something_else_is_nobodys_to_move(open_store: Opener, path: Path, walks: list[Finding]) -> None:
+def test_open_foreign_environment_raises_and_never_quarantines(
+    open_store: Opener, path: Path, inspections: list[Finding]
+) -> None:
     with lmdb.open(str(path)) as env, env.begin(write=True) as txn:
         txn.put(b"key", b"value")
     before = (path / "data.mdb").read_bytes()
     for _ in range(3):
         with pytest.raises(CorruptStoreError, match="something else"):
             open_store()
-    flip_root(path)
+    damage_root_page(path)
     damaged = (path / "data.mdb").read_bytes()
     assert damaged != before
     with pytest.raises(CorruptStoreError):
         open_store()
     assert (path / "data.mdb").read_bytes() == damaged
-    assert not moved_aside(path)
-    assert walks == []
+    assert not quarantined_copies(path)
+    assert inspections == []
 
 
-def test_child_that_cannot_run_says_nothing_about_the_store(
+def test_inspect_child_cannot_start_returns_unknown_and_keeps_store(
     open_store: Opener, path: Path, filled: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    die(path, filled)
+    run_killed_writer(path, filled)
     monkeypatch.setattr(sys, "executable", "/nonexistent")
     assert inspect(path).verdict is Verdict.UNKNOWN
     assert len(tables(open_store(), filled)) == 1
@@ -337,7 +339,7 @@ def test_child_that_cannot_run_says_nothing_about_the_store(
         ("raise SystemExit(3)", (Verdict.UNKNOWN, "exit code 3")),
     ],
 )
-def test_how_the_child_ends(
+def test_inspect_child_exit_determines_verdict(
     path: Path, filled: bytes, monkeypatch: pytest.MonkeyPatch, program: str, finding: tuple[Verdict, str]
 ) -> None:
     monkeypatch.setattr(fsck, "PROGRAM", program)
@@ -349,7 +351,7 @@ def test_how_the_child_ends(
     assert finding[1] in found.reason
 
 
-def test_walk_never_imports_torch(path: Path, filled: bytes) -> None:
+def test_fsck_main_never_imports_torch(path: Path, filled: bytes) -> None:
     code = f"""
 import atexit, os, sys
 from persistkv_lmdb import fsck
@@ -381,7 +383,7 @@ def change_rows(path: Path, database: bytes, row: bytes) -> None:
         (b"states", b"\xff" * 56, Verdict.DAMAGED),
     ],
 )
-def test_rows_that_do_not_read(
+def test_open_unreadable_row_quarantines_only_for_namespace_state(
     open_store: Opener, path: Path, filled: bytes, identity: Identity, database: bytes, row: bytes, verdict: Verdict
 ) -> None:
     """If the bad row only describes content whose loss is a cache miss, the store is kept and accepts new content."""
@@ -391,7 +393,7 @@ def test_rows_that_do_not_read(
     before.environment.suspect()
     before.close()
     backend = open_store()
-    assert len(moved_aside(path)) == (verdict is Verdict.DAMAGED)
+    assert len(quarantined_copies(path)) == (verdict is Verdict.DAMAGED)
     namespace = backend.open_namespace(identity).id
     pack = sample_pack(namespace, 1)
     payload = payload_of(pack)
@@ -404,7 +406,9 @@ def test_rows_that_do_not_read(
 @pytest.mark.parametrize(
     "row", [b"", bytes(15), b"\xff" * 16, struct.pack("<Qddd16sdd", 1, float("nan"), 0, 0, b"", 0, 0)]
 )
-def test_clock_that_does_not_read(open_store: Opener, path: Path, filled: bytes, row: bytes) -> None:
+def test_commit_unreadable_clock_raises_and_next_open_quarantines(
+    open_store: Opener, path: Path, filled: bytes, row: bytes
+) -> None:
     with lmdb.open(str(path), max_dbs=16) as env, env.begin(write=True) as txn:
         txn.put(b"clock", row, db=env.open_db(b"meta", txn=txn))
     backend = open_store()
@@ -415,7 +419,7 @@ def test_clock_that_does_not_read(open_store: Opener, path: Path, filled: bytes,
 
 
 @pytest.mark.parametrize("row", [b"", bytes(8), b"\xff" * 8])
-def test_capacity_that_cannot_be(open_store: Opener, path: Path, filled: bytes, row: bytes) -> None:
+def test_open_invalid_recorded_capacity_uses_default(open_store: Opener, path: Path, filled: bytes, row: bytes) -> None:
     with lmdb.open(str(path), max_dbs=16) as env, env.begin(write=True) as txn:
         txn.put(b"capacity", row, db=env.open_db(b"meta", txn=txn))
     backend = open_store()
@@ -423,39 +427,41 @@ def test_capacity_that_cannot_be(open_store: Opener, path: Path, filled: bytes, 
     assert len(tables(backend, filled)) == 1
 
 
-def test_placement_that_does_not_read(open_store: Opener, path: Path, filled: bytes) -> None:
+def test_open_unreadable_placement_raises_then_quarantines(open_store: Opener, path: Path, filled: bytes) -> None:
     with lmdb.open(str(path), max_dbs=32) as env, env.begin(write=True) as txn:
         txn.put(b"placement", b"extentz", db=env.open_db(b"meta", txn=txn))
     with pytest.raises(CorruptStoreError, match="placement"):
         open_store()
     assert list(open_store().namespaces()) == []
-    assert len(moved_aside(path)) == 1
+    assert len(quarantined_copies(path)) == 1
 
 
 @pytest.mark.parametrize("ended", ["clean", "killed"])
 @pytest.mark.parametrize("database", [None, b"packs"])
-def test_what_a_store_is_told_by_does_not_read(
+def test_open_damaged_format_row_or_missing_database_quarantines(
     open_store: Opener, path: Path, filled: bytes, database: bytes, ended: bool
 ) -> None:
-    """The guard shows that this was a store. Treated as another program's directory, it could never be opened again."""
+    """The guard shows that this was a store. Rejected as another program's directory, it could not be opened again."""
     if ended == "killed":
-        die(path, filled)
+        run_killed_writer(path, filled)
     with lmdb.open(str(path), max_dbs=32) as env, env.begin(write=True) as txn:
         if database is None:
             txn.put(b"format", b"PKVLMDB0" + bytes(4), db=env.open_db(b"meta", txn=txn))
         else:
             txn.drop(env.open_db(database, txn=txn))
     assert list(open_store().namespaces()) == []
-    assert len(moved_aside(path)) == 1
+    assert len(quarantined_copies(path)) == 1
 
 
 @pytest.mark.parametrize("ended", ["clean", "killed"])
-def test_store_of_another_release_is_never_moved(open_store: Opener, path: Path, filled: bytes, ended: bool) -> None:
+def test_open_newer_format_raises_and_never_quarantines(
+    open_store: Opener, path: Path, filled: bytes, ended: bool
+) -> None:
     if ended == "killed":
-        die(path, filled)
+        run_killed_writer(path, filled)
     with lmdb.open(str(path), max_dbs=32) as env, env.begin(write=True) as txn:
         txn.put(b"format", b"PKVLMDB1" + b"\x03\0\0\0", db=env.open_db(b"meta", txn=txn))
     for _ in range(2):
         with pytest.raises(CorruptStoreError, match="format is 3"):
             open_store()
-    assert not moved_aside(path)
+    assert not quarantined_copies(path)

@@ -25,7 +25,7 @@ from persistkv_lmdb import LmdbBackend, opening
 from persistkv_lmdb.fsck import Verdict, inspect
 from tests.backends.lmdb.conftest import Opener
 
-DIES_IN_ITS_COMMIT = """
+KILLED_IN_COMMIT = """
 import os, signal, sys
 from persistkv.config import StoreUrl
 from persistkv.storage.backend import CommitBatch
@@ -42,8 +42,8 @@ backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)]))
 """
 
 
-def die_in_a_commit(path: Path, namespace: bytes) -> None:
-    command = [sys.executable, "-c", DIES_IN_ITS_COMMIT, f"lmdb://{path}", namespace.hex()]
+def kill_writer_in_commit(path: Path, namespace: bytes) -> None:
+    command = [sys.executable, "-c", KILLED_IN_COMMIT, f"lmdb://{path}", namespace.hex()]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
 
 
@@ -52,15 +52,15 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the calls that make content durable outside of LMDB's own commits."""
     kinds = []
 
-    def noting(kind: str, sync: Callable[[Path], None]) -> Callable[[Path], None]:
-        def noted(path: Path) -> None:
+    def recording(kind: str, sync: Callable[[Path], None]) -> Callable[[Path], None]:
+        def recorded(path: Path) -> None:
             kinds.append(kind)
             sync(path)
 
-        return noted
+        return recorded
 
     for kind in ("rewrite_meta_pages", "sync_directory"):
-        monkeypatch.setattr(opening, kind, noting(kind, getattr(opening, kind)))
+        monkeypatch.setattr(opening, kind, recording(kind, getattr(opening, kind)))
     return kinds
 
 
@@ -93,34 +93,34 @@ def handles(monkeypatch: pytest.MonkeyPatch) -> list[Handle]:
     return found
 
 
-def fails(*_: object) -> None:
+def raise_eio(*_: object) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def test_what_a_killed_writer_left_is_synced_by_who_goes_on(
+def test_commit_after_killed_writer_syncs_its_pages_once(
     backend: LmdbBackend, namespace: bytes, path: Path, synced: list[str]
 ) -> None:
     synced.clear()
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 3)]))
-    assert synced == [], "nobody was killed"
-    die_in_a_commit(path, namespace)
+    assert synced == [], "no writer was killed yet"
+    kill_writer_in_commit(path, namespace)
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 4)]))
     assert synced[0] == "rewrite_meta_pages"
     synced.clear()
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 5)]))
-    assert synced == [], "once is enough"
+    assert synced == [], "the pages were synced again"
     assert len(tables(backend, namespace)) == 5
 
 
-def test_what_a_killed_writer_left_is_synced_by_who_opens_or_closes(
+def test_open_or_close_after_killed_writer_syncs_its_pages(
     open_store: Opener, backend: LmdbBackend, namespace: bytes, path: Path, synced: list[str]
 ) -> None:
-    die_in_a_commit(path, namespace)
+    kill_writer_in_commit(path, namespace)
     code = "import sys; from persistkv.storage import open_backend; open_backend(sys.argv[1])"
     assert (path / "writer.lock").read_bytes() == b"+"
     subprocess.run([sys.executable, "-c", code, f"lmdb://{path}"], check=True)  # in a second process
     assert (path / "writer.lock").read_bytes() == b"-"
-    die_in_a_commit(path, namespace)
+    kill_writer_in_commit(path, namespace)
     synced.clear()
     backend.close()
     assert synced[0] == "rewrite_meta_pages"
@@ -129,7 +129,7 @@ def test_what_a_killed_writer_left_is_synced_by_who_opens_or_closes(
 
 
 @pytest.fixture
-def forgetful(monkeypatch: pytest.MonkeyPatch) -> tuple[list[bool], set[int]]:
+def lossy_disk(monkeypatch: pytest.MonkeyPatch) -> tuple[list[bool], set[int]]:
     """Simulate a kernel that failed to write pages of ``data.mdb`` that a killed process left.
 
     Return the pending errors, one per failing fsync, and the numbers of the meta pages that are not durable. A lost
@@ -146,7 +146,7 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> tuple[list[bool], set[int]]:
             if errors:
                 errors.pop()
                 written.clear()
-                fails()
+                raise_eio()
             lost.difference_update(written)
 
     def write(fd: int, content: bytes, offset: int) -> int:
@@ -160,14 +160,14 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> tuple[list[bool], set[int]]:
     return errors, lost
 
 
-def test_what_the_disk_lost_is_written_again(
-    open_store: Opener, backend: LmdbBackend, namespace: bytes, path: Path, forgetful: tuple[list[bool], set[int]]
+def test_commit_failed_sync_after_killed_writer_rewrites_meta_pages(
+    open_store: Opener, backend: LmdbBackend, namespace: bytes, path: Path, lossy_disk: tuple[list[bool], set[int]]
 ) -> None:
     """After EIO the kernel marks the lost pages as clean: a second fsync would succeed without writing them."""
-    errors, lost = forgetful
+    errors, lost = lossy_disk
     held = sample_pack(namespace, 3)
     backend.commit(namespace, CommitBatch([held]))
-    die_in_a_commit(path, namespace)
+    kill_writer_in_commit(path, namespace)
     errors += [True, True]
     for _ in range(2):
         with pytest.raises(StoreError, match="Input/output error"):
@@ -181,13 +181,13 @@ def test_what_the_disk_lost_is_written_again(
     assert not list(path.glob("damaged-*"))
 
 
-def test_store_that_the_disk_does_not_take_is_kept_and_opens_later(
-    open_store: Opener, backend: LmdbBackend, namespace: bytes, path: Path, forgetful: tuple[list[bool], set[int]]
+def test_open_failing_sync_raises_unavailable_and_later_succeeds(
+    open_store: Opener, backend: LmdbBackend, namespace: bytes, path: Path, lossy_disk: tuple[list[bool], set[int]]
 ) -> None:
     """The last writer was killed before its commit was durable. A failing disk is no reason to discard the store."""
-    errors, lost = forgetful
+    errors, lost = lossy_disk
     backend.close()
-    die_in_a_commit(path, namespace)
+    kill_writer_in_commit(path, namespace)
     errors += [True] * 4
     for _ in range(4):  # repeated failures do not quarantine the store
         with pytest.raises(StoreUnavailableError, match="Input/output error"):
@@ -198,14 +198,16 @@ def test_store_that_the_disk_does_not_take_is_kept_and_opens_later(
     assert not list(path.glob("damaged-*"))
 
 
-def test_handle_recovers_from_a_failed_meta_page(handles: list[Handle], backend: LmdbBackend, namespace: bytes) -> None:
+def test_commit_panicked_handle_reopens_it_and_succeeds(
+    handles: list[Handle], backend: LmdbBackend, namespace: bytes
+) -> None:
     handles[-1].panics = True
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     assert backend.stats().packs == 1
 
 
-def forge_a_commit(backend: LmdbBackend, handle: Handle, ahead: int = 1) -> int:
-    """Write a meta page that LMDB's lock file does not know: the last transaction named there is the one before it.
+def forge_meta_page(backend: LmdbBackend, handle: Handle, ahead: int = 1) -> int:
+    """Write a meta page whose transaction is ``ahead`` of the last one in LMDB's lock file.
 
     Return the transaction number of the page.
     """
@@ -222,14 +224,14 @@ def forge_a_commit(backend: LmdbBackend, handle: Handle, ahead: int = 1) -> int:
     return number
 
 
-def test_commit_that_nobody_knows_of_is_taken_back(
+def test_transaction_meta_page_ahead_of_lock_file_is_reverted(
     handles: list[Handle], backend: LmdbBackend, namespace: bytes, path: Path
 ) -> None:
     """The meta page is in the file, and LMDB's lock file still names the transaction before it."""
     shared = backend.environment
     held = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([held]))
-    number = forge_a_commit(backend, handles[-1])
+    number = forge_meta_page(backend, handles[-1])
     with shared.transaction(write=True) as transaction:
         assert transaction.txn.id() == number
         assert handles[-1].info()["last_txnid"] == number - 1
@@ -240,20 +242,20 @@ def test_commit_that_nobody_knows_of_is_taken_back(
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_what_is_taken_back_is_durable_before_anything_is_written(
+def test_commit_disk_fails_during_revert_raises_until_revert_is_durable(
     handles: list[Handle],
     backend: LmdbBackend,
     namespace: bytes,
     path: Path,
-    forgetful: tuple[list[bool], set[int]],
+    lossy_disk: tuple[list[bool], set[int]],
     times: int,
 ) -> None:
     """The disk fails ``times`` times. The kernel then marks the pages as clean, and LMDB would not write them again."""
     shared = backend.environment
-    errors, lost = forgetful
+    errors, lost = lossy_disk
     held = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([held]))
-    number = forge_a_commit(backend, handles[-1])
+    number = forge_meta_page(backend, handles[-1])
     lost.clear()
     lost.add(number % 2)
     errors += [True] * times
@@ -268,11 +270,11 @@ def test_what_is_taken_back_is_durable_before_anything_is_written(
     assert read_pack(backend, namespace, held.table) == payload_of(held)
 
 
-def test_a_full_disk_does_not_evict_for_what_is_taken_back(
+def test_commit_full_disk_during_revert_raises_without_eviction(
     handles: list[Handle], backend: LmdbBackend, namespace: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
-    forge_a_commit(backend, handles[-1])
+    forge_meta_page(backend, handles[-1])
 
     def is_full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -285,11 +287,11 @@ def test_a_full_disk_does_not_evict_for_what_is_taken_back(
     assert len(tables(backend, namespace)) == 1
 
 
-def test_pages_of_other_transactions_are_not_taken_back(
+def test_commit_meta_page_of_other_transaction_raises_without_revert(
     handles: list[Handle], backend: LmdbBackend, namespace: bytes, path: Path
 ) -> None:
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
-    forge_a_commit(backend, handles[-1], ahead=3)
+    forge_meta_page(backend, handles[-1], ahead=3)
     before = (path / "data.mdb").read_bytes()[: 2 * mmap.PAGESIZE]
     with pytest.raises(CorruptStoreError, match="does not begin with"):
         backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)]))
@@ -297,7 +299,7 @@ def test_pages_of_other_transactions_are_not_taken_back(
 
 
 @pytest.mark.parametrize("times", [1, 2, 5])
-def test_handle_that_cannot_be_opened_again_is_tried_again(
+def test_read_panicked_handle_failed_reopen_is_retried_by_next_read(
     handles: list[Handle], backend: LmdbBackend, namespace: bytes, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     held = sample_pack(namespace, 1)
@@ -321,31 +323,31 @@ def test_handle_that_cannot_be_opened_again_is_tried_again(
     assert len(tables(backend, namespace)) == 2
 
 
-def test_handle_reads_while_what_it_failed_to_commit_cannot_be_made_durable(
-    handles: list[Handle], backend: LmdbBackend, namespace: bytes, path: Path, forgetful: tuple[list[bool], set[int]]
+def test_read_panicked_handle_succeeds_without_sync(
+    handles: list[Handle], backend: LmdbBackend, namespace: bytes, path: Path, lossy_disk: tuple[list[bool], set[int]]
 ) -> None:
     """LMDB's handle is unusable after its last write failed, and is reopened."""
-    errors, _ = forgetful
+    errors, _ = lossy_disk
     held = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([held]))
     (path / "writer.lock").write_bytes(b"+")
     handles[-1].panics = True
     errors.append(True)
     assert read_pack(backend, namespace, held.table) == payload_of(held)
-    assert errors, "a read asks nothing of the disk that it does not need"
+    assert errors, "a read called fsync"
 
 
-def test_payload_whose_sync_failed_is_written_again(
+def test_commit_failed_payload_sync_raises_and_retry_rewrites_payload(
     backend: LmdbBackend, namespace: bytes, path: Path, placement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if placement == "inline":
-        pytest.skip("LMDB syncs its own")
+        pytest.skip("LMDB syncs inline payloads itself")
     pack = sample_pack(namespace, 1)
 
     def lost(fd: int) -> None:
         size = os.fstat(fd).st_size
         os.pwrite(fd, bytes(size), 0)
-        fails()
+        raise_eio()
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fdatasync", lost)
@@ -356,7 +358,7 @@ def test_payload_whose_sync_failed_is_written_again(
     assert read_pack(backend, namespace, pack.table) == payload_of(pack)
 
 
-def test_file_is_published_only_once_its_name_is_durable(
+def test_commit_failed_directory_sync_raises_and_next_commit_syncs_it(
     open_store: Opener,
     backend: LmdbBackend,
     namespace: bytes,
@@ -366,7 +368,7 @@ def test_file_is_published_only_once_its_name_is_durable(
 ) -> None:
     """The fsync of the directory failed after the file was created."""
     if placement == "inline":
-        pytest.skip("there are no files")
+        pytest.skip("inline payloads have no segment files")
     failing = [True]
     synced = []
     fsync = os.fsync
@@ -375,7 +377,7 @@ def test_file_is_published_only_once_its_name_is_durable(
         name = os.readlink(f"/proc/self/fd/{fd}")
         if name.endswith("segments") and failing:
             failing.clear()
-            fails()
+            raise_eio()
         synced.append(name)
         fsync(fd)
 
@@ -383,42 +385,42 @@ def test_file_is_published_only_once_its_name_is_durable(
     with pytest.raises(StoreError):
         backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     assert list((path / "segments").iterdir())
-    backend.close()  # the reopened store knows as little about the file as another process
+    backend.close()  # the reopened store cannot tell whether the name was synced, like another process
     open_store().commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     assert str(path / "segments") in synced
 
 
-def test_guard_that_cannot_be_written_costs_no_commit(
+def test_commit_failing_guard_write_succeeds(
     backend: LmdbBackend, namespace: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pwrite, refused = os.pwrite, []
 
-    def refuses(fd: int, content: bytes, offset: int) -> int:
+    def refuse(fd: int, content: bytes, offset: int) -> int:
         if os.readlink(f"/proc/self/fd/{fd}").endswith("/guard"):
             refused.append(content)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return pwrite(fd, content, offset)
 
-    monkeypatch.setattr(os, "pwrite", refuses)
+    monkeypatch.setattr(os, "pwrite", refuse)
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     assert len(tables(backend, namespace)) == 1
     backend.close()
     assert refused
 
 
-def test_creation_whose_names_cannot_be_made_durable_is_undone(
+def test_open_new_store_failed_directory_sync_removes_created_files(
     open_store: Opener, path: Path, identity: Identity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing stays open, because LMDB allows one handle per process, and no files remain whose names may be lost."""
+    """LMDB's only handle of this process is closed, and files are removed whose names a power loss could remove."""
     fsync = os.fsync
 
-    def fails_behind(fd: int) -> None:
+    def fail_after_data_file(fd: int) -> None:
         if os.readlink(f"/proc/self/fd/{fd}") == str(path) and (path / "data.mdb").exists():
-            fails()
+            raise_eio()
         fsync(fd)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fails_behind)
+        patch.setattr(os, "fsync", fail_after_data_file)
         with pytest.raises(StoreUnavailableError, match="Input/output error") as caught:
             open_store()
     assert not (path / "data.mdb").exists()

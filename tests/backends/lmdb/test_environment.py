@@ -1,4 +1,4 @@
-"""One environment per process and store: sharing, remapping, forks, disk failures."""
+"""One environment per process and store: sharing, remapping, forks, full disks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def run(code: str, *arguments: object) -> list[str]:
     return done.stdout.split()
 
 
-def test_paths_to_one_store_share_it(open_store: Opener, path: Path, tmp_path: Path, identity: Identity) -> None:
+def test_open_different_paths_to_one_store_share_environment(
+    open_store: Opener, path: Path, tmp_path: Path, identity: Identity
+) -> None:
     first = open_store()
     (tmp_path / "link").symlink_to(path)
     second = open_store(location=tmp_path / "link")
@@ -50,7 +52,7 @@ def test_paths_to_one_store_share_it(open_store: Opener, path: Path, tmp_path: P
     lmdb.open(str(path)).close()  # succeeds only if this process has closed the store
 
 
-def test_writing_joins_reading(open_store: Opener, identity: Identity) -> None:
+def test_open_for_writing_with_open_reader_shares_environment(open_store: Opener, identity: Identity) -> None:
     setup = open_store()
     namespace = setup.open_namespace(identity).id
     setup.close()
@@ -65,7 +67,7 @@ def test_writing_joins_reading(open_store: Opener, identity: Identity) -> None:
     assert read_all(reader, namespace, pack) == payload_of(pack)
 
 
-def test_nobody_reads_while_files_are_opened_for_writing(
+def test_open_for_writing_blocks_reads_while_files_are_reopened(
     open_store: Opener, backend: LmdbBackend, namespace: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Opening for writing closes the descriptors. A number held by a reader could then refer to another file."""
@@ -80,19 +82,19 @@ def test_nobody_reads_while_files_are_opened_for_writing(
         with shared.transaction():
             inside.set()
 
-    def beside_a_reader() -> None:
+    def make_writable_with_reader() -> None:
         threads.append(threading.Thread(target=read))
         threads[0].start()
         assert not inside.wait(0.2)
         make_writable()
 
-    monkeypatch.setattr(shared.files, "make_writable", beside_a_reader)
+    monkeypatch.setattr(shared.files, "make_writable", make_writable_with_reader)
     open_store()
     threads[0].join()
     assert inside.is_set()
 
 
-def test_reading_goes_on_where_writing_cannot_join(
+def test_read_after_failed_open_for_writing_succeeds(
     open_store: Opener, monkeypatch: pytest.MonkeyPatch, closed_pack: PackWriter
 ) -> None:
     reader = open_store(read_only=True)
@@ -106,7 +108,9 @@ def test_reading_goes_on_where_writing_cannot_join(
     assert read_all(reader, closed_pack.namespace, closed_pack) == payload_of(closed_pack)
 
 
-def test_store_made_anew_under_an_open_handle(open_store: Opener, path: Path, identity: Identity) -> None:
+def test_open_store_deleted_under_open_handle_creates_new_store(
+    open_store: Opener, path: Path, identity: Identity
+) -> None:
     old = open_store()
     namespace = old.open_namespace(identity).id
     pack = sample_pack(namespace, 1)
@@ -136,7 +140,9 @@ backend.commit(namespace, CommitBatch([sample_pack(namespace, 50, blocks=256, bl
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-def test_map_grown_by_another_process(open_store: Opener, path: Path, identity: Identity, read_only: bool) -> None:
+def test_read_map_grown_by_other_process_returns_new_pack(
+    open_store: Opener, path: Path, identity: Identity, read_only: bool
+) -> None:
     backend = open_store("?capacity=2MiB")
     namespace = backend.open_namespace(identity).id
     if read_only:
@@ -182,11 +188,11 @@ print(backend.stats().packs)
 """
 
 
-def test_fork_is_refused_and_harms_nobody(path: Path) -> None:
+def test_fork_child_use_raises_and_parent_continues(path: Path) -> None:
     assert run(FORK, f"lmdb://{path}") == ["StoreError", "StoreUnavailableError", "0", "2"]
 
 
-def test_remapping_waits_for_readers(open_store: Opener, identity: Identity) -> None:
+def test_remap_during_reads_returns_stored_bytes(open_store: Opener, identity: Identity) -> None:
     """Unmapping memory during a read would kill the process."""
     backend = open_store("?capacity=8MiB")
     namespace = backend.open_namespace(identity).id
@@ -213,7 +219,7 @@ def test_remapping_waits_for_readers(open_store: Opener, identity: Identity) -> 
     assert not wrong
 
 
-def test_remapping_gets_its_turn_among_many_readers(backend: LmdbBackend) -> None:
+def test_set_policy_many_readers_is_not_starved(backend: LmdbBackend) -> None:
     shared = backend.environment
     stop = threading.Event()
 
@@ -235,7 +241,7 @@ def test_remapping_gets_its_turn_among_many_readers(backend: LmdbBackend) -> Non
     assert not starved
 
 
-def test_handles_open_and_close_in_many_threads(open_store: Opener, path: Path, identity: Identity) -> None:
+def test_open_and_close_in_many_threads_keeps_all_commits(open_store: Opener, path: Path, identity: Identity) -> None:
     namespace = open_store().open_namespace(identity).id
     failures = []
 
@@ -282,16 +288,16 @@ print(backend.stats().packs, backend.stats().requests)
 """
 
 
-def test_full_disk_is_a_full_store(tmp_path: Path, placement: str) -> None:
+def test_commit_full_disk_raises_store_full_and_keeps_content(tmp_path: Path, placement: str) -> None:
     mounted = 'mount -t tmpfs -o size=4m tmpfs "$1" && exec "$2" -c "$3" "$1" "$4"'
     command = ["unshare", "-rm", "sh", "-c", mounted, "sh", str(tmp_path)]
     if not shutil.which("unshare") or subprocess.run([*command, "true", ""], capture_output=True).returncode:
-        pytest.skip("no file system of our own can be mounted here")
+        pytest.skip("cannot mount a tmpfs here")
     done = subprocess.run([*command, sys.executable, FULL_DISK, placement], capture_output=True, text=True)
     assert done.stdout.split() == ["full", "full", "full", "2", "0"], done.stderr
 
 
-GROWS_NO_MORE = """
+FULL_STORE_CANNOT_GROW = """
 import os, pathlib, resource, sys
 from persistkv.config import StoreUrl
 from persistkv.storage.backend import CommitBatch
@@ -305,7 +311,7 @@ for seed in range(40):
     backend.commit(namespace, CommitBatch([sample_pack(namespace, seed, blocks=2, block_bytes=1 << 16)]))
 before = backend.stats().disk_bytes
 slack = 0
-if sys.argv[2] == "disk":  # another program takes all that is left
+if sys.argv[2] == "disk":  # another program fills the disk
     with open(f"{sys.argv[1]}/other", "wb", 0) as other:
         try:
             while True:
@@ -325,17 +331,17 @@ print(evicted > 50, sum(held) / len(held) > 10, backend.stats().disk_bytes <= be
 """
 
 
-def test_full_disk_evicts_for_what_is_new(tmp_path: Path, placement: str) -> None:
+def test_commit_full_disk_evicts_for_new_packs(tmp_path: Path, placement: str) -> None:
     mounted = 'mount -t tmpfs -o size=8m tmpfs "$1" && exec "$2" -c "$3" "$1" disk "$4"'
     command = ["unshare", "-rm", "sh", "-c", mounted, "sh", str(tmp_path)]
     if not shutil.which("unshare") or subprocess.run([*command, "true", ""], capture_output=True).returncode:
-        pytest.skip("no file system of our own can be mounted here")
-    done = subprocess.run([*command, sys.executable, GROWS_NO_MORE, placement], capture_output=True, text=True)
+        pytest.skip("cannot mount a tmpfs here")
+    done = subprocess.run([*command, sys.executable, FULL_STORE_CANNOT_GROW, placement], capture_output=True, text=True)
     assert done.stdout.split() == ["True", "True", "True"], done.stderr
 
 
-def test_limit_of_the_file_size_evicts_for_what_is_new(tmp_path: Path, placement: str) -> None:
-    assert run(GROWS_NO_MORE, tmp_path, "limit", placement) == ["True", "True", "True"]
+def test_commit_file_size_limit_evicts_for_new_packs(tmp_path: Path, placement: str) -> None:
+    assert run(FULL_STORE_CANNOT_GROW, tmp_path, "limit", placement) == ["True", "True", "True"]
 
 
 DELETES_SHARED = """
@@ -366,12 +372,14 @@ print(backend.stats().requests, find_faults(backend))
 
 @pytest.mark.parametrize("batch", ["delete", "replace"])
 @pytest.mark.parametrize("requests", [500, 3000])
-def test_commit_full_disk_deletes_a_shared_pack(tmp_path: Path, placement: str, requests: int, batch: str) -> None:
+def test_commit_full_disk_deletes_shared_pack(tmp_path: Path, placement: str, requests: int, batch: str) -> None:
     assert run(DELETES_SHARED, tmp_path, placement, requests, batch) == ["True", "0", "[]"]
 
 
-def test_nothing_keeps_a_snapshot(backend: LmdbBackend, namespace: bytes, open_store: Opener) -> None:
-    """A lasting read transaction would pin the pages of each round, and the file would grow."""
+def test_reads_hold_no_snapshot_and_freed_pages_are_reused(
+    backend: LmdbBackend, namespace: bytes, open_store: Opener
+) -> None:
+    """A read transaction that stays open would prevent the reuse of freed pages, and the file would grow."""
     reader = open_store(read_only=True)
     backend.commit(namespace, CommitBatch(manifests=[sample_manifest(f"r{number}") for number in range(5)]))
     iterators = []
@@ -387,7 +395,7 @@ def test_nothing_keeps_a_snapshot(backend: LmdbBackend, namespace: bytes, open_s
     assert backend.stats().disk_bytes < 6 << 20
 
 
-def test_killed_readers_slot_is_cleared(open_store: Opener, path: Path) -> None:
+def test_open_after_killed_reader_clears_its_slot(open_store: Opener, path: Path) -> None:
     open_store().close()
     code = """
 import lmdb, os, sys
@@ -403,7 +411,7 @@ os.kill(os.getpid(), 9)
     assert run(code, path) == ["0"]  # opening the store has cleared the slot already
 
 
-def test_numbers_of_another_kind_fill_the_same_bytes(backend: LmdbBackend, namespace: bytes) -> None:
+def test_read_float16_buffer_receives_stored_bytes(backend: LmdbBackend, namespace: bytes) -> None:
     pack = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([pack]))
     rows = np.zeros(pack.raw_length // 2, np.float16)
@@ -411,7 +419,9 @@ def test_numbers_of_another_kind_fill_the_same_bytes(backend: LmdbBackend, names
     assert rows.tobytes() == payload_of(pack)
 
 
-def test_unreadable_environment_is_unavailable(open_store: Opener, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_lmdb_out_of_memory_raises_unavailable(
+    open_store: Opener, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object, **__: object) -> None:
         error = lmdb.MemoryError("mdb_env_open")
         vars(error).update(code=12, reason="Cannot allocate memory")

@@ -70,7 +70,7 @@ def test_open_linked_directory_is_refused(
     assert list(elsewhere.iterdir()) == []
 
 
-def test_commit_linked_segment_writes_nothing_through_it(
+def test_commit_linked_segment_raises_and_leaves_target_unchanged(
     open_store: Opener, path: Path, identity: Identity, victim: Path
 ) -> None:
     link(path / "segments" / "00000000.seg", victim)
@@ -88,7 +88,7 @@ def test_open_fifo_is_refused_at_once(open_store: Opener, path: Path, closed_pac
         open_store()
 
 
-def test_statuses_fifo_is_passed_over(open_store: Opener, path: Path, closed_pack: PackWriter) -> None:
+def test_statuses_fifo_is_skipped(open_store: Opener, path: Path, closed_pack: PackWriter) -> None:
     backend = open_store()
     backend.publish_status("engine", b"row")
     os.mkfifo(path / "status" / "pipe.json")
@@ -101,7 +101,7 @@ def test_statuses_fifo_is_passed_over(open_store: Opener, path: Path, closed_pac
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
-def test_open_directory_of_another_user_is_refused_for_writing(
+def test_open_directory_of_other_user_is_refused_for_writing(
     open_store: Opener, path: Path, closed_pack: PackWriter
 ) -> None:
     os.chown(path, NOBODY, NOBODY)
@@ -111,7 +111,9 @@ def test_open_directory_of_another_user_is_refused_for_writing(
 
 
 @pytest.mark.parametrize("command", [["stat"], ["verify"], ["top", "--count", "1"]], ids=lambda command: command[0])
-def test_command_fifo_in_status_ends(path: Path, closed_pack: PackWriter, command: list[str]) -> None:
+def test_command_fifo_in_status_directory_does_not_block(
+    path: Path, closed_pack: PackWriter, command: list[str]
+) -> None:
     (path / "status").mkdir(exist_ok=True)
     os.mkfifo(path / "status" / "pipe.json")
     name, *options = command

@@ -24,7 +24,7 @@ Failing = Callable[[Path, pytest.MonkeyPatch], AbstractContextManager[None]]
 Failure = tuple[Failing, type[StoreError]]
 
 
-def write_that_fails(name: str, number: int) -> Failing:
+def failing_write(name: str, number: int) -> Failing:
     """Make write number ``number`` to the file ``name`` fail with EIO."""
 
     @contextmanager
@@ -49,15 +49,15 @@ def write_that_fails(name: str, number: int) -> Failing:
 
 
 @contextmanager
-def first_word_that_fails(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def failing_write_to_empty_guard(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Empty the guard, so that opening writes it after LMDB's environment is open, and make this write fail."""
     (path / "guard").write_bytes(b"")
-    with write_that_fails("guard", 1)(path, monkeypatch):
+    with failing_write("guard", 1)(path, monkeypatch):
         yield
 
 
 @contextmanager
-def somebody_who_does_not_end_closing(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def guard_locked_by_closing_process(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Hold a lock on the guard, as a process that closes the store does, so that opening waits for it."""
     path.mkdir(exist_ok=True)
     with (path / "guard").open("a+") as other, monkeypatch.context() as patch:
@@ -67,14 +67,14 @@ def somebody_who_does_not_end_closing(path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 FAILURES: dict[str, Failure] = {
-    "guard": (write_that_fails("guard", 1), StoreUnavailableError),  # the write that records the store as open
-    "mark": (write_that_fails("writer.lock", 1), StoreError),
-    "busy": (somebody_who_does_not_end_closing, StoreBusyError),
+    "guard write": (failing_write("guard", 1), StoreUnavailableError),  # the write that records the store as open
+    "lock mark write": (failing_write("writer.lock", 1), StoreError),
+    "closing process": (guard_locked_by_closing_process, StoreBusyError),
 }
-FAILURES_OF_WHAT_IS_THERE = FAILURES | {"first word": (first_word_that_fails, StoreUnavailableError)}
+FAILURES_OF_EXISTING_STORE = FAILURES | {"empty guard write": (failing_write_to_empty_guard, StoreUnavailableError)}
 
 
-def opened_files(path: Path) -> list[tuple[str, int]]:
+def open_descriptors(path: Path) -> list[tuple[str, int]]:
     """Return names and access modes of this process's descriptors of files in the store, with repetitions."""
     found = []
     for entry in Path("/proc/self/fd").iterdir():
@@ -96,45 +96,45 @@ def fail_to_open(
     return caught
 
 
-def opened_once_it_failed(
+def open_after_failure(
     open_store: Opener, failure: Failure, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> LmdbBackend:
     """Open the store while the error of a failed attempt is still referenced."""
     caught = fail_to_open(open_store, failure, path, monkeypatch)
-    assert not opened_files(path)
+    assert not open_descriptors(path)
     backend = open_store()
     assert caught.value.__traceback__ is not None
     return backend
 
 
 @pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)
-def test_creation_can_be_tried_again(
+def test_open_new_store_after_failed_open_succeeds(
     open_store: Opener, path: Path, identity: Identity, monkeypatch: pytest.MonkeyPatch, failure: Failure
 ) -> None:
-    backend = opened_once_it_failed(open_store, failure, path, monkeypatch)
+    backend = open_after_failure(open_store, failure, path, monkeypatch)
     namespace = backend.open_namespace(identity).id
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     assert len(tables(backend, namespace)) == 1
 
 
-@pytest.mark.parametrize("failure", FAILURES_OF_WHAT_IS_THERE.values(), ids=FAILURES_OF_WHAT_IS_THERE)
-def test_opening_can_be_tried_again(
+@pytest.mark.parametrize("failure", FAILURES_OF_EXISTING_STORE.values(), ids=FAILURES_OF_EXISTING_STORE)
+def test_open_existing_store_after_failed_open_succeeds(
     open_store: Opener, path: Path, closed_pack: PackWriter, monkeypatch: pytest.MonkeyPatch, failure: Failure
 ) -> None:
-    backend = opened_once_it_failed(open_store, failure, path, monkeypatch)
+    backend = open_after_failure(open_store, failure, path, monkeypatch)
     backend.commit(closed_pack.namespace, CommitBatch([sample_pack(closed_pack.namespace, 2)]))
     assert read_pack(backend, closed_pack.namespace, closed_pack.table) == payload_of(closed_pack)
 
 
-@pytest.mark.parametrize("failure", FAILURES_OF_WHAT_IS_THERE.values(), ids=FAILURES_OF_WHAT_IS_THERE)
-def test_opening_beside_a_reader_can_be_tried_again(
+@pytest.mark.parametrize("failure", FAILURES_OF_EXISTING_STORE.values(), ids=FAILURES_OF_EXISTING_STORE)
+def test_open_for_writing_with_open_reader_after_failed_open_succeeds(
     open_store: Opener, path: Path, closed_pack: PackWriter, monkeypatch: pytest.MonkeyPatch, failure: Failure
 ) -> None:
     """The writer shares the reader's environment, which stays open."""
     with closing(open_store(read_only=True)) as reader:
-        before = opened_files(path)
+        before = open_descriptors(path)
         caught = fail_to_open(open_store, failure, path, monkeypatch)
-        assert opened_files(path) == before
+        assert open_descriptors(path) == before
         assert read_pack(reader, closed_pack.namespace, closed_pack.table) == payload_of(closed_pack)
         backend = open_store()
         assert caught.value.__traceback__ is not None

@@ -1,4 +1,4 @@
-"""Whole jobs, read in parts by several threads: other failures do not affect the blocks that are served."""
+"""Jobs that several threads read in parts: a failing part does not affect the blocks of the other parts."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ def drop_from_page_cache(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def names(first: int, count: int) -> list[bytes]:
+def block_keys(first: int, count: int) -> list[bytes]:
     return [number.to_bytes(32, "big") + bytes(4) for number in range(first, first + count)]
 
 
 @pytest.fixture
-def open_whole(open_store: Opener, identity: Identity) -> Iterator[Callable[..., Store]]:
+def open_store_with_rows(open_store: Opener, identity: Identity) -> Iterator[Callable[..., Store]]:
     """Open a store with rows: stores read from the first half, loads write to the second half."""
     opened = []
 
-    def open_whole(seed: int = 1, **options: Any) -> Store:
+    def open_store_with_rows(seed: int = 1, **options: Any) -> Store:
         executor = ThreadExecutor(2, lambda: None)
         backend = open_store("?capacity=256MiB")
         store = Store(backend, identity, rows_of(seed), StoreOptions(**options), url="lmdb:", executor=executor)
         opened.append(store)
         return store
 
-    yield open_whole
+    yield open_store_with_rows
     for store in opened:
         store.close()
         store.catalogue.executor.close()
@@ -71,19 +71,21 @@ def loaded(store: Store, wanted: Sequence[int]) -> list[bytes | None]:
     """Load blocks by number. Return their bytes in the order of ``wanted``, with None for a miss."""
     order = random.Random(len(wanted)).sample(range(BLOCKS, 2 * BLOCKS), len(wanted))
     store.rows.array[BLOCKS:] = 0
-    failed = set(store.read([names(number, 1)[0] for number in wanted], order))
+    failed = set(store.read([block_keys(number, 1)[0] for number in wanted], order))
     return [
-        None if names(number, 1)[0] in failed else store.rows.array[row].tobytes()
+        None if block_keys(number, 1)[0] in failed else store.rows.array[row].tobytes()
         for number, row in zip(wanted, order, strict=True)
     ]
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
-def test_read_random_jobs_returns_stored_blocks(open_whole: Callable[..., Store], path: Path, codec: str) -> None:
-    store = open_whole(codec=codec)
+def test_read_random_jobs_returns_stored_blocks(
+    open_store_with_rows: Callable[..., Store], path: Path, codec: str
+) -> None:
+    store = open_store_with_rows(codec=codec)
     store.rows.array[:BLOCKS, BLOCK // 4 :] = 7  # compressible content for the codecs
     for first in (0, BLOCKS // 2):
-        store.put(f"r{first}", names(first, BLOCKS // 2), range(first, first + BLOCKS // 2), None)
+        store.put(f"r{first}", block_keys(first, BLOCKS // 2), range(first, first + BLOCKS // 2), None)
     store.flush()
     held = [row.tobytes() for row in store.rows.array[:BLOCKS]]
     rng = random.Random(3)
@@ -97,12 +99,12 @@ def test_read_random_jobs_returns_stored_blocks(open_whole: Callable[..., Store]
     assert loaded(store, range(BLOCKS)) == held
 
 
-def test_read_bad_frame_misses_its_blocks_only(open_whole: Callable[..., Store], path: Path) -> None:
+def test_read_bad_frame_misses_its_blocks_only(open_store_with_rows: Callable[..., Store], path: Path) -> None:
     """Two packs in one job, one with a flipped byte: its other frames and all frames of the other pack are served."""
-    store = open_whole()
+    store = open_store_with_rows()
     half = BLOCKS // 2
     for first in (0, half):
-        store.put(f"r{first}", names(first, half), range(first, first + half), range(half))
+        store.put(f"r{first}", block_keys(first, half), range(first, first + half), range(half))
         store.flush()
     held = [row.tobytes() for row in store.rows.array[:BLOCKS]]
     with open(path / "segments" / "00000000.seg", "r+b") as file:
@@ -120,11 +122,11 @@ def test_read_bad_frame_misses_its_blocks_only(open_whole: Callable[..., Store],
     assert store.counters.verification_failures == 1
 
 
-def test_read_failing_disk_misses_that_part_only(
-    open_whole: Callable[..., Store], path: Path, monkeypatch: pytest.MonkeyPatch
+def test_read_one_failing_disk_call_misses_its_blocks_only(
+    open_store_with_rows: Callable[..., Store], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = open_whole()
-    store.put("r", names(0, BLOCKS), range(BLOCKS), range(BLOCKS))
+    store = open_store_with_rows()
+    store.put("r", block_keys(0, BLOCKS), range(BLOCKS), range(BLOCKS))
     store.flush()
     drop_from_page_cache(path)
     held = [row.tobytes() for row in store.rows.array[:BLOCKS]]
@@ -140,19 +142,19 @@ def test_read_failing_disk_misses_that_part_only(
         patch.setattr(os, "preadv", fails_once)
         found = loaded(store, range(BLOCKS))
     assert 0 < found.count(None) < BLOCKS
-    assert all(one in (None, other) for one, other in zip(found, held, strict=True))
+    assert all(block in (None, stored) for block, stored in zip(found, held, strict=True))
     assert store.counters.verification_failures == 0
     assert loaded(store, range(BLOCKS)) == held
 
 
-def test_close_executor_during_read_waits_for_rows(open_whole: Callable[..., Store]) -> None:
+def test_close_executor_during_read_waits_for_read(open_store_with_rows: Callable[..., Store]) -> None:
     """No caller waits for the job's outcome. Closing waits for the reads, so no thread writes to the rows later."""
-    store = open_whole()
-    store.put("r", names(0, BLOCKS), range(BLOCKS), None)
+    store = open_store_with_rows()
+    store.put("r", block_keys(0, BLOCKS), range(BLOCKS), None)
     store.flush()
-    store.catalogue.executor.close()  # the writer's executor, which is no longer needed
+    store.catalogue.executor.close()  # the executor of the stores above, which is no longer needed
     ending = store.catalogue.executor = ThreadExecutor(2, lambda: None)
-    store.begin_read(names(0, BLOCKS), range(BLOCKS, 2 * BLOCKS), lambda outcome: None)
+    store.begin_read(block_keys(0, BLOCKS), range(BLOCKS, 2 * BLOCKS), lambda outcome: None)
     ending.close()
     assert np.array_equal(store.rows.array[BLOCKS:], store.rows.array[:BLOCKS])
     store.catalogue.executor = ThreadExecutor(2, lambda: None)

@@ -79,7 +79,9 @@ def check_extents(
     assert rows["pieces"] == {}
 
 
-def test_store_as_documented(open_store: Opener, identity: Identity, placement: str, path: Path, dump: Dump) -> None:
+def test_layout_after_commits_matches_format_documentation(
+    open_store: Opener, identity: Identity, placement: str, path: Path, dump: Dump
+) -> None:
     backend = open_store("?capacity=64MiB")
     namespace = backend.open_namespace(identity).id
     gone, kept = sample_pack(namespace, 1), sample_pack(namespace, 2, blocks=30, block_bytes=70_000, depth=7)
@@ -156,7 +158,7 @@ def test_store_as_documented(open_store: Opener, identity: Identity, placement: 
     assert rows["order"] == {struct.pack(">BQIB", 1, 1, 0xFFFFFFFF, 1) + row: b""}
 
 
-def test_log_is_bounded(open_store: Opener, identity: Identity, dump: Dump) -> None:
+def test_log_beyond_limit_keeps_newest_entries_only(open_store: Opener, identity: Identity, dump: Dump) -> None:
     backend = open_store("?capacity=64MiB")
     namespace = backend.open_namespace(identity).id
     packs = [sample_pack(namespace, seed, blocks=1, block_bytes=1) for seed in range(LOG_ENTRIES + 10)]
@@ -167,7 +169,7 @@ def test_log_is_bounded(open_store: Opener, identity: Identity, dump: Dump) -> N
     assert numbers == list(range(12, LOG_ENTRIES + 12))
 
 
-def test_deleted_store_keeps_nothing_of_its_packs(open_store: Opener, identity: Identity, dump: Dump) -> None:
+def test_commit_all_packs_deleted_removes_their_rows(open_store: Opener, identity: Identity, dump: Dump) -> None:
     backend = open_store()
     namespace = backend.open_namespace(identity).id
     packs = [sample_pack(namespace, seed, blocks=3, block_bytes=900_000) for seed in range(4)]
@@ -191,11 +193,11 @@ def test_deleted_store_keeps_nothing_of_its_packs(open_store: Opener, identity: 
         (b"generati" + bytes(9), None),
     ],
 )
-def test_cursor(cursor: bytes, sequence: int | None) -> None:
+def test_cursor_sequence_unknown_cursor_returns_none(cursor: bytes, sequence: int | None) -> None:
     assert cursor_sequence(NamespaceState(b"generati", sequence=9), cursor) == sequence
 
 
-def test_order_as_documented(open_store: Opener, identity: Identity, dump: Dump) -> None:
+def test_order_rows_match_format_documentation(open_store: Opener, identity: Identity, dump: Dump) -> None:
     backend = open_store()
     namespace = backend.open_namespace(identity).id
     packs = [sample_pack(namespace, seed, depth=depth) for seed, depth in enumerate((0, 5, 0xFFFFFFFF))]

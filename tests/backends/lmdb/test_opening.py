@@ -43,11 +43,11 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def one_line(caught: pytest.ExceptionInfo[Exception]) -> bool:
+def is_one_line(caught: pytest.ExceptionInfo[Exception]) -> bool:
     return "\n" not in str(caught.value)
 
 
-def test_files_and_directories_are_private(open_store: Opener, tmp_path: Path) -> None:
+def test_open_new_store_creates_private_files_and_directories(open_store: Opener, tmp_path: Path) -> None:
     old = os.umask(0)
     try:
         open_store(location=tmp_path / "made" / "here" / "store")
@@ -58,7 +58,7 @@ def test_files_and_directories_are_private(open_store: Opener, tmp_path: Path) -
     assert {entry.name: mode(entry) for entry in store.iterdir()} == dict.fromkeys(FILES, 0o600)
 
 
-def test_relative_path_is_refused_with_the_likely_one(
+def test_open_relative_path_raises_with_suggested_absolute_url(
     open_store: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -68,40 +68,42 @@ def test_relative_path_is_refused_with_the_likely_one(
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-def test_directory_of_other_files_gets_no_store(open_store: Opener, path: Path, read_only: bool) -> None:
+def test_open_directory_with_other_files_raises_and_creates_nothing(
+    open_store: Opener, path: Path, read_only: bool
+) -> None:
     path.mkdir()
     (path / "notes.txt").touch()
     with pytest.raises(StoreUnavailableError, match=r"other files \(notes.txt\) and no store") as caught:
         open_store(read_only=read_only)
-    assert one_line(caught)
+    assert is_one_line(caught)
     assert [entry.name for entry in path.iterdir()] == ["notes.txt"]
 
 
-def test_root_of_a_file_system_gets_a_store(open_store: Opener, path: Path) -> None:
+def test_open_directory_with_lost_and_found_creates_store(open_store: Opener, path: Path) -> None:
     (path / "lost+found").mkdir(parents=True)
     open_store()
     assert (path / "data.mdb").exists()
 
 
-def test_store_among_later_files_opens(open_store: Opener, path: Path) -> None:
+def test_open_store_with_files_added_later_succeeds(open_store: Opener, path: Path) -> None:
     open_store().close()
     (path / "notes.txt").touch()
     open_store()
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-def test_file_where_the_directory_belongs(open_store: Opener, path: Path, read_only: bool) -> None:
+def test_open_path_is_or_is_below_file_raises(open_store: Opener, path: Path, read_only: bool) -> None:
     path.write_text("mine")
     with pytest.raises(StoreUnavailableError, match="is a file") as caught:
         open_store(read_only=read_only)
-    assert one_line(caught)
+    assert is_one_line(caught)
     with pytest.raises(StoreUnavailableError, match="Not a directory"):
         open_store(location=path / "below", read_only=read_only)
     assert path.read_text() == "mine"
 
 
 @pytest.mark.parametrize("made", [False, True])
-def test_read_only_creates_nothing(open_store: Opener, path: Path, made: bool) -> None:
+def test_open_read_only_without_store_raises_and_creates_nothing(open_store: Opener, path: Path, made: bool) -> None:
     if made:
         path.mkdir()
     with pytest.raises(StoreUnavailableError, match=r"No such file|no store"):
@@ -112,7 +114,7 @@ def test_read_only_creates_nothing(open_store: Opener, path: Path, made: bool) -
 
 @pytest.fixture
 def shared_directory() -> Iterator[Path]:
-    """A directory that every user may enter; pytest's own directories are private."""
+    """A directory that every user may enter, unlike pytest's own directories."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         yield Path(name)
@@ -125,7 +127,9 @@ def open_as_ordinary_user(path: Path, *flags: str) -> str:
 
 
 @pytest.mark.parametrize("flags", [[], ["read-only"]])
-def test_store_of_another_user(open_store: Opener, shared_directory: Path, flags: list[str]) -> None:
+def test_open_store_of_other_user_raises_permission_denied(
+    open_store: Opener, shared_directory: Path, flags: list[str]
+) -> None:
     store = shared_directory / "store"
     open_store(location=store).close()
     if os.getuid():  # not root: remove the access of the current user
@@ -134,7 +138,9 @@ def test_store_of_another_user(open_store: Opener, shared_directory: Path, flags
 
 
 @pytest.mark.parametrize("flags", [[], ["read-only"]])
-def test_store_whose_files_may_not_be_written(open_store: Opener, shared_directory: Path, flags: list[str]) -> None:
+def test_open_store_with_unwritable_files_raises_permission_denied(
+    open_store: Opener, shared_directory: Path, flags: list[str]
+) -> None:
     store = shared_directory / "store"
     open_store(location=store).close()
     store.chmod(0o755)
@@ -143,7 +149,7 @@ def test_store_whose_files_may_not_be_written(open_store: Opener, shared_directo
     assert open_as_ordinary_user(store, *flags) == f"{store}: Permission denied\n"
 
 
-def test_directory_that_may_not_be_made(shared_directory: Path) -> None:
+def test_open_directory_cannot_be_created_raises_permission_denied(shared_directory: Path) -> None:
     if not os.getuid():
         assert open_as_ordinary_user(shared_directory / "new") == f"{shared_directory}/new: Permission denied\n"
     shared_directory.chmod(0o555)
@@ -153,7 +159,7 @@ def test_directory_that_may_not_be_made(shared_directory: Path) -> None:
 
 @pytest.mark.parametrize("read_only", [False, True])
 @pytest.mark.parametrize("database", [None, b"meta", b"other"])
-def test_environment_of_something_else_is_left_as_it_is(
+def test_open_foreign_environment_raises_and_leaves_it_unchanged(
     open_store: Opener, path: Path, database: bytes | None, read_only: bool
 ) -> None:
     with lmdb.open(str(path), max_dbs=2) as env, env.begin(write=True) as txn:
@@ -161,11 +167,11 @@ def test_environment_of_something_else_is_left_as_it_is(
     before = (path / "data.mdb").read_bytes()
     with pytest.raises(CorruptStoreError, match="something else") as caught:
         open_store(read_only=read_only)
-    assert one_line(caught)
+    assert is_one_line(caught)
     assert (path / "data.mdb").read_bytes() == before
 
 
-def test_main_row_named_like_a_database(open_store: Opener, path: Path) -> None:
+def test_open_foreign_row_named_meta_raises(open_store: Opener, path: Path) -> None:
     with lmdb.open(str(path)) as env, env.begin(write=True) as txn:
         txn.put(b"meta", b"value")
     with pytest.raises(CorruptStoreError, match="something else"):
@@ -174,18 +180,20 @@ def test_main_row_named_like_a_database(open_store: Opener, path: Path) -> None:
 
 @pytest.mark.parametrize("read_only", [False, True])
 @pytest.mark.parametrize("content", [b"not LMDB" * 1000, b"x"])
-def test_file_that_is_no_environment(open_store: Opener, path: Path, content: bytes, read_only: bool) -> None:
+def test_open_data_file_not_lmdb_raises_and_leaves_it_unchanged(
+    open_store: Opener, path: Path, content: bytes, read_only: bool
+) -> None:
     path.mkdir()
     (path / "data.mdb").write_bytes(content)
     with pytest.raises((CorruptStoreError, StoreUnavailableError)) as caught:
         open_store(read_only=read_only)
-    assert one_line(caught)
+    assert is_one_line(caught)
     assert str(path) in str(caught.value)
     assert (path / "data.mdb").read_bytes() == content
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-def test_newer_format_is_refused_unchanged(open_store: Opener, path: Path, read_only: bool) -> None:
+def test_open_newer_format_raises_and_leaves_it_unchanged(open_store: Opener, path: Path, read_only: bool) -> None:
     open_store().close()
     with lmdb.open(str(path), max_dbs=32) as env, env.begin(write=True) as txn:
         meta = env.open_db(b"meta", txn=txn)
@@ -198,7 +206,7 @@ def test_newer_format_is_refused_unchanged(open_store: Opener, path: Path, read_
     assert (path / "data.mdb").read_bytes() == before
 
 
-def test_creation_that_was_cut_short_is_finished(open_store: Opener, path: Path, identity: Identity) -> None:
+def test_open_interrupted_creation_completes_it(open_store: Opener, path: Path, identity: Identity) -> None:
     lmdb.open(str(path)).close()  # an environment without rows
     backend = open_store()
     namespace = backend.open_namespace(identity).id
@@ -206,7 +214,7 @@ def test_creation_that_was_cut_short_is_finished(open_store: Opener, path: Path,
     assert backend.stats().packs == 1
 
 
-def test_creation_that_a_full_disk_cut_leaves_nothing_behind(
+def test_open_new_store_full_disk_removes_data_file(
     open_store: Opener, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fill_the_disk(directory: Path, **_: object) -> None:
@@ -223,7 +231,7 @@ def test_creation_that_a_full_disk_cut_leaves_nothing_behind(
     assert list(open_store().namespaces()) == []
 
 
-def test_damaged_state_is_said_and_not_guessed(open_store: Opener, path: Path, identity: Identity) -> None:
+def test_changes_damaged_namespace_state_raises(open_store: Opener, path: Path, identity: Identity) -> None:
     backend = open_store()
     namespace = backend.open_namespace(identity).id
     backend.close()
@@ -237,7 +245,7 @@ def test_damaged_state_is_said_and_not_guessed(open_store: Opener, path: Path, i
 @pytest.mark.parametrize(
     "row", [b"", bytes(8) + b'{"weights":"other"}', bytes(8) + b"\xff", bytes(8) + b'{"a":' + b"[" * 100_000]
 )
-def test_damaged_namespace_row_is_left_out_and_written_anew(
+def test_open_namespace_damaged_row_rewrites_it_and_keeps_packs(
     open_store: Opener, path: Path, identity: Identity, row: bytes
 ) -> None:
     backend = open_store()
@@ -253,7 +261,7 @@ def test_damaged_namespace_row_is_left_out_and_written_anew(
     assert list(backend.changes(namespace, None).added) == [pack.table]
 
 
-def test_table_in_anothers_place_is_left_out(open_store: Opener, path: Path, identity: Identity) -> None:
+def test_changes_table_under_other_pack_id_is_omitted(open_store: Opener, path: Path, identity: Identity) -> None:
     backend = open_store()
     namespace = backend.open_namespace(identity).id
     packs = [sample_pack(namespace, seed) for seed in range(2)]

@@ -23,7 +23,7 @@ GIB = 1 << 30
 
 
 @pytest.mark.parametrize("capacity", ["-5", "0", "1023KiB", "65TiB", "lots", "", "1e9", "inf", "9" * 400 + "GiB"])
-def test_bad_capacity_is_named_and_creates_nothing(open_store: Opener, path: Path, capacity: str) -> None:
+def test_open_invalid_capacity_raises_and_creates_nothing(open_store: Opener, path: Path, capacity: str) -> None:
     with pytest.raises(ConfigurationError, match="lmdb option capacity") as caught:
         open_store(f"?capacity={capacity}")
     assert caught.value.value == capacity
@@ -31,19 +31,19 @@ def test_bad_capacity_is_named_and_creates_nothing(open_store: Opener, path: Pat
     assert not path.exists()
 
 
-def test_path_with_nul(open_store: Opener) -> None:
+def test_open_path_with_nul_raises(open_store: Opener) -> None:
     with pytest.raises(ConfigurationError, match="url"):
         open_store(location="/tmp/a%00b")
 
 
 @pytest.mark.parametrize("query", ["", "?capacity=3GiB"])
-def test_new_policy_is_that_of_the_store_that_is_created(open_store: Opener, path: Path, query: str) -> None:
+def test_new_policy_equals_policy_of_created_store(open_store: Opener, path: Path, query: str) -> None:
     expected = LmdbBackend.new_policy(StoreUrl.parse(f"lmdb://{path}{query}"))
     assert not path.exists()
     assert open_store(query).policy().capacity == expected.capacity
 
 
-def notices(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return the texts of the warnings so far."""
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
@@ -63,7 +63,7 @@ def test_open_new_store_without_options_records_defaults(path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["capacity=2MiB", "capacity=40GiB", "ttl=1d", "capacity=2MiB&ttl=1d"])
-def test_open_existing_store_with_another_policy_keeps_the_recorded_one(
+def test_open_existing_store_other_policy_keeps_recorded_and_warns(
     open_store: Opener, caplog: pytest.LogCaptureFixture, identity: Identity, option: str
 ) -> None:
     first = open_store("?capacity=64MiB&ttl=7d")
@@ -75,28 +75,28 @@ def test_open_existing_store_with_another_policy_keeps_the_recorded_one(
     second = open_store(f"?{option}")
     assert (second.policy().capacity, second.policy().ttl_s) == (64 << 20, 7 * 86_400)
     assert not second.commit(namespace, CommitBatch([sample_pack(namespace, 40)])).evicted
-    (notice,) = notices(caplog)
-    assert "persistkv set" in notice
-    assert ("(recorded: 67108864 bytes)" in notice) == ("capacity" in option)
-    assert ("ttl=86400" in notice) == ("(recorded: 604800.0 s)" in notice) == ("ttl" in option)
+    (warning,) = warnings_in(caplog)
+    assert "persistkv set" in warning
+    assert ("(recorded: 67108864 bytes)" in warning) == ("capacity" in option)
+    assert ("ttl=86400" in warning) == ("(recorded: 604800.0 s)" in warning) == ("ttl" in option)
 
 
-def test_open_existing_store_with_another_placement_keeps_the_recorded_one(
+def test_open_existing_store_other_placement_keeps_recorded_and_warns(
     path: Path, placement: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = {"inline": "extents", "extents": "inline"}[placement]
     LmdbBackend.open(StoreUrl.parse(f"lmdb://{path}?placement={placement}")).close()
     with closing(LmdbBackend.open(StoreUrl.parse(f"lmdb://{path}?placement={other}"))) as backend:
         assert backend.policy().placement == placement
-    (notice,) = notices(caplog)
-    assert f"placement={other} (recorded: {placement})" in notice
+    (warning,) = warnings_in(caplog)
+    assert f"placement={other} (recorded: {placement})" in warning
 
 
-def test_open_with_the_recorded_policy_says_nothing(open_store: Opener, caplog: pytest.LogCaptureFixture) -> None:
+def test_open_recorded_policy_logs_no_warning(open_store: Opener, caplog: pytest.LogCaptureFixture) -> None:
     open_store("?capacity=64MiB&ttl=7d").close()
     open_store("?capacity=65536KiB&ttl=168h")
     open_store("?capacity=1MiB", read_only=True)
-    assert notices(caplog) == []
+    assert warnings_in(caplog) == []
 
 
 def test_set_policy_applies_to_open_handles_of_the_process(open_store: Opener) -> None:
@@ -119,7 +119,7 @@ def test_set_policy_out_of_range_changes_nothing(open_store: Opener, field: str,
     assert backend.policy() == before
 
 
-def test_set_policy_another_placement_is_refused(open_store: Opener, placement: str) -> None:
+def test_set_policy_other_placement_is_refused(open_store: Opener, placement: str) -> None:
     backend = open_store()
     other = {"inline": "extents", "extents": "inline"}[placement]
     with pytest.raises(ConfigurationError, match="push"):
@@ -134,7 +134,7 @@ def test_set_policy_read_only_is_refused(open_store: Opener) -> None:
         reader.set_policy(replace(reader.policy(), capacity=16 << 20))
 
 
-def test_set_policy_lower_capacity_keeps_what_was_used_last(
+def test_set_policy_lower_capacity_next_commit_evicts_oldest(
     open_store: Opener, identity: Identity, placement: str
 ) -> None:
     backend = open_store("?capacity=32MiB")
@@ -156,7 +156,7 @@ def test_set_policy_lower_capacity_keeps_what_was_used_last(
     assert backend.stats().disk_bytes <= held + (1 << 20)
 
 
-def test_set_policy_higher_capacity_gives_room_at_once(open_store: Opener, identity: Identity) -> None:
+def test_set_policy_higher_capacity_admits_large_pack_at_once(open_store: Opener, identity: Identity) -> None:
     small = open_store("?capacity=2MiB")
     namespace = small.open_namespace(identity).id
     pack = sample_pack(namespace, 1, blocks=64, block_bytes=1 << 16)
@@ -167,7 +167,7 @@ def test_set_policy_higher_capacity_gives_room_at_once(open_store: Opener, ident
     assert small.stats().stored_bytes == len(payload_of(pack))
 
 
-def test_disk_bytes_stay_within_the_capacity_through_turnover(open_store: Opener, identity: Identity) -> None:
+def test_commit_full_store_keeps_disk_bytes_within_capacity(open_store: Opener, identity: Identity) -> None:
     backend = open_store("?capacity=12MiB")
     namespace = backend.open_namespace(identity).id
     evicted = 0
@@ -180,7 +180,7 @@ def test_disk_bytes_stay_within_the_capacity_through_turnover(open_store: Opener
 
 
 @pytest.mark.parametrize("ttl", ["", "7", "-1d", "0s", "d", "1w", "1e3s", "inf", "9" * 400 + "d"])
-def test_bad_ttl_is_named_and_creates_nothing(open_store: Opener, path: Path, ttl: str) -> None:
+def test_open_invalid_ttl_raises_and_creates_nothing(open_store: Opener, path: Path, ttl: str) -> None:
     with pytest.raises(ConfigurationError, match="lmdb option ttl") as caught:
         open_store(f"?ttl={ttl}")
     assert caught.value.value == ttl
@@ -188,7 +188,7 @@ def test_bad_ttl_is_named_and_creates_nothing(open_store: Opener, path: Path, tt
 
 
 @pytest.mark.parametrize("value", ["", "tape", "INLINE"])
-def test_bad_placement_is_named_and_creates_nothing(path: Path, value: str) -> None:
+def test_open_invalid_placement_raises_and_creates_nothing(path: Path, value: str) -> None:
     with pytest.raises(ConfigurationError, match="lmdb option placement"):
         LmdbBackend.open(StoreUrl.parse(f"lmdb://{path}?placement={value}"))
     assert not path.exists()

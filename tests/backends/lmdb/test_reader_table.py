@@ -60,7 +60,7 @@ except ProcessIdInUseError as error:
 
 
 @contextmanager
-def namespaced(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def in_pid_namespace(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A process with PID 1 in its own PID namespace, killed at the end of the block."""
     command = [*IN_NAMESPACE, sys.executable, "-c", program, *arguments]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -71,10 +71,12 @@ def namespaced(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-def test_open_live_process_with_same_pid_names_the_reason(path: Path, closed_pack: PackWriter, read_only: bool) -> None:
-    with namespaced(HOLD, f"lmdb://{path}") as holder:
+def test_open_live_process_with_same_pid_raises_with_reason(
+    path: Path, closed_pack: PackWriter, read_only: bool
+) -> None:
+    with in_pid_namespace(HOLD, f"lmdb://{path}") as holder:
         assert stdout_of(holder).readline() == "open\n"
-        with namespaced(OPEN, f"lmdb://{path}", str(read_only)) as other:
+        with in_pid_namespace(OPEN, f"lmdb://{path}", str(read_only)) as other:
             said = stdout_of(other).readline()
     assert said.startswith("in use:")
     assert "PID namespace" in said
@@ -86,9 +88,9 @@ def test_open_after_killed_reader_with_same_pid_clears_its_slot(
 ) -> None:
     """The slot of the killed reader would prevent the reuse of all pages that later commits free."""
     backend = open_store()
-    with namespaced(READ, str(path)) as reader:
+    with in_pid_namespace(READ, str(path)) as reader:
         assert stdout_of(reader).readline() == "inside\n"
-    with namespaced(OPEN, f"lmdb://{path}", str(read_only)) as restarted:
+    with in_pid_namespace(OPEN, f"lmdb://{path}", str(read_only)) as restarted:
         assert stdout_of(restarted).readline() == "1\n"
         before = backend.stats().disk_bytes
         for seed in range(60):
@@ -99,9 +101,9 @@ def test_open_after_killed_reader_with_same_pid_clears_its_slot(
     assert backend.stats().disk_bytes < before + (8 << 20)
 
 
-def test_error_names_this_process(path: Path, closed_pack: PackWriter) -> None:
+def test_open_live_process_with_other_pid_succeeds(path: Path, closed_pack: PackWriter) -> None:
     """Processes with another PID can still open the store."""
-    with namespaced(HOLD, f"lmdb://{path}") as holder:
+    with in_pid_namespace(HOLD, f"lmdb://{path}") as holder:
         assert stdout_of(holder).readline() == "open\n"
         backend = LmdbBackend.open(StoreUrl.parse(f"lmdb://{path}"))
         assert os.getpid() != 1
@@ -133,11 +135,11 @@ sys.stdin.read()
 """
 
 
-def test_command_with_a_pid_in_use_runs_with_another(path: Path, closed_pack: PackWriter) -> None:
+def test_command_pid_in_use_runs_in_child_with_other_pid(path: Path, closed_pack: PackWriter) -> None:
     """Commands run in a child process, which has PID 2 in a fresh container."""
-    with namespaced(HOLD_PID_2, f"lmdb://{path}") as holder:
+    with in_pid_namespace(HOLD_PID_2, f"lmdb://{path}") as holder:
         assert stdout_of(holder).readline() == "open\n"
-        with namespaced(COMMAND, f"lmdb://{path}") as command:
+        with in_pid_namespace(COMMAND, f"lmdb://{path}") as command:
             output = stdout_of(command).read()
             assert command.wait(60) == 0
     assert "requests" in output

@@ -1,4 +1,4 @@
-"""Payload reads from segments, direct and through the page cache: same bytes, same misses."""
+"""Payload reads from segments, with direct I/O and through the page cache."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def flags_of(fd: int) -> str:
         return next(line.split()[1] for line in file if line.startswith("flags"))
 
 
-def drop(path: Path) -> None:
+def drop_from_page_cache(path: Path) -> None:
     for file in (path / "segments").iterdir():
         fd = os.open(file, os.O_RDWR)
         os.fsync(fd)
@@ -75,7 +75,9 @@ def read(backend: LmdbBackend, namespace: bytes, pack: PackWriter, buffers: list
 
 
 @pytest.mark.parametrize("block_bytes", [PAGE, 3 * PAGE, 5000])
-def test_same_bytes(open_store: Opener, identity: Identity, reads: str, block_bytes: int) -> None:
+def test_read_any_buffer_alignment_returns_stored_bytes(
+    open_store: Opener, identity: Identity, reads: str, block_bytes: int
+) -> None:
     backend = open_store(f"?capacity=16MiB&reads={reads}")
     namespace, pack, payload = stored(backend, identity, block_bytes)
     for offset, length in ((0, len(payload)), (PAGE, 2 * PAGE), (2 * PAGE, 100), (0, 5000)):
@@ -86,11 +88,13 @@ def test_same_bytes(open_store: Opener, identity: Identity, reads: str, block_by
             assert room[start : start + length] == payload[offset : offset + length]
 
 
-def test_which_way(open_store: Opener, path: Path, identity: Identity, reads: str, calls: list[bool]) -> None:
+def test_read_reads_option_selects_direct_io_for_uncached_pages(
+    open_store: Opener, path: Path, identity: Identity, reads: str, calls: list[bool]
+) -> None:
     backend = open_store(f"?capacity=16MiB&reads={reads}")
     namespace, pack, payload = stored(backend, identity, PAGE)
     room = memoryview(mmap.mmap(-1, len(payload)))
-    drop(path)
+    drop_from_page_cache(path)
     assert read(backend, namespace, pack, [room])
     if not any(calls) and reads == "direct":
         pytest.skip("the file system has no O_DIRECT")
@@ -105,7 +109,7 @@ def test_which_way(open_store: Opener, path: Path, identity: Identity, reads: st
         assert calls == [False]
 
 
-def test_where_o_direct_is_refused_nobody_asks_what_is_cached(
+def test_read_o_direct_unsupported_skips_page_cache_query(
     open_store: Opener, path: Path, identity: Identity, monkeypatch: pytest.MonkeyPatch, calls: list[bool]
 ) -> None:
     real, asked = os.open, []
@@ -117,21 +121,23 @@ def test_where_o_direct_is_refused_nobody_asks_what_is_cached(
         return real(name, flags, *arguments, **named)
 
     def never(*arguments: Any) -> None:
-        raise AssertionError("what only reads past the page cache take is asked for")
+        raise AssertionError("is_cached was called, which only direct reads need")
 
     monkeypatch.setattr(os, "open", refused)
     monkeypatch.setattr(segments, "is_cached", never)
     backend = open_store("?capacity=16MiB")
     namespace, pack, payload = stored(backend, identity, PAGE)
     room = memoryview(mmap.mmap(-1, len(payload)))
-    drop(path)
+    drop_from_page_cache(path)
     assert read(backend, namespace, pack, [room])
     assert room == payload
     assert asked
     assert calls == [False]
 
 
-def test_file_that_ends_within_a_page(open_store: Opener, path: Path, identity: Identity, reads: str) -> None:
+def test_read_segment_ends_within_page_misses_beyond_its_end(
+    open_store: Opener, path: Path, identity: Identity, reads: str
+) -> None:
     backend = open_store(f"?capacity=16MiB&reads={reads}")
     namespace, pack, payload = stored(backend, identity, PAGE)
     with open(path / "segments" / "00000000.seg", "r+b") as file:
@@ -142,23 +148,23 @@ def test_file_that_ends_within_a_page(open_store: Opener, path: Path, identity: 
     assert room[: 4 * PAGE] == payload[: 4 * PAGE]
 
 
-def test_wrong_option(open_store: Opener) -> None:
+def test_open_invalid_reads_option_raises(open_store: Opener) -> None:
     with pytest.raises(ConfigurationError, match="reads"), closing(open_store("?reads=fast")):
         pass
 
 
-def test_each_handle_reads_in_its_own_way(
+def test_read_each_handle_uses_its_own_reads_option(
     open_store: Opener, path: Path, identity: Identity, calls: list[bool]
 ) -> None:
     backend = open_store("?capacity=16MiB")
     namespace, pack, payload = stored(backend, identity, PAGE)
-    through = open_store("?reads=cached")
+    cached = open_store("?reads=cached")
     room = memoryview(mmap.mmap(-1, len(payload)))
-    drop(path)
+    drop_from_page_cache(path)
     assert read(backend, namespace, pack, [room])
     if not any(calls):
         pytest.skip("the file system has no O_DIRECT")
-    assert read(through, namespace, pack, [room])
+    assert read(cached, namespace, pack, [room])
     assert calls == [True, False]
 
 
@@ -182,7 +188,7 @@ def test_tables_damaged_row_raises_store_error(
 
 
 @pytest.mark.parametrize("fault", ["cannot be opened", "is lost"])
-def test_open_namespace_bad_segment_file_leaves_it_to_the_read(
+def test_open_namespace_bad_segment_file_succeeds_and_defers_to_read(
     open_store: Opener, path: Path, identity: Identity, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     first = open_store("?capacity=16MiB")

@@ -32,10 +32,10 @@ def edit(path: Path) -> Any:
     return edit
 
 
-def test_moment_in_the_future_is_given_up(
+def test_commit_damaged_use_in_future_is_reset_to_current_moment(
     open_store: Opener, closed_pack: PackWriter, edit: Callable[..., Any]
 ) -> None:
-    """A damaged row must not protect a pack from eviction for ever."""
+    """Otherwise, the damaged row would protect the pack from eviction forever."""
     name = closed_pack.namespace + closed_pack.pack_id
 
     def damage(txn: lmdb.Transaction[bytes], uses: Any, order: Any) -> None:
@@ -54,7 +54,7 @@ def test_moment_in_the_future_is_given_up(
     assert struct.unpack_from(">BQ", key) == (1, 2)
 
 
-def test_commit_that_makes_room_first_is_one_moment(
+def test_commit_with_evictions_advances_clock_by_one_moment(
     open_store: Opener, identity: Identity, edit: Callable[..., Any]
 ) -> None:
     backend = open_store("?capacity=4MiB")
@@ -71,7 +71,7 @@ def test_commit_that_makes_room_first_is_one_moment(
     assert struct.unpack_from("<Q", clock) == (19,)
 
 
-def test_use_within_the_same_second_counts(open_store: Opener, identity: Identity) -> None:
+def test_uses_touch_within_same_second_counts_as_reuse(open_store: Opener, identity: Identity) -> None:
     backend = open_store()
     namespace = backend.open_namespace(identity).id
     pack = sample_pack(namespace, 1)
@@ -79,7 +79,7 @@ def test_use_within_the_same_second_counts(open_store: Opener, identity: Identit
     backend.commit(namespace, CommitBatch(manifests=[sample_manifest("r", packs=[pack.pack_id])]))
     (use,) = backend.uses(namespace, ["r"])
     assert use is not None
-    assert not use.reused, "it was listed before, and is named by its own request only"
+    assert not use.reused, "only the request that stored the pack names it"
     backend.commit(namespace, CommitBatch(touches=[pack.pack_id]))
     (use,) = backend.uses(namespace, ["r"])
     assert use is not None

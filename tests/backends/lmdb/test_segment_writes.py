@@ -1,4 +1,4 @@
-"""Segment writes in threads: they end before their transaction ends, whether it commits or fails."""
+"""Segment writes in threads end before their transaction ends, whether it commits or fails."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.backends.lmdb.consistency import find_faults
 SECONDS = 30.0  # longest wait for an event
 
 
-def test_commit_without_room_leaves_no_write_on_its_way(
+def test_commit_out_of_space_waits_for_segment_writes_before_evicting(
     backend: LmdbBackend, namespace: bytes, placement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lack of space is found during the writes. The transactions that evict begin after these writes have ended."""
     if placement == "inline":
-        pytest.skip("LMDB writes its own")
+        pytest.skip("LMDB writes inline payloads itself")
     may_write, writes = threading.Event(), threading.Event()
     running, summed_up, refused, begun = list[bool](), list[bool](), list[int](), list[int]()
     pwritev, sum_up, used, begin = os.pwritev, CatalogTransaction.finish, Room.used, Room.__init__
@@ -44,7 +44,7 @@ def test_commit_without_room_leaves_no_write_on_its_way(
         sum_up(self)
         summed_up.append(True)
 
-    def too_much_once(self: Room) -> Amount:
+    def report_too_much_once(self: Room) -> Amount:
         if not summed_up or refused:
             return used(self)
         assert writes.wait(SECONDS)
@@ -59,21 +59,21 @@ def test_commit_without_room_leaves_no_write_on_its_way(
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", slow)
         patch.setattr(CatalogTransaction, "finish", note_sum)
-        patch.setattr(Room, "used", too_much_once)
+        patch.setattr(Room, "used", report_too_much_once)
         patch.setattr(Room, "__init__", note_begin)
         backend.commit(namespace, CommitBatch([sample_pack(namespace, 1, blocks=3, block_bytes=1 << 20)]))
-    assert refused == [1], "asked while the disk is at work"
+    assert refused == [1], "no write was running when the lack of space was found"
     assert len(begun) > 1
-    assert not any(begun), "a transaction began before the writes of the one before had ended"
+    assert not any(begun), "a transaction began while writes of the previous one were running"
     assert find_faults(backend) == []
 
 
-def test_undone_transaction_leaves_no_write_on_its_way(
+def test_commit_aborted_waits_for_its_segment_writes(
     backend: LmdbBackend, namespace: bytes, placement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next transaction may reuse the extents, and the engine reuses the rows as soon as the commit has failed."""
     if placement == "inline":
-        pytest.skip("LMDB writes its own")
+        pytest.skip("LMDB writes inline payloads itself")
     may_write, running, writes = threading.Event(), [], []
     pwritev = os.pwritev
 
@@ -86,13 +86,13 @@ def test_undone_transaction_leaves_no_write_on_its_way(
 
     def fail(self: CatalogTransaction) -> None:
         threading.Timer(0.1, may_write.set).start()
-        raise StoreError("undone")
+        raise StoreError("aborted")
 
     pack = sample_pack(namespace, 1, blocks=3, block_bytes=1 << 20)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", slow)
         patch.setattr(CatalogTransaction, "finish", fail)
-        with pytest.raises(StoreError, match="undone"):
+        with pytest.raises(StoreError, match="aborted"):
             backend.commit(namespace, CommitBatch([pack]))
         assert writes
         assert not running
@@ -147,9 +147,9 @@ print(found == {stored(2).pack_id: payload_of(stored(2))})
 """
 
 
-def test_commit_interrupted_twice_spares_what_another_process_commits(path: Path, placement: str) -> None:
+def test_commit_interrupted_twice_keeps_commit_of_other_process(path: Path, placement: str) -> None:
     if placement == "inline":
-        pytest.skip("LMDB writes its own")
+        pytest.skip("LMDB writes inline payloads itself")
     script = INTERRUPTED.replace('sys.argv[0], sys.argv[1], "other"', 'SCRIPT, sys.argv[1], "other"')
     script = f"SCRIPT = {script!r}\n{script}"
     command = [sys.executable, "-c", script, f"lmdb://{path}?capacity=64MiB"]

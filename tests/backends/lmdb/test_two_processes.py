@@ -79,44 +79,44 @@ except StoreError as error:
 """
 
 
-class Other:
+class OtherProcess:
     """Another process that has the store open."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
         self.pid = process.pid
 
-    def say(self, command: str) -> None:
+    def send(self, command: str) -> None:
         stdin = self.process.stdin
         assert stdin is not None
         stdin.write(command.encode() + b"\n")
         stdin.flush()
 
-    def hear(self) -> str:
+    def receive(self) -> str:
         ready, _, _ = select.select([stdout_of(self.process)], [], [], PATIENCE_S)
         assert ready, "the other process does not answer"
         return stdout_of(self.process).readline().decode().strip()
 
-    def ask(self, command: str) -> str:
-        self.say(command)
-        return self.hear()
+    def request(self, command: str) -> str:
+        self.send(command)
+        return self.receive()
 
-    def stop_inside(self, seed: int) -> None:
-        assert self.ask(f"stop {seed}") == "inside"
+    def stop_in_transaction(self, seed: int) -> None:
+        assert self.request(f"stop {seed}") == "inside"
         _, status = os.waitpid(self.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status)
 
 
 @pytest.fixture
-def start(path: Path, namespace: bytes) -> Iterator[Callable[..., Other]]:
+def start(path: Path, namespace: bytes) -> Iterator[Callable[..., OtherProcess]]:
     """Start other processes, and end them after the test."""
     started = []
 
-    def start(options: Any = "") -> Other:
+    def start(options: Any = "") -> OtherProcess:
         command = [sys.executable, "-uc", OTHER, f"lmdb://{path}{options}", namespace.hex()]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
         started.append(process)
-        return Other(process)
+        return OtherProcess(process)
 
     yield start
     for process in started:
@@ -125,14 +125,14 @@ def start(path: Path, namespace: bytes) -> Iterator[Callable[..., Other]]:
 
 
 @pytest.fixture
-def other(start: Callable[..., Other]) -> Other:
+def other(start: Callable[..., OtherProcess]) -> OtherProcess:
     other = start()
-    assert other.hear() == "open"
+    assert other.receive() == "open"
     return other
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "WRITING_PATIENCE_S", 0.5)
     monkeypatch.setattr(files, "OPENING_PATIENCE_S", 0.5)
 
@@ -143,11 +143,13 @@ def commit(backend: LmdbBackend, namespace: bytes, seed: int) -> PackTable:
     return pack.table
 
 
-def test_both_write_and_read(backend: LmdbBackend, namespace: bytes, other: Other) -> None:
+def test_commit_two_processes_read_each_others_packs(
+    backend: LmdbBackend, namespace: bytes, other: OtherProcess
+) -> None:
     for seed in range(0, 20, 2):
         commit(backend, namespace, seed)
-        assert other.ask(f"commit {seed + 1}") == "committed"
-        assert other.ask(f"read {seed}") == "right"
+        assert other.request(f"commit {seed + 1}") == "committed"
+        assert other.request(f"read {seed}") == "right"
     found = tables(backend, namespace)
     assert len(found) == 20
     for seed in range(20):
@@ -156,9 +158,11 @@ def test_both_write_and_read(backend: LmdbBackend, namespace: bytes, other: Othe
     check_totals(backend)
 
 
-def test_one_is_killed_inside_a_transaction(backend: LmdbBackend, namespace: bytes, other: Other) -> None:
+def test_commit_after_writer_killed_in_transaction_discards_its_pack(
+    backend: LmdbBackend, namespace: bytes, other: OtherProcess
+) -> None:
     first = commit(backend, namespace, 1)
-    assert other.ask("die 2") == "inside"
+    assert other.request("die 2") == "inside"
     assert other.process.wait(PATIENCE_S) == -signal.SIGKILL
     assert set(tables(backend, namespace)) == {first.pack_id}
     second = commit(backend, namespace, 3)
@@ -167,11 +171,16 @@ def test_one_is_killed_inside_a_transaction(backend: LmdbBackend, namespace: byt
 
 
 @pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
-def test_one_is_stopped_inside_a_transaction(
-    open_store: Opener, backend: LmdbBackend, namespace: bytes, other: Other, impatient: None, end: signal.Signals
+def test_commit_writer_stopped_in_transaction_raises_busy_and_reads_work(
+    open_store: Opener,
+    backend: LmdbBackend,
+    namespace: bytes,
+    other: OtherProcess,
+    short_timeouts: None,
+    end: signal.Signals,
 ) -> None:
     held = commit(backend, namespace, 1)
-    other.stop_inside(2)
+    other.stop_in_transaction(2)
     with pytest.raises(StoreBusyError, match=f"process {other.pid} has held its lock for writing for more than 0.5 s"):
         commit(backend, namespace, 3)
     with pytest.raises(StoreBusyError, match=r"more than 0\.2 s"):  # after one timeout, later waits are short
@@ -187,7 +196,7 @@ def test_one_is_stopped_inside_a_transaction(
 
     os.kill(other.pid, end)
     if end == signal.SIGCONT:
-        assert other.hear() == "committed"
+        assert other.receive() == "committed"
     else:
         other.process.wait(PATIENCE_S)
     third = commit(backend, namespace, 3)
@@ -198,11 +207,11 @@ def test_one_is_stopped_inside_a_transaction(
     check_totals(backend)
 
 
-def test_set_policy_writer_is_stopped_raises_busy(
-    backend: LmdbBackend, namespace: bytes, other: Other, impatient: None
+def test_set_policy_writer_stopped_in_transaction_raises_busy(
+    backend: LmdbBackend, namespace: bytes, other: OtherProcess, short_timeouts: None
 ) -> None:
     larger = replace(backend.policy(), capacity=128 << 20)
-    other.stop_inside(2)
+    other.stop_in_transaction(2)
     with pytest.raises(StoreBusyError):
         backend.set_policy(larger)
     other.process.kill()
@@ -211,11 +220,11 @@ def test_set_policy_writer_is_stopped_raises_busy(
     assert backend.stats().capacity == 128 << 20
 
 
-def test_opening_for_writing_waits_no_longer(
-    open_store: Opener, path: Path, namespace: bytes, backend: LmdbBackend, other: Other, impatient: None
+def test_open_for_writing_writer_stopped_in_transaction_raises_busy(
+    open_store: Opener, path: Path, namespace: bytes, backend: LmdbBackend, other: OtherProcess, short_timeouts: None
 ) -> None:
     backend.close()
-    other.stop_inside(2)
+    other.stop_in_transaction(2)
     with pytest.raises(StoreBusyError, match=f"process {other.pid}"):
         open_store()
     reader = open_store(read_only=True)
@@ -229,30 +238,30 @@ def test_opening_for_writing_waits_no_longer(
     assert len(tables(reader, namespace)) == 1
 
 
-def test_one_grows_the_map_while_the_other_works(
-    path: Path, backend: LmdbBackend, namespace: bytes, start: Callable[..., Other]
+def test_commit_map_growth_while_other_process_works_keeps_all_packs(
+    path: Path, backend: LmdbBackend, namespace: bytes, start: Callable[..., OtherProcess]
 ) -> None:
     """The other process reads and writes all the time. One commit of this process fits only into the larger map."""
     backend.set_policy(replace(backend.policy(), capacity=256 << 20))
     growing = start()
-    assert growing.hear() == "open"
+    assert growing.receive() == "open"
     tables_of_mine = []
     for step in range(10):
-        growing.say(f"commit {1000 + step}")
+        growing.send(f"commit {1000 + step}")
         tables_of_mine.append(commit(backend, namespace, step))
-        assert growing.hear() == "committed"
+        assert growing.receive() == "committed"
     large = sample_pack(namespace, 77, blocks=1200, block_bytes=1 << 16)
     other = start()
-    assert other.hear() == "open"
+    assert other.receive() == "open"
     for step in range(10, 20):
-        other.say(f"commit {2000 + step}")
+        other.send(f"commit {2000 + step}")
         tables_of_mine.append(commit(backend, namespace, step))
-        assert other.hear() == "committed"
-        assert growing.ask(f"read {step}") == "right"
+        assert other.receive() == "committed"
+        assert growing.request(f"read {step}") == "right"
     backend.set_policy(replace(backend.policy(), capacity=512 << 20))
     backend.commit(namespace, CommitBatch([large]))
-    assert growing.ask("commit 3000") == "committed"
-    assert other.ask("read 3000") == "right"
+    assert growing.request("commit 3000") == "committed"
+    assert other.request("read 3000") == "right"
     for step, table in enumerate(tables_of_mine):
         assert read_pack(backend, namespace, table) == payload_of(sample_pack(namespace, step))
 
@@ -287,7 +296,9 @@ def in_a_transaction(backend: LmdbBackend, namespace: bytes, seed: int) -> Itera
         thread.join()
 
 
-def test_threads_of_one_process(open_store: Opener, backend: LmdbBackend, namespace: bytes, impatient: None) -> None:
+def test_commit_other_thread_in_transaction_raises_busy(
+    open_store: Opener, backend: LmdbBackend, namespace: bytes, short_timeouts: None
+) -> None:
     second = open_store()
     with in_a_transaction(backend, namespace, 1):
         with pytest.raises(StoreBusyError, match="another thread of this process"):
@@ -297,19 +308,19 @@ def test_threads_of_one_process(open_store: Opener, backend: LmdbBackend, namesp
     assert len(tables(second, namespace)) == 2
 
 
-def test_a_store_that_opens_slowly_holds_up_no_other(
+def test_open_slow_store_does_not_block_opening_other_stores(
     open_store: Opener,
     tmp_path: Path,
     backend: LmdbBackend,
     namespace: bytes,
-    other: Other,
+    other: OtherProcess,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One process is stopped in a transaction, and a thread here waits to open its store. Other stores open at once."""
     monkeypatch.setattr(files, "OPENING_PATIENCE_S", 0.5)
     location = tmp_path / "store"
     backend.close()
-    other.stop_inside(2)
+    other.stop_in_transaction(2)
     entered, go_on = threading.Event(), threading.Event()
     errors = []
 
@@ -340,27 +351,29 @@ def test_a_store_that_opens_slowly_holds_up_no_other(
         thread.join()
     assert errors == []
     os.kill(other.pid, signal.SIGCONT)
-    assert other.hear() == "committed"
+    assert other.receive() == "committed"
     assert len(tables(open_store(), namespace)) == 1
 
 
-def test_lock_file_that_is_deleted(path: Path, backend: LmdbBackend, namespace: bytes, other: Other) -> None:
+def test_commit_deleted_lock_file_recreates_it_and_stays_serialized(
+    path: Path, backend: LmdbBackend, namespace: bytes, other: OtherProcess
+) -> None:
     """LMDB's own lock still serializes the writes. The next transactions use the new lock file."""
     with in_a_transaction(backend, namespace, 1):
         (path / "writer.lock").unlink()
-        other.say("commit 2")
-    assert other.hear() == "committed"
+        other.send("commit 2")
+    assert other.receive() == "committed"
     commit(backend, namespace, 3)
     assert len(tables(backend, namespace)) == 3
-    other.stop_inside(4)
+    other.stop_in_transaction(4)
     assert (path / "writer.lock").exists()
     os.kill(other.pid, signal.SIGCONT)
-    assert other.hear() == "committed"
+    assert other.receive() == "committed"
     check_totals(backend)
 
 
-def test_fork_keeps_neither_lock_nor_guard_alive(
-    open_store: Opener, path: Path, backend: LmdbBackend, namespace: bytes, other: Other
+def test_fork_of_killed_writer_holds_neither_lock_nor_guard(
+    open_store: Opener, path: Path, backend: LmdbBackend, namespace: bytes, other: OtherProcess
 ) -> None:
     """A process forks during a write and is killed. Its live fork holds neither lock, so others can use the store."""
     code = """
@@ -386,7 +399,7 @@ os._exit(0)
             forking.kill()
             forking.wait()
             commit(backend, namespace, 1)
-            assert other.ask("commit 2") == "committed"
+            assert other.request("commit 2") == "committed"
             backend.close()
             other.process.kill()
             other.process.wait()
@@ -407,7 +420,7 @@ def active_readers(path: Path) -> list[str]:
     return [line.split()[0] for line in lines if len(line.split()) == 3 and line.split()[2] != "-"]
 
 
-def test_listing_holds_no_snapshot_while_its_reader_blocks(path: Path, backend: LmdbBackend, namespace: bytes) -> None:
+def test_ls_blocked_output_pipe_holds_no_snapshot(path: Path, backend: LmdbBackend, namespace: bytes) -> None:
     """``persistkv ls | less`` with a full pipe: writers continue."""
     writes = [sample_manifest(f"request {number:06} " + "x" * 200, number) for number in range(1500)]
     backend.commit(namespace, CommitBatch(manifests=writes))
@@ -416,14 +429,14 @@ def test_listing_holds_no_snapshot_while_its_reader_blocks(path: Path, backend: 
         ready, _, _ = select.select([stdout_of(listing)], [], [], PATIENCE_S)
         assert ready
         deadline = time.monotonic() + PATIENCE_S
-        while active_readers(path):  # a snapshot held when the pipe is full would be held for ever
+        while active_readers(path):  # a snapshot that is held while the pipe is full would be held forever
             assert time.monotonic() < deadline
             time.sleep(0.01)
         commit(backend, namespace, 1)
         assert len(stdout_of(listing).read()) > 1 << 16, "the pipe was never full"
 
 
-def test_iterators_hold_no_snapshot_between_items(
+def test_manifests_and_namespaces_hold_no_snapshot_between_items(
     open_store: Opener, path: Path, backend: LmdbBackend, namespace: bytes
 ) -> None:
     backend.commit(namespace, CommitBatch(manifests=[sample_manifest(f"r{number}") for number in range(600)]))
@@ -433,7 +446,7 @@ def test_iterators_hold_no_snapshot_between_items(
         assert active_readers(path) == []
 
 
-def test_killed_reader_pins_nothing_after_the_next_opening(
+def test_open_after_killed_reader_releases_its_snapshot(
     open_store: Opener, path: Path, backend: LmdbBackend, namespace: bytes
 ) -> None:
     code = """

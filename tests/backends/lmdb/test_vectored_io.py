@@ -1,4 +1,4 @@
-"""Vectored I/O: streams cut anywhere, more buffers than one call accepts, short transfers."""
+"""Vectored I/O: streams in pieces of any length, more buffers than one call accepts, short transfers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from persistkv_lmdb.segments import BatchSizes, Bounce, behind, front, read_all, starts_aligned, write_all
+from persistkv_lmdb.segments import BatchSizes, Bounce, after_bytes, front, read_all, starts_aligned, write_all
 
 PAGE = 4096
 
@@ -49,7 +49,7 @@ pieces = st.lists(
     small=st.sampled_from([0, 1, 64]),
     most=st.sampled_from([2, 5]),
 )
-def test_any_stream_comes_out_aligned(
+def test_bounce_any_stream_yields_aligned_buffers_with_same_bytes(
     rows: memoryview,
     cut: list[tuple[str, int, int]],
     bounce: int,
@@ -81,7 +81,7 @@ def test_any_stream_comes_out_aligned(
 
 
 @pytest.mark.parametrize(("pages", "expected"), [(1, [4, 8, 20]), (2, [4, 8, 20]), (4, [4, 28])])
-def test_what_takes_long_to_gather_is_cut_twice(pages: int, expected: list[int]) -> None:
+def test_bounce_small_pieces_limit_second_batch(pages: int, expected: list[int]) -> None:
     """The disk would finish the first batch before a long second batch of small buffers has been gathered."""
     sizes = BatchSizes(first=4 * PAGE, second=8 * PAGE, later=32 * PAGE, small=2 * PAGE)
     memory = memoryview(mmap.mmap(-1, 32 * PAGE))
@@ -90,7 +90,7 @@ def test_what_takes_long_to_gather_is_cut_twice(pages: int, expected: list[int])
     assert [sum(map(len, buffers)) // PAGE for buffers in lists] == expected
 
 
-def test_aligned_pieces_are_not_copied(rows: memoryview) -> None:
+def test_bounce_aligned_pieces_are_not_copied(rows: memoryview) -> None:
     (buffers,) = Bounce(lambda: None).aligned(
         iter([rows[: 8 * PAGE], pattern(100), bytes(PAGE - 100), rows[8 * PAGE :]])
     )
@@ -99,16 +99,18 @@ def test_aligned_pieces_are_not_copied(rows: memoryview) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(lengths=st.lists(st.integers(0, 50), max_size=8), data=st.data())
-def test_front_and_behind(lengths: list[int], data: st.DataObject) -> None:
+def test_front_and_after_bytes_split_buffers_at_count(lengths: list[int], data: st.DataObject) -> None:
     buffers = [memoryview(pattern(length, seed)) for seed, length in enumerate(lengths)]
     whole = b"".join(buffers)
     count = data.draw(st.integers(0, len(whole)))
     assert b"".join(front(buffers, count)) == whole[:count]
-    assert b"".join(behind(buffers, count)) == whole[count:]
+    assert b"".join(after_bytes(buffers, count)) == whole[count:]
 
 
 @pytest.mark.parametrize("most", [1, 100, 5000, PAGE + 1, 1 << 30])
-def test_short_transfers_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+def test_read_all_write_all_short_transfers_are_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
     """Simulate a kernel that transfers at most ``most`` bytes per call, and accepts at most 1,024 buffers."""
     calls = []
 
@@ -134,7 +136,7 @@ def test_short_transfers_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert len(calls) > 3
 
 
-def test_aligned_write_goes_on_at_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_all_short_aligned_write_continues_at_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     offsets = []
     pwritev = os.pwritev
 

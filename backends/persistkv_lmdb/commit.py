@@ -91,7 +91,7 @@ class BatchCommit:
 
         If many manifests name a pack that the batch deletes, short transactions delete these manifests first.
 
-        :raises StaleError: others have committed since the caller last read the changes.
+        :raises StaleError: another commit has followed the cursor ``CommitBatch.seen``.
         :raises StoreFullError: the batch does not fit; ``write_after_eviction`` makes room for it.
         """
         environment, batch = self._environment, self._batch
@@ -121,7 +121,7 @@ class BatchCommit:
         """Evict in short transactions, and write a batch that did not fit.
 
         :param full: the error that ``write`` raised.
-        :raises StaleError: others have committed since the caller last read the changes.
+        :raises StaleError: another commit has followed the cursor ``CommitBatch.seen``.
         :raises StoreFullError: nothing evictable is left, or a reader's snapshot still needs the evicted packs.
         """
         environment = self._environment
@@ -176,7 +176,7 @@ class BatchCommit:
         """Return the catalogue of a write transaction, and the part of the capacity that it may use (``Room``).
 
         :param as_it_is: assume that no file can grow.
-        :raises StaleError: others have committed since ``seen``.
+        :raises StaleError: another commit has followed the cursor ``CommitBatch.seen``.
         """
         room = Room(self._environment, transaction, as_it_is=as_it_is)
         commit = CatalogTransaction(transaction, room.payloads, self._namespace, self._keep)

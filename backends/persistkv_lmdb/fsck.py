@@ -101,10 +101,11 @@ class Finding(NamedTuple):
 
 
 def inspect(directory: Path) -> Finding:
-    """Check the environment in a child process; no process may write meanwhile.
+    """Check the environment in a child process, and return the finding; no process may write meanwhile.
 
     The processor time of the child is limited in proportion to the file's size. A check that exceeds the limit counts
-    as damage: references between pages form a cycle.
+    as damage: references between pages form a cycle. If the check cannot start or does not complete, the verdict is
+    ``UNKNOWN``.
     """
     try:
         size = (directory / DATA_FILE).stat().st_size

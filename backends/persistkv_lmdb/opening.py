@@ -140,7 +140,7 @@ class Guard:
     def suspect(self) -> None:
         """Mark the store as possibly damaged, so that the next process that opens it for writing checks it first.
 
-        The check is skipped while another process has it open for writing. Write errors are ignored.
+        The check is skipped while another process has the store open for writing. Write errors are ignored.
         """
         with suppress(OSError):
             self._write(_State.SUSPECT)

@@ -144,11 +144,11 @@ class Plan(NamedTuple):
     cursor: bytes
     """Cursor of the log of changes before the commit."""
     missing: list[NewPack]
-    """Packs to upload."""
+    """Packs of the batch to upload: the store does not hold them, or their tables are damaged."""
     gone: list[tuple[bytes, bytes]]
-    """(pack id, nonce) of packs to remove."""
+    """(pack id, nonce) of the pack objects that the commit removes or replaces."""
     removed: list[PackTable]
-    """Tables of removed packs."""
+    """Tables of the packs that the commit removes."""
     pins: list[tuple[str, bool]]
     """(manifest id, True to pin or False to unpin), for manifests that exist or that the batch writes."""
 
@@ -157,7 +157,7 @@ class Removals(NamedTuple):
     """Packs and manifests to evict."""
 
     gone: list[tuple[bytes, bytes]]
-    """(pack id, nonce)."""
+    """(pack id, nonce) of the packs."""
     manifests: list[bytes]
     """Digests of manifest ids."""
 

@@ -38,9 +38,11 @@ class GroupGeometry:
         return self.spec.block_size * self.factor
 
     def first_needed(self, num_tokens: int, start: int = 0) -> int:
-        """Return the index of the first token, at least ``start``, whose KV is needed after ``num_tokens`` tokens.
+        """Return the index of the first token, at least ``start``, to which the token after the first ``num_tokens``
+        tokens attends.
 
-        For a sliding window, that is the first token in the window of the next token; ``num_tokens`` if none is.
+        With full attention, this is ``start``; with a sliding window, the first token in the window. ``num_tokens`` if
+        that token attends to no earlier one.
         """
         window = self.spec.sliding_window
         return start if window is None else min(max(start, num_tokens - window + 1), num_tokens)

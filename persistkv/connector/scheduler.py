@@ -72,7 +72,8 @@ class _Request:
     description: RequestDescription
     policy: OffloadPolicy
     stores: bool
-    """Whether its blocks are stored. If False, the manager gets no description, so that no context is kept."""
+    """Whether the request's blocks are stored. If False, the manager gets no ``RequestDescription`` and stores no
+    context."""
     block_tables: Sequence[BlockTable] = ()
     """For each group, the request's device blocks, as the engine last reported them."""
     next_store: list[int] = field(default_factory=list)
@@ -139,7 +140,7 @@ class _Request:
                 raise ValueError(f"group {group} has no device blocks for all that {stop} tokens need of it")
 
     def skip_stores(self, num_held_tokens: int) -> None:
-        """Do not offer blocks of the first ``num_held_tokens`` for storing, unless the policy is request-level."""
+        """Do not offer blocks of the first ``num_held_tokens`` for storing, unless ``policy`` is request-level."""
         if self.policy is OffloadPolicy.BLOCK_LEVEL:
             self.next_store = [num_held_tokens // geometry.offloaded_tokens for geometry in self.geometries]
 
@@ -292,8 +293,8 @@ class OffloadingConnectorScheduler:
         description.num_tokens = num_tokens
 
     def get_num_new_matched_tokens(self, req_id: str, num_computed_tokens: int) -> int | None:
-        """Return the number of tokens after those on the device that can be loaded. It leaves at least one token of the
-        prompt to compute.
+        """Return the number of tokens after those on the device that can be loaded. At least one token of the prompt is
+        left for the engine to compute.
 
         :param num_computed_tokens: tokens on the device, a multiple of each group's device block.
         :returns: None while blocks of the prefix are being promoted or written: retry in a later step. Such a block
@@ -333,7 +334,7 @@ class OffloadingConnectorScheduler:
         return matched - num_computed_tokens
 
     def needed_device_blocks(self, req_id: str, num_external_tokens: int) -> list[range]:
-        """Return, for each group, the indices of the request's device blocks that a load of so many tokens fills.
+        """Return, for each group, the indices of the request's device blocks that a load fills.
 
         :param num_external_tokens: tokens to load after those on the device; a multiple of each group's device block.
         """
@@ -440,10 +441,10 @@ class OffloadingConnectorScheduler:
         self.manager.shutdown()
 
     def _plan_store(self, state: _Request) -> TransferJob | None:
-        """Plan the store of newly full blocks; each block is offered to the manager once. None: nothing to store.
+        """Plan the store of the blocks that became full since the last call; None: there is nothing to store.
 
-        If there is not enough room, retry with the front half of each group, because a prefix is worth more than a
-        suffix.
+        If the primary tier lacks room, retry with the front half of each group's blocks, because a prefix is worth more
+        than a suffix. Blocks that do not fit are dropped.
         """
         if not state.stores:
             return None

@@ -73,9 +73,10 @@ class CPUOffloadingManager(OffloadingManager):
         return key in self._rows and key not in self._being_written and key not in self._earlier
 
     def num_free_or_evictable(self) -> int:
-        """Return the number of rows that ``prepare_store`` could allocate now, if it gets no keys of held blocks.
+        """Return the number of rows that ``prepare_store`` could allocate now for blocks that are not held.
 
-        Each evictable held block among its keys reduces the number by one, because it is not evicted for the others.
+        A call with keys of held blocks can allocate fewer: one less for each evictable block among them, because the
+        call does not evict blocks that it names.
         """
         return len(self._free) + self._num_evictable
 

@@ -61,9 +61,9 @@ class CachePolicy(ABC):
 class LRUCachePolicy(CachePolicy):
     """Evicts the least recently used block. Blocks are kept in order of use; a store counts as the first use.
 
-    A block that cannot be evicted is parked when it is the least recently used one, so that only one eviction has to
-    skip it. After ``release``, it regains its former place, before all blocks that were never parked. Every operation
-    is amortised O(1), or O(log n) for blocks that were parked.
+    If an eviction finds that the least recently used block cannot be evicted, it parks the block: later evictions need
+    not skip it again. After ``release``, the block regains its former place, before all blocks that were never parked.
+    Every operation is amortised O(1), or O(log n) for blocks that were parked.
     """
 
     def __init__(self, num_blocks: int, refs: Sequence[int]) -> None:

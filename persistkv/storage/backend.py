@@ -82,7 +82,8 @@ class CommitBatch:
     """Content of one transaction."""
 
     packs: Sequence[NewPack] = ()
-    """Packs to write, each streamed at most once per attempt. One held with an intact table is only marked used."""
+    """Packs to write, each streamed at most once per attempt. A pack that is held with an intact table is not written
+    again, only marked used."""
     manifests: Sequence[ManifestWrite] = ()
     """Manifests to write. Each replaces the manifest with the same id and keeps its pin."""
     deletions: Sequence[bytes] = ()

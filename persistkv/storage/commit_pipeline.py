@@ -158,7 +158,7 @@ def _joined(segments: Iterable[Segment]) -> list[Segment]:
 
 
 def _deeper(depth: int, blocks: int) -> int:
-    """Return the depth of a block that is ``blocks`` blocks after one of this depth; unknown if ``depth`` is."""
+    """Return the depth of a block that is ``blocks`` blocks after one of this depth; UNKNOWN_DEPTH if ``depth`` is."""
     return depth if depth == UNKNOWN_DEPTH else depth + blocks
 
 
@@ -224,7 +224,7 @@ class Blocks(NamedTuple):
 
 def blocks_per_pack(rows: Rows, max_bytes: int = TARGET_PACK_BYTES) -> int:
     """Return the maximum number of blocks of each group in a pack that is cut at fixed depths: the largest power of two
-    for which these blocks of all groups take at most ``max_bytes`` and 32 MiB; at least 1.
+    with which a pack of all groups has at most 32 MiB and at most ``max_bytes``; at least 1.
 
     :param rows: rows of the primary tier; their layout contains the bytes of one block of each group.
     """

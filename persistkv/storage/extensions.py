@@ -33,11 +33,12 @@ class RequestUse:
     pinned: bool
     """Whether the manifest is pinned: its packs are not evicted then, and expire only by its own ttl."""
     hits: int = 0
-    """Number of requests in ``shared_by`` that were written later. Requests that are no longer held do not count."""
+    """Number of the requests counted by ``shared_by`` that were written later than this one. Requests that are no
+    longer held do not count."""
     packs_raw_bytes: int = 0
     """Bytes, before the codec, of all blocks in the packs that the manifest names, including blocks of others."""
     packs_stored_bytes: int = 0
-    """Payload bytes of the same packs, padding included."""
+    """Payload bytes of the packs that the manifest names, padding included."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class BackendStats:
     """Renamed directories of damaged stores. They are kept until a command deletes them, and do not count towards the
     capacity."""
     quarantined_bytes: int = 0
-    """Bytes that these directories take on disk."""
+    """Bytes that the directories in ``quarantined`` take on disk."""
 
 
 class InspectableBackend(Backend):
@@ -79,7 +80,7 @@ class InspectableBackend(Backend):
 
     @abstractmethod
     def manifest_keys(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[ManifestKeys | None]:
-        """Return the keys of each manifest, in the order of the ids; None for one that is not held or damaged."""
+        """Return the keys of each manifest, in the order of the ids; None for keys that are damaged or not held."""
 
     @abstractmethod
     def manifests_naming(self, namespace: bytes, packs: Sequence[bytes]) -> list[RequestManifest]:
@@ -113,7 +114,9 @@ class SupportsNamespaceLookup(Protocol):
 
 @runtime_checkable
 class SupportsNotes(Protocol):
-    """A store that keeps small records about a namespace, durably. They are never evicted and are not counted."""
+    """A store that keeps small records (notes) about a namespace, durably. Notes are never evicted, and are no part of
+    the counts in ``BackendStats``.
+    """
 
     def note(self, namespace: bytes, name: str) -> bytes | None:
         """Return the content of a note; None if there is none.
@@ -305,9 +308,9 @@ class FreeSpace:
     payload_bytes: int
     """Free bytes in separate payload files."""
     pieces: int
-    """Number of contiguous free extents that ``payload_bytes`` consist of."""
+    """Number of contiguous free extents in separate payload files; together they have ``payload_bytes``."""
     largest_bytes: int
-    """Size of the largest of these extents. A larger payload is split."""
+    """Size of the largest contiguous free extent. A larger payload is split."""
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ _FAILURE_LOG_S = 60.0  # seconds between warnings that blocks are dropped
 _QUARANTINE_ATTEMPTS = 3
 _MOST_RECENT_KEYS = 16_384  # keys of the packs whose tables are kept: 2 MB
 SHORTENED_AT_ONCE = 64
-"""Number of manifests that one commit shortens. If more name a bad pack, several short commits shorten them, and the
-last one deletes the pack."""
+"""Maximum number of manifests that one commit shortens. If more manifests name a bad pack, several commits shorten
+them, and the last of these commits deletes the pack."""
 
 T = TypeVar("T")
 
@@ -255,7 +255,7 @@ class NamespaceView:
         return pack
 
     async def _drop_unread(self, packs: Mapping[bytes, int]) -> None:
-        """Remove packs whose tables are missing from the index: another process removed them, or they are damaged.
+        """Remove from the index packs whose tables are damaged or no longer held: another process removed the packs.
 
         :param packs: pack id → ``Index.number_of`` at the time of the failed read. Packs added since then are kept.
         """
@@ -317,10 +317,10 @@ class NamespaceView:
         self._distrusted.update(bad)
 
     async def quarantine(self) -> None:
-        """Refresh, and delete the packs of ``distrust`` that no process has removed or replaced since, if the store is
-        writable.
+        """Refresh, and delete the packs that ``distrust`` removed from the index and that no process has removed or
+        replaced since, if the store is writable.
 
-        Manifests that name a deleted pack are shortened to the part before it. If the backend cannot be read, all these
+        Manifests that name a deleted pack are shortened to the part before it. If the refresh fails, all distrusted
         packs are restored to the index: a later read decides. If a deletion fails, they stay out of the index.
         """
         for _ in range(_QUARANTINE_ATTEMPTS):
@@ -407,8 +407,8 @@ def _changes(backend: Backend, namespace: bytes, cursor: bytes | None) -> Change
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """Convert other exceptions to ``StoreError``, such as a lack of memory or a bug in a driver: only the call fails,
-    and the store stays usable.
+    """Convert exceptions of other types to ``StoreError``, as from a lack of memory or a bug in a driver: only the call
+    fails, and the store stays usable.
     """
     try:
         yield

@@ -45,19 +45,19 @@ class StoreCounters(msgspec.Struct):
     stored_blocks: int = 0
     """Blocks of packs that became durable."""
     stored_raw_bytes: int = 0
-    """Their bytes before the codec."""
+    """Bytes of ``stored_blocks`` before the codec."""
     stored_bytes: int = 0
-    """Their bytes as stored, after the codec and with padding."""
+    """Bytes of ``stored_blocks`` as stored, after the codec and with padding."""
     held_blocks: int = 0
     """Blocks of store jobs that were not written again: the store already held or had accepted them."""
     dropped_blocks: int = 0
     """Blocks dropped because their commits failed or did not begin: the engine will compute them again."""
     dropped_bytes: int = 0
-    """Their raw bytes."""
+    """Raw bytes of ``dropped_blocks``."""
     loaded_blocks: int = 0
     """Blocks read into rows, verified."""
     loaded_bytes: int = 0
-    """Their raw bytes."""
+    """Raw bytes of ``loaded_blocks``."""
     missed_blocks: int = 0
     """Blocks of load jobs that were not served."""
     verification_failures: int = 0
@@ -71,7 +71,7 @@ class StoreCounters(msgspec.Struct):
 class News(msgspec.Struct, array_like=True, tag=True):
     """Changes since the last ``take_news``, as the host process sends them to the engine.
 
-    Only ``StoreOptions.events`` sets ``stored``, ``removed`` and ``lost``.
+    ``stored``, ``removed`` and ``lost`` are set only if ``StoreOptions.events`` is.
     """
 
     stored: list[bytes] = []

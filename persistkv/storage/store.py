@@ -222,7 +222,7 @@ class Store:
 
     @property
     def has_room(self) -> bool:
-        """Whether memory is left for another ``put`` or ``end_request``. They do not check it: callers must wait."""
+        """Whether memory is left for another ``put`` or ``end_request``. Neither checks this: callers must wait."""
         next_one = min(DIRECT_BYTES, self._shares.staged)
         return self._staging.fits(next_one) and self._ends_bytes < self._shares.ends
 
@@ -455,7 +455,13 @@ class Store:
         block_ids: Sequence[int],
         part_size: int,
     ) -> tuple[list[Callable[[], ReadOutcome]], list[bytes]]:
-        """Return the calls that read blocks of one namespace into rows, and the missing keys; see ``plan_reads``."""
+        """Return the calls that read blocks of one namespace into rows, and the missing keys. If it is the store's own
+        namespace, record a use of the packs to read.
+
+        :param holders: for each key, a pack that holds it; None if no pack does.
+        :param block_ids: for each key, the row into which its block is read.
+        :param part_size: bound on the stored bytes that one call reads (``part_bytes`` of ``plan_reads``).
+        """
         bounds = (part_size, self._shares.part)
         parts, missing = plan_reads(holders, self.rows, keys, block_ids, *bounds, remote=self._remote)
         if catalogue is self.catalogue:

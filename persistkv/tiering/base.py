@@ -95,7 +95,9 @@ class SecondaryTierManager(ABC):
 
     @abstractmethod
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Return results of the jobs that ended since the last call, once each. Called each step and before stores."""
+        """Return results of the jobs that ended since the last call, once each. Called in each step, and before rows
+        are allocated for stores.
+        """
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:  # noqa: B027
         """Count a use of the blocks; keys that are not held are ignored."""

@@ -42,7 +42,7 @@ class IsolatedTier:
             return False
 
     def num_held(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:
-        """Return how many of the first keys the tier holds; 0 if it has no faster way than single lookups."""
+        """Return the number of keys before the first one that the tier lacks; 0 if single lookups are as fast."""
         if type(self.tier).lookup_prefix is SecondaryTierManager.lookup_prefix:
             return 0
         return self._attempt("lookup_prefix", "its blocks are misses", 0, self.tier.lookup_prefix, keys, req_context)

@@ -350,7 +350,9 @@ class TieringOffloadingManager(OffloadingManager):
         self._settle((*written, *orphaned))
 
     def _settle(self, keys: Sequence[OffloadKey]) -> None:
-        """Remove blocks that are no longer being written from ``_Request.awaiting``; end requests that are complete."""
+        """Remove blocks that are no longer being written from ``_Request.awaiting``. End requests that only waited for
+        them.
+        """
         for key in keys if self._awaited else ():
             for req_id in self._awaited.pop(key, ()):
                 if request := self._requests.get(req_id):
@@ -437,7 +439,7 @@ class TieringOffloadingManager(OffloadingManager):
                 self._lose_promotions(tier)
 
     def _lose_promotions(self, tier: IsolatedTier) -> None:
-        """Count the promotions of a tier that cannot be polled as misses of the requests that wait for them.
+        """Treat the promotions of a tier that cannot be polled as misses for the requests that wait for them.
 
         Their rows stay reserved, because the tier may still write to them.
         """

@@ -1,7 +1,7 @@
 """The persistent tier: a thin, request-level adapter of a hosted store.
 
-It translates jobs to messages, outcomes to results, and requests to manifests. The store (``persistkv.storage``)
-decides which blocks are stored, when, and how.
+It translates jobs to messages for the store's host, answers of the host to job results, and requests to manifests. The
+store (``persistkv.storage``) decides which blocks are stored, when, and how.
 """
 
 from __future__ import annotations
@@ -66,14 +66,15 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum seconds that a small job waits to be written together with others."""
     durability: str = "commit"
     """``commit``: stores of 4 MiB and more are durable when they end, smaller ones when their request ends or after
-    ``max_age_s``. ``interval:5s``: blocks are written every 5 s, and a crash of the machine loses at most these."""
+    ``max_age_s``. ``interval:5s``: blocks are written every 5 s, and a crash loses at most those of the last 5 s."""
     io_threads: Annotated[int, msgspec.Meta(ge=1, le=MAX_IO_THREADS)] = 2
     """Threads of the store's host that read, verify, encode and decode, in addition to the one that writes."""
     open_timeout_s: Annotated[float, msgspec.Meta(ge=1)] = 60.0
     """Seconds to wait at construction for the store to open. After that, a host process continues to open it, and
     lookups miss until it is open."""
     unique_request_ids: bool = False
-    """The engine's request ids are unique across restarts: requests are listed under them."""
+    """Whether the engine's request ids are unique across restarts. If so, stored requests are listed under these ids,
+    otherwise under generated ones."""
     watchdog_s: Annotated[float, msgspec.Meta(ge=1)] = 60.0
     """Seconds without an answer after which the host process is killed and restarted; at least 60 while it starts.
     Ten times as long if a call to the medium hangs, or the store does not open."""
@@ -224,7 +225,10 @@ class PersistentTier(SecondaryTierManager):
         return bool(self._finished) or self._client.has_pending_work
 
     def drain_jobs(self, timeout_s: float) -> bool:
-        """Wait until all submitted blocks are durable or dropped, and their rows are free."""
+        """Wait until all submitted blocks are durable or dropped, and their rows are free.
+
+        :returns: False if that took longer than ``timeout_s``.
+        """
         deadline = time.monotonic() + timeout_s
         self._client.flush(timeout_s)
         while self._client.num_jobs and time.monotonic() < deadline:
@@ -357,12 +361,15 @@ class PersistentTier(SecondaryTierManager):
         return self._client.stats(timeout_s)
 
     def glance(self) -> StoreStats:
-        """Return the totals of the client and the host without waiting. The host's may be some seconds old, or None."""
+        """Return the totals of the client and the host without waiting.
+
+        The totals of the host may be some seconds old; None if it has sent none yet.
+        """
         return self._client.glance()
 
     @property
     def num_held_blocks(self) -> int:
-        """Number of blocks that a lookup finds."""
+        """Number of blocks that lookups can find; a block in two packs counts twice."""
         return len(self._client)
 
     def shutdown(self) -> None:

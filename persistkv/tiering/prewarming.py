@@ -66,7 +66,7 @@ class Prewarming:
 
     @property
     def waits(self) -> bool:
-        """Whether contexts are requested or queued."""
+        """Whether the tier was asked for contexts and has not answered yet, or contexts are queued."""
         return self._asked_at is not None or bool(self._contexts)
 
     @property

@@ -214,7 +214,7 @@ class RequestView(msgspec.Struct, frozen=True):
     blocks: int
     group_blocks: tuple[int, ...]
     raw_bytes: int
-    """Bytes of these blocks before the codec, including blocks that other requests share."""
+    """Bytes of the request's blocks before the codec, including blocks that other requests share."""
     ordered: bool
     labels: dict[str, str]
     last_used: float | None = None
@@ -227,15 +227,15 @@ class RequestView(msgspec.Struct, frozen=True):
     hits: int | None = None
     """Number of the ``shared_by`` requests that were stored later than this one."""
     stored_bytes: int | None = None
-    """Estimated size of its blocks in the store: raw bytes divided by the codec ratio of its packs."""
+    """Estimated size of the request's blocks in the store: ``raw_bytes`` divided by the codec ratio of its packs."""
     short_id: str = ""
     """At most 8 characters that the commands accept in place of the id."""
     context: str = ""
-    """Digest of its keys, hexadecimal: equal for requests of the same context; empty: unknown."""
+    """Digest of the request's keys, hexadecimal: equal for requests of the same context; empty: unknown."""
     copies: int = 1
     """Number of requests of the same context and labels that a list shows as this one, itself included."""
     ttl_s: float | None = None
-    """Its own ttl, in seconds from its last use; None: the store's only."""
+    """The request's own ttl, in seconds from its last use; None: only the store's ttl applies."""
     priority: str = "normal"
     """``low`` or ``normal``."""
 
@@ -247,7 +247,7 @@ class RequestView(msgspec.Struct, frozen=True):
         ).with_use(use)
 
     def with_use(self, use: RequestUse | None) -> RequestView:
-        """Return a copy with the fields that depend on the use; None leaves them as they are."""
+        """Return a copy with ``stored_bytes`` and the fields of the use set from ``use``; None: return this view."""
         if use is None:
             return self
         packed = use.packs_raw_bytes

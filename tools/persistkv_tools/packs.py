@@ -71,9 +71,9 @@ class Packs:
         return set(chain.from_iterable(self.holders.get(key, ()) for key in keys))
 
     def in_order(self, keys: ManifestKeys) -> list[bytes]:
-        """Return ids of packs that hold all keys of a context that any pack holds, in the order of first need.
+        """Return ids of packs that together hold each held key of a context, in the order in which it needs them.
 
-        For a key in several packs, only one of them is chosen.
+        For a key in several packs, one of them is chosen. Keys that no pack holds are skipped.
         """
         rows = zip_longest(*(group.unpack() for group in keys))
         return list(dict.fromkeys(self.holders[key][0] for row in rows for key in row if key in self.holders))

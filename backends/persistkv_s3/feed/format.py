@@ -171,7 +171,7 @@ class Entry(msgspec.Struct, array_like=True, kw_only=True):
     writer: _Id
     number: _Number
     time: _Time
-    """Start of its uploads: seconds since the epoch, by the server's clock."""
+    """Time at which the commit's uploads began: seconds since the epoch, by the server's clock."""
     gone: list[tuple[_Id, _Nonce]] = []
     """(pack id, nonce) of removed packs. If a pack has another nonce, it is kept. Manifests that refer to a removed
     pack are removed, too."""
@@ -246,7 +246,8 @@ class NamespaceHead(msgspec.Struct, array_like=True, kw_only=True):
     oldest: _Time = 0.0
     """Time of the least recent use of a pack or manifest that may be evicted; 0: none may."""
     swept: _Time = 0.0
-    """Start of the last complete sweep (deletion of objects that nothing refers to). Time of a merge until then."""
+    """Start of the last complete sweep (deletion of objects that nothing refers to). Until there was one: time at which
+    a leader first published the namespace."""
     expires: _Time = LATEST
     """Earliest time at which a manifest expires by its own ttl, unless it is used again: seconds since the epoch, by
     the server's clock; ``LATEST`` if no manifest has one."""

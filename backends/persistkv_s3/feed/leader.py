@@ -9,7 +9,7 @@
 5. A removed or superseded object is deleted if nothing refers to it, and only after the time ``grace`` (an option) has
    passed since the head published its removal.
 6. A sweep deletes objects that nothing refers to and that were over a day old when this leader last wrote the head. No
-   later commit refers to them: a commit whose uploads began more than 12 hours before is rejected.
+   later commit can refer to them: a commit whose uploads began more than 12 hours before is rejected.
 """
 
 from __future__ import annotations

@@ -134,9 +134,9 @@ class Batch:
     sizes: IntArray
     """Bytes of each copy."""
     target: torch.Tensor
-    """int8, two-dimensional; contains every target."""
+    """Tensor that contains all destinations: int8, two-dimensional."""
     source: torch.Tensor
-    """int8, two-dimensional; contains every source."""
+    """Tensor that contains all sources: int8, two-dimensional."""
 
     @classmethod
     def of_pages(

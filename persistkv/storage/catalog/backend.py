@@ -100,7 +100,9 @@ class Catalog(ABC):
         )
 
     def _all(self, table: str, namespace: bytes, decode: Callable[[Buffer, Buffer], T | None]) -> Iterator[T]:
-        """Yield the decoded rows (key, value) of a namespace, some in each transaction; skip those decoded as None."""
+        """Yield the decoded rows (key, value) of a namespace, a bounded number per transaction; skip rows for which
+        ``decode`` returns None.
+        """
         start = namespace
         while start:
             with self.rows() as rows:

@@ -85,13 +85,13 @@ class StoreClock(NamedTuple):
     """A recorded reading of the store's clock; see the module docstring."""
 
     time: float
-    """The store's time, in seconds since the epoch."""
+    """The store's time at the reading: seconds since the epoch."""
     at: Reading
-    """The machine's clocks at that moment."""
+    """The machine's clocks at the reading."""
     unconfirmed: float = 0.0
-    """Seconds between two boots that are not counted yet."""
+    """Seconds between two boots that ``time`` does not include, because the wall clock has not confirmed them yet."""
     unconfirmed_since: float = 0.0
-    """``Reading.since_boot`` from which the confirmation of these seconds is timed."""
+    """``Reading.since_boot`` at which the confirmation of ``unconfirmed`` began."""
 
     @property
     def skew(self) -> float:
@@ -178,7 +178,8 @@ def _listed(rows: Rows, found: bytes) -> Chain | None:
 def _expiry(rows: Rows, found: bytes, chain: Chain) -> float:
     """Return the time at which a manifest expires, unless it is used again.
 
-    :param found: its key in ``EXPIRIES``.
+    :param found: the manifest's key in ``EXPIRIES``.
+    :param chain: the manifest's chain.
     """
     namespace = found[-NAME_BYTES:-ID_BYTES]
     use = Use.decode(rows.get(USES, namespace + chain.packs[-1])) if chain.packs else None
@@ -192,7 +193,7 @@ class Candidate(NamedTuple):
     """Namespace and pack id, or namespace and digest of the manifest's id."""
     is_manifest: bool
     time: float
-    """Last use on the store's clock: seconds since the epoch."""
+    """Last use of a pack, or writing of a manifest: seconds since the epoch, on the store's clock."""
 
 
 class EvictionOrder:
@@ -281,7 +282,8 @@ class EvictionOrder:
     def expired(self) -> Iterator[bytes]:
         """Iterate over the names of manifests whose own ttl has passed. The caller may remove them meanwhile.
 
-        Also list manifests that were used in the meantime with their new time of expiry, and delete damaged entries.
+        Meanwhile, enter manifests that were used again in ``EXPIRIES`` under their new time of expiry, and delete
+        damaged entries.
         """
         key = b""
         while (found := self._rows.first(EXPIRIES, key)) is not None:

@@ -23,8 +23,8 @@ from persistkv.storage.identity import Identity
 # Names of the tables, with the content of their rows as key → value. Except in META, ORDER and EXPIRIES, keys
 # begin with the namespace's id (16 bytes), so a namespace is one range of each table.
 META = "meta"
-"""``clock`` → the last moment, then ``StoreClock``. ``note``, namespace, name → content of a note (``SupportsNotes``).
-Drivers also store their own rows here."""
+"""``clock`` → number of the last moment, then ``StoreClock``. ``note``, namespace, name → content of a note
+(``SupportsNotes``). Drivers also store their own rows here."""
 NAMESPACES = "namespaces"
 """namespace → time of creation, then the identity's canonical JSON."""
 STATES = "states"
@@ -123,9 +123,9 @@ class Use(NamedTuple):
     moment: int
     """Number of the commit that used the pack last; only commits that use anything count (see module ``order``)."""
     time: float
-    """Seconds since the epoch, on the store's clock."""
+    """Time of the last use: seconds since the epoch, on the store's clock."""
     depth: int
-    """Smallest ``Frame.depth`` of its frames, in blocks; UNKNOWN_DEPTH if it is not known."""
+    """Smallest ``Frame.depth`` of the pack's frames, in blocks; UNKNOWN_DEPTH if it is not known."""
     pins: int
     """Number of pinned manifests that name the pack."""
     named: int
@@ -160,19 +160,19 @@ class Use(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """A manifest's packs, and the time at which it was written."""
+    """A manifest's packs, flags and ttl, and the commit that wrote it."""
 
     moment: int
-    """Number of the commit that wrote the manifest, as in ``Use``."""
+    """Number of the commit that wrote the manifest, counted as in ``Use.moment``."""
     time: float
-    """Time of that commit: seconds since the epoch, on the store's clock."""
+    """Time at which the manifest was written: seconds since the epoch, on the store's clock."""
     flags: int
     """``PINNED``, ``ORDERED`` and ``LOW`` (priority), or 0."""
     ttl_s: float
-    """Seconds from the last use of the last pack to the expiry of the manifest; 0: no ttl of its own."""
+    """Seconds from the last use of the last of ``packs`` to the expiry of the manifest; 0: no ttl of its own."""
     expires: float
-    """Earliest time of expiry, on the store's clock, by which ``EXPIRIES`` lists the manifest; 0 without ``ttl_s``.
-    Later uses do not change it: they are looked up at that time."""
+    """Earliest time of expiry, on the store's clock, under which ``EXPIRIES`` lists the manifest; 0 without ``ttl_s``.
+    A use does not change this time. When it has passed, the last use of the last pack decides."""
     packs: tuple[bytes, ...]
     """Ids of the packs, from the beginning of the context on."""
 

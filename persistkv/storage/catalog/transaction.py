@@ -209,10 +209,11 @@ class CatalogTransaction:
 
     def drop_manifests_of(self, pack_id: bytes, at_most: int, *, alone: bool = False) -> bool:
         """Delete some of the manifests that name a pack. Several transactions do so before the deletion of a pack that
-        many requests share, so that none of them gets too large.
+        many requests share, so that no transaction gets too large.
 
         :param at_most: maximum number of manifests to delete.
-        :param alone: keep the packs after this one in these manifests; False: delete those that no manifest names now.
+        :param alone: keep the packs that follow this one in the deleted manifests; False: delete those of them that no
+            manifest names now.
         :returns: whether more manifests name the pack, except those in ``keep``, which are not deleted.
         """
         name = self._namespace + pack_id
@@ -396,7 +397,7 @@ def kept_names(namespace: bytes, batch: CommitBatch) -> set[bytes]:
 
 
 def rows_bound(packs: Iterable[NewPack], manifests: Iterable[ManifestWrite]) -> int:
-    """Return a high estimate of the bytes of all rows that packs (without their payloads) and manifests add."""
+    """Return an upper estimate of the bytes of all rows that packs (without their payloads) and manifests add."""
     total = 0
     for pack in packs:
         total += 2 * (64 * pack.frame_count + len(pack.keys.data) + len(pack.keys.lengths)) + _ROWS_BYTES

@@ -66,8 +66,8 @@ class _Request:
     """Blocks that a request has offered."""
 
     counts: list[int]
-    """For each KV cache group, the number of leading blocks up to the deepest one that was offered. All of them were
-    offered if the group is not in ``gaps``."""
+    """For each KV cache group, one more than the depth of the deepest block that was offered. All blocks before it were
+    offered, too, unless the group is in ``gaps``."""
     gaps: set[int] = field(default_factory=set)
     """Groups in which a block was offered and the one before it was not."""
     held: bool = False

@@ -33,7 +33,8 @@ from persistkv_tools.options import STORE_VARIABLE, Json
 
 CODECS = ("raw", "zstd:1", "planes:2", "planes:4")
 LEAST_GAIN = 1.1
-"""A codec is recommended if it is at least this many times better, by ratio (here) or by ratio and time (``bench``)."""
+"""Factor by which a codec must be better to be recommended: than the store's present ratio (here), or than ``raw`` by
+ratio and time (``bench``)."""
 _SAMPLE_PACKS = 64
 SHARED_MEMORY = Path("/dev/shm")
 REGIONS = "persistkv_offload_*.mmap"

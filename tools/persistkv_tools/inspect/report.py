@@ -87,11 +87,11 @@ class Period(msgspec.Struct):
     requests: int = 0
     """Requests that were created in the interval, are still held, and have readable keys."""
     blocks: int = 0
-    """Blocks of these requests."""
+    """Blocks of the requests that ``requests`` counts; a shared block counts once for each of them."""
     found_blocks: int = 0
-    """Number of these blocks that an earlier request of the namespace had named."""
+    """Part of ``blocks`` that an earlier request of the namespace had named."""
     added_bytes: int = 0
-    """Raw bytes of the other blocks."""
+    """Raw bytes of the blocks that no earlier request had named."""
     held_bytes: int = 0
     """Sum of ``added_bytes`` up to the end of the interval."""
 

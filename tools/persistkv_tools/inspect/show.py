@@ -52,9 +52,9 @@ class GroupView(msgspec.Struct, frozen=True):
     """Blocks that no pack holds."""
     raw_bytes: int
     stored_bytes: int
-    """Encoded size of these blocks: their share of the frames that hold them, without padding."""
+    """Encoded size of the blocks that packs hold: their share of the frames that hold them, without padding."""
     keys: list[KeyView]
-    """The first blocks; at most ``key_limit``."""
+    """The group's first blocks; at most ``key_limit`` of ``show_context``."""
 
 
 class PackView(msgspec.Struct, frozen=True):
@@ -62,17 +62,17 @@ class PackView(msgspec.Struct, frozen=True):
 
     id: str
     blocks: int
-    """Blocks of this request in it."""
+    """Blocks of the request in the pack."""
     pack_blocks: int
-    """All blocks in it."""
+    """All blocks in the pack."""
     raw_bytes: int
     """Raw bytes of the whole pack."""
     stored_bytes: int
     codec: str
     shared_with: int
-    """Number of other requests that name some of these ``blocks``."""
+    """Number of other requests that name some of ``blocks``."""
     sharers: list[str]
-    """Ids of up to 5 of these requests."""
+    """Ids of up to 5 of the requests that ``shared_with`` counts."""
 
 
 class ContextView(msgspec.Struct, frozen=True):
@@ -105,13 +105,13 @@ class TreeNode(msgspec.Struct):
     key: str
     """First digits of the first block's key, hexadecimal."""
     requests: int
-    """Number of requests whose context contains these blocks."""
+    """Number of requests whose context contains the run."""
     ends: int
-    """Number of these requests whose context ends with the last of these blocks."""
+    """Number of requests whose context ends with the last block of the run."""
     names: list[str]
-    """Ids of up to 2 requests that end here."""
+    """Ids of up to 2 of the requests that ``ends`` counts."""
     chosen: bool
-    """Whether the request that the command shows contains these blocks."""
+    """Whether the request that the command shows contains the run."""
     children: list[TreeNode]
     """The child with the chosen request first, then those with most requests."""
     hidden: int = 0

@@ -33,7 +33,7 @@ class GroupTotals(msgspec.Struct):
     codec_ratio: float | None = None
     """Raw bytes per stored byte."""
     codecs: list[str] = []
-    """Codecs of its frames; ``raw`` for frames that did not shrink."""
+    """Codecs of the group's frames; ``raw`` for frames that did not shrink."""
 
 
 class ModelTotals(msgspec.Struct, kw_only=True):

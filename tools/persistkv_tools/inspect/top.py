@@ -24,9 +24,9 @@ class Rates(msgspec.Struct, frozen=True):
     """Rates per second, from the difference of two status rows of an engine."""
 
     stored_raw_bytes: float
-    """Written to the store, before the codec."""
+    """Bytes written to the store, before the codec."""
     stored_bytes: float
-    """Written to the store, encoded."""
+    """Bytes written to the store, encoded."""
     loaded_bytes: float
     """Raw bytes read from the store into the primary tier."""
     dropped_bytes: float

@@ -100,7 +100,7 @@ def relabel(
 
     :raises NotFoundError: the request was deleted meanwhile, or its keys are unreadable.
     :raises StoreError: a commit failed, or other processes wrote during each attempt. The labels are unchanged, unless
-        only the second commit failed, which keeps a request that was hit from counting as never hit.
+        only the second commit failed: then the labels are set, and a request that was hit counts as never hit.
     """
     namespace, name = found.namespace.id, found.manifest.id
     for _ in range(_ATTEMPTS):

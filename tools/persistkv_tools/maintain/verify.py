@@ -110,7 +110,7 @@ class RepairPlan(msgspec.Struct):
     packs: list[PlannedPack] = []
     requests: list[PlannedRequest] = []
     blocks: int = 0
-    """Blocks in these packs."""
+    """Blocks in ``packs``."""
     stored_bytes: int = 0
 
 

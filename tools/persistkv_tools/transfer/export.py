@@ -62,7 +62,7 @@ class Source(NamedTuple):
         return sum(tables[pack].payload_length for pack in set().union(*chains) if pack in tables)
 
     def complete(self, keys: ManifestKeys | None) -> bool:
-        """Return whether a pack holds each of these keys of a request; False if the keys are None."""
+        """Return whether packs hold all keys of a request; False if ``keys`` is None (unreadable)."""
         return keys is not None and self.packs.hold(all_keys(keys))
 
 

@@ -222,7 +222,7 @@ class Choice(NamedTuple):
 
     @property
     def store_bytes(self) -> int:
-        """Upper bound of the bytes that this content takes in a store."""
+        """Upper bound of the bytes that the chosen requests and packs take in a store."""
         keys = sum(len(table.keys) for table in self.tables.values())
         keys += sum(candidate.manifest.blocks for candidate in self.candidates)
         return _store_bytes(self.payload_bytes, len(self.tables), len(self.candidates), keys)

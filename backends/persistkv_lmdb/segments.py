@@ -245,7 +245,12 @@ class SegmentFiles:
         :returns: per part, True if all of its buffers were filled; False if the payload is too short or lost.
         :raises StoreError: the disk failed.
         """
-        pieces = [piece for number, one in enumerate(wanted) for piece in _placed_pieces(number, *one)]
+        lengths = [sum([buffer.nbytes for buffer in buffers]) for _, _, buffers in wanted]
+        pieces = [
+            piece
+            for number, (one, length) in enumerate(zip(wanted, lengths, strict=True))
+            for piece in _placed_pieces(number, *one, length)
+        ]
         filled = [0] * len(wanted)
         with translated_io(self._path):
             for neighbours in _neighbours_of(pieces):
@@ -258,10 +263,7 @@ class SegmentFiles:
                 for piece in neighbours:
                     if whole or self._read(piece.run, piece.buffers, cached=cached, bypass=bypass):
                         filled[piece.number] += piece.run.length
-        return [
-            count == sum(buffer.nbytes for buffer in buffers)
-            for count, (_, _, buffers) in zip(filled, wanted, strict=True)
-        ]
+        return [count == length for count, length in zip(filled, lengths, strict=True)]
 
     def lengths(self) -> dict[int, int]:
         """Return the bytes on disk of each segment file, by segment number.
@@ -413,16 +415,16 @@ def _runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_R
 
 
 def _placed_pieces(
-    number: int, extents: Sequence[Extent], offset: int, buffers: Sequence[memoryview]
+    number: int, extents: Sequence[Extent], offset: int, buffers: Sequence[memoryview], length: int
 ) -> Iterator[_Piece]:
     """Split the read of a part of a payload, from byte ``offset`` on, into one piece per file range.
 
     If the payload ends earlier, the pieces fill only the first of the buffers' bytes.
 
     :param number: index of this part in the request; recorded in its pieces.
+    :param length: bytes of all buffers.
     """
-    rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
-    length = sum(map(len, rest))
+    rest = [buffer if buffer.format == "B" else buffer.cast("B") for buffer in buffers if buffer.nbytes]
     for run in _runs_of(extents, offset, length):
         if run.length == length:  # the usual case: one run, nothing to split
             yield _Piece(number, run, rest)

@@ -440,7 +440,9 @@ class Index:
         wanted = _stored_fingerprints(keys)
         found, place = _matches(table.fingerprints, table.slots, wanted)
         numbers = np.where(found, table.packs[place], 0)
-        first = list(map(self._packs.id, numbers.tolist()))
+        listed = numbers.tolist()
+        ids = {number: self._packs.id(number) for number in set(listed)}
+        first = list(map(ids.__getitem__, listed))
         if self._hints:  # an entry with a pack may follow the hint
             for number in np.flatnonzero(numbers == _HINT).tolist():
                 first[number] = next(iter(self.candidates(keys[number])), None)

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain, takewhile, zip_longest
+from itertools import chain, groupby, takewhile, zip_longest
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -36,6 +36,10 @@ logger = logging.getLogger(__name__)
 _FAILURE_LOG_S = 60.0  # seconds between warnings that blocks are dropped
 _QUARANTINE_ATTEMPTS = 3
 _MOST_RECENT_KEYS = 16_384  # keys of the packs whose tables are kept: 2 MB
+_LONG_RUN = 16  # keys with the same candidate, from which on a comparison with its table at once is faster
+_READ_AT_ONCE = 4
+"""Number of tables up to which the caller's thread reads them, in 0.1 to 0.3 ms. Another thread would begin 0.2 to
+1.8 ms later, or after all parts of queued load jobs."""
 SHORTENED_AT_ONCE = 64
 """Maximum number of manifests that one commit shortens. If more manifests name a bad pack, several commits shorten
 them, and the last of these commits deletes the pack."""
@@ -198,14 +202,22 @@ class NamespaceView:
         """
         candidates = self.index.first_candidates(keys)
         found: list[HeldPack | None] = [None] * len(keys)
-        packs = await self._packs({pack_id: None for pack_id in candidates if pack_id is not None})
+        packs = await self._packs({pack_id: None for pack_id in dict.fromkeys(candidates) if pack_id is not None})
         unsure: list[int] = []
-        for place, pack_id in enumerate(candidates):
-            pack = None if pack_id is None else packs.get(pack_id)
-            if pack is not None and keys[place] in pack.places:
-                found[place] = pack
-            elif pack_id is not None:
-                unsure.append(place)
+        stop = 0
+        for pack_id, run in groupby(candidates):
+            start, stop = stop, stop + len(list(run))
+            if pack_id is None:
+                continue
+            pack = packs.get(pack_id)
+            if pack is not None and stop - start >= _LONG_RUN and pack.start_of(keys[start:stop]) is not None:
+                found[start:stop] = [pack] * (stop - start)
+                continue
+            for place in range(start, stop):
+                if pack is not None and keys[place] in pack.places:
+                    found[place] = pack
+                else:
+                    unsure.append(place)
         if unsure:
             await self._find_others(keys, unsure, found)
         return found
@@ -239,8 +251,10 @@ class NamespaceView:
         found = {pack_id: self._recent[number] for pack_id, number in numbers.items() if number in self._recent}
         unread = [pack_id for pack_id in numbers if pack_id not in found]
         if unread:
+            read = partial(self.backend.tables, self.namespace, unread)
+            at_once = len(unread) <= _READ_AT_ONCE and not self.backend.capabilities.remote
             with _translated():
-                (tables,) = await self.executor.read([partial(self.backend.tables, self.namespace, unread)])
+                tables = read() if at_once else (await self.executor.read([read]))[0]
             for table in tables:
                 found[table.pack_id] = self._remember(HeldPack(table, numbers[table.pack_id]))
         return found

@@ -89,7 +89,7 @@ def test_each_share_has_a_store_of_its_own(run, trace, tmp_path):
 
 def test_a_person_reads_rates(run, trace, tmp_path):
     shown = run("replay", f"lmdb://{tmp_path}/new", str(trace[0]), "--requests", "5").stdout
-    for part in ("held", "evicted", "5 requests", "hits"):
+    for part in ("held", "evicted", "5 requests", "hit rate"):
         assert part in shown
 
 
@@ -113,7 +113,7 @@ def test_a_store_that_holds_something_is_left_alone(run, filled, trace):
     before = run("ls", filled, "--json").stdout
     done = run("replay", filled, str(trace[0]))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "holds nothing yet" in done.stderr
+    assert "a new or empty store" in done.stderr
     assert run("ls", filled, "--json").stdout == before
 
 

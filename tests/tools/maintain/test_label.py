@@ -109,7 +109,7 @@ class TestBesideOthers:
 
     def test_one_who_never_pauses_is_told(self, memory):
         busy = beaten(memory, list(range(1_000)))
-        with pytest.raises(StoreError, match="others wrote"):
+        with pytest.raises(StoreError, match="other processes wrote"):
             relabel(busy, find_request(busy, "one"), {"a": "b"}, [])
 
     def test_a_request_that_went_does_not_come_back(self, memory):

@@ -47,7 +47,7 @@ HOUR_S = 3600.0
 
 def main() -> None:
     PICTURES.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="persistkv-screens-") as directory:
+    with tempfile.TemporaryDirectory(prefix="kv-") as directory:
         place = Path(directory)
         url, busy = f"lmdb://{place}/store?capacity=1GiB", f"lmdb://{place}/busy?capacity=1GiB"
         fill(url)
@@ -112,7 +112,7 @@ def photograph(page: Path, target: Path) -> None:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         raise FileNotFoundError("chromium, to draw the page of `persistkv report` with")
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=900,1500"]
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1120,1486"]
     command = [browser, *options, f"--screenshot={target}", page.as_uri()]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
 

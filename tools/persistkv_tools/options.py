@@ -342,10 +342,10 @@ def _label(text: str) -> tuple[str, str | None]:
     return name, value if equals else None
 
 
-def chosen_namespaces(backend: InspectableBackend, wanted: str | None, option: str = "namespace") -> list[Namespace]:
+def chosen_namespaces(backend: InspectableBackend, wanted: str | None, otherwise: str = "") -> list[Namespace]:
     """Return the namespace whose id begins with ``wanted``, in a list; None: all namespaces, oldest first.
 
-    :param option: name of the option that gave ``wanted``, for the error.
+    :param otherwise: continues the error that no namespace matches.
     :raises NotFoundError: no namespace matches, or more than one.
     """
     found = sorted(backend.namespaces(), key=lambda namespace: (namespace.created, namespace.id))
@@ -354,8 +354,8 @@ def chosen_namespaces(backend: InspectableBackend, wanted: str | None, option: s
     matching = [namespace for namespace in found if namespace.id.hex().startswith(wanted.lower())]
     if not wanted or len(matching) != 1:
         ids = _some(namespace.id.hex() for namespace in (matching or found))
-        matches = "several namespaces" if len(matching) > 1 else "no namespace"
-        raise NotFoundError(f"{option} {wanted!r} matches {matches}; namespaces: {ids}")
+        problem = "is ambiguous" if len(matching) > 1 else f"does not exist{otherwise}"
+        raise NotFoundError(f"namespace {wanted!r} {problem}; namespaces: {ids}")
     return matching
 
 

@@ -133,7 +133,7 @@ def test_prune_by_age_of_requests_that_others_share_exits_0(run, family):
         assert done.returncode == 0, done.stdout
         assert "anna-1" in done.stdout
         assert "others use all their packs" in done.stdout
-    assert "not deleted: 1 request, because others use all their packs" in done.stdout
+    assert "not deleted: 1 request, because others use all its packs" in done.stdout
     assert requests(run, url) == ["anna-1", "anna-2", "bert-1"]
     again = pruned(run, url, "--older-than", "30d", "--yes")
     assert (ids(again["plan"]["staying"]), again["done"]["staying"]) == (["anna-1"], ["anna-1"])

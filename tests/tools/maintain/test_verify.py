@@ -376,7 +376,7 @@ class TestCommand:
         store_with_a_bad_pack(url)
         shown = run("verify", url, "--repair", "--yes").stdout
         assert "deleted 1 pack" in shown
-        assert "shortened 0 requests to the blocks before the bad packs; deleted 1 without such blocks" in shown
+        assert "requests: 0 shortened to the blocks before the bad packs, 1 deleted, because no block was left" in shown
 
     @pytest.mark.parametrize("options", [("--sample", "0"), ("--sample", "1.5"), ("--rate", "fast")])
     def test_wrong_options(self, run, filled, options):

@@ -96,6 +96,7 @@ def doctor(
 
 def _print(findings: list[Check]) -> None:
     made = render.table(("check", "level", "found"), [], left="level,found")
+    made.columns[-1].no_wrap = False
     for finding in findings:
         found = [finding.found, f"→ {finding.todo}"] if finding.todo else [finding.found]
         made.add_row(

@@ -268,7 +268,7 @@ def _tree(tree: TreeNode, group: int, request: RequestView) -> str:
     rows = []
     for level, node in nodes:
         text = f"{render.count(node.blocks, 'block')}, {render.count(node.requests, 'request')}"
-        text += f", {node.hidden:,} more not shown" * bool(node.hidden)
+        text += f", {node.hidden:,} more below, not shown" * bool(node.hidden)
         end = (node.start + node.blocks) / deepest
         rows.append(_Bar(node.key, text, end, node.start / deepest, level, is_chosen=node.chosen))
     note = (

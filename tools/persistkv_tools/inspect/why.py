@@ -102,7 +102,7 @@ def _against(url: str, against: str, namespace: str | None) -> list[list[Compari
     with opened(url) as backend:
         theirs, ours = chosen_namespaces(backend, namespace), list[Namespace]()
         if not (other_store or is_model):
-            ours = chosen_namespaces(backend, against, "--against (neither a model's directory nor a store)")
+            ours = chosen_namespaces(backend, against, ", nor does a model's directory or a store of this name")
             theirs = [space for space in theirs if space not in ours]
     if other_store:
         with opened(against) as other:

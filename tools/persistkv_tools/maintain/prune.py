@@ -230,7 +230,8 @@ def _print_plan(plan: Plan, damaged: Quarantine) -> None:
 def _print_done(done: Done, damaged: Quarantine) -> None:
     render.say(f"deleted: {render.count(done.requests, 'request')}, {_amount(done.goes)}")
     if done.staying:
-        render.say(f"not deleted: {render.count(len(done.staying), 'request')}, because others use all their packs")
+        whose = "its" if len(done.staying) == 1 else "their"
+        render.say(f"not deleted: {render.count(len(done.staying), 'request')}, because others use all {whose} packs")
     if damaged.directories:
         render.say(f"deleted files of damaged stores: {render.format_size(damaged.deleted_bytes)}")
 

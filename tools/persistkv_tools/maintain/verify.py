@@ -310,11 +310,9 @@ def _print(summary: Summary, rate: str | None) -> None:
     if not summary.rows_counted:
         render.say("unreadable catalogue rows could not be counted: other processes wrote continuously")
     if summary.deleted_packs or summary.shortened_requests:
-        render.say(f"deleted {render.count(summary.deleted_packs, 'pack')}; engines compute their blocks again")
-        shortened = (
-            f"shortened {render.count(summary.shortened_requests, 'request')} to the blocks before the bad packs"
-        )
-        render.say(f"{shortened}; deleted {summary.deleted_requests:,} without such blocks")
+        render.say(f"deleted {render.count(summary.deleted_packs, 'pack')}; engines compute the lost blocks again")
+        shortened = f"{summary.shortened_requests:,} shortened to the blocks before the bad packs"
+        render.say(f"requests: {shortened}, {summary.deleted_requests:,} deleted, because no block was left")
     render.say("no problems found" if not summary.problems else f"found {render.count(summary.problems, 'problem')}")
 
 

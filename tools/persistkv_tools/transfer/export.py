@@ -108,7 +108,7 @@ def export(
     if json:
         render.print_json({"url": url, "file": str(output), "exported": sent})
     else:
-        packs = f"{render.count(sent.packs, 'pack')}, {render.format_size(sent.stored_bytes)}"
+        packs = f"{render.count(sent.packs, 'pack')} ({render.format_size(sent.stored_bytes)})"
         to = "standard output" if to_pipe else output
         spent = render.format_pace(sent.stored_bytes, time.monotonic() - begin)
         render.say(f"exported {render.count(sent.requests, 'request')} with {packs} to {to} {spent}", stderr=to_pipe)

@@ -101,6 +101,7 @@ def draw(name: str, shown: str, title: str, width: int) -> None:
 
 def last_frame(shown: str) -> str:
     """Remove progress bars that the command erased."""
+    shown = re.sub(r"[^\n]*\n[^\n]*\x1b\[1A\x1b\[2K", "", shown)  # at the end of a bar: one line up, and erase it
     return "\n".join(re.split(r"\r(?:\x1b\[2K)?", line)[-1].rstrip() for line in shown.split("\n")).strip("\n")
 
 

@@ -215,6 +215,16 @@ def test_help_has_a_short_option(run, option):
         assert (done.returncode, "Usage: persistkv" in done.stdout) == (0, True)
 
 
+def test_help_breaks_no_paragraph_and_shows_no_type_of_flags(start):
+    shown = start("verify", "--help", COLUMNS="200").stdout
+    paragraph = (
+        "damage was found, even if it was repaired. Exit code 3: a commit of --repair failed; earlier commits stay"
+    )
+    assert paragraph in shown
+    for help_text in (shown, start("--help", COLUMNS="200").stdout):
+        assert "<bool>" not in help_text
+
+
 def run_script(script, *arguments):
     command = [sys.executable, "-c", script, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

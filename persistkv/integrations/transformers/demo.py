@@ -312,7 +312,7 @@ def _print(report: DemoReport) -> None:
     console = Console()
     table = Table(title="time to the first token of each request, in seconds", title_justify="left")
     table.add_column("question")
-    for header in ("prompt", "restored", "computed", "cold", "warm", "= resident"):
+    for header in ("prompt", "restored", "computed", "cold", "warm", "identical"):
         table.add_column(header, justify="right", no_wrap=True)
     for request in report.requests:
         table.add_row(
@@ -333,7 +333,7 @@ def _print(report: DemoReport) -> None:
         ("process start to first token", f"{cold_s:.2f} s", f"{warm_s:.2f} s"),
         ("cold / warm TTFT", "", f"{report.speed_up:.1f}"),
         ("shared tokens restored", "", f"{report.restored_shared_share:.1%} of {report.shared_tokens:,}"),
-        ("logits and tokens equal to resident cache", "", _yes(report.logits_identical and report.tokens_identical)),
+        ("logits and tokens identical to resident KV", "", _yes(report.logits_identical and report.tokens_identical)),
         ("tokens equal to the cold run", "", agreement),
         ("restored pages bit-identical", "", f"{_yes(report.pages_identical)} ({report.pages_compared:,} pages)"),
         ("KV bytes", "", f"{report.raw_bytes / _MIB:.1f} MiB"),

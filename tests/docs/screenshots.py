@@ -47,7 +47,7 @@ HOUR_S = 3600.0
 
 def main() -> None:
     PICTURES.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="persistkv-screens-") as directory:
+    with tempfile.TemporaryDirectory(prefix="kv-") as directory:
         place = Path(directory)
         url, busy = f"lmdb://{place}/store?capacity=1GiB", f"lmdb://{place}/busy?capacity=1GiB"
         fill(url)
@@ -101,6 +101,7 @@ def draw(name: str, shown: str, title: str, width: int) -> None:
 
 def last_frame(shown: str) -> str:
     """Remove progress bars that the command erased."""
+    shown = re.sub(r"[^\n]*\n[^\n]*\x1b\[1A\x1b\[2K", "", shown)  # at the end of a bar: one line up, and erase it
     return "\n".join(re.split(r"\r(?:\x1b\[2K)?", line)[-1].rstrip() for line in shown.split("\n")).strip("\n")
 
 
@@ -112,7 +113,7 @@ def photograph(page: Path, target: Path) -> None:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         raise FileNotFoundError("chromium, to draw the page of `persistkv report` with")
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=900,1500"]
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1120,1486"]
     command = [browser, *options, f"--screenshot={target}", page.as_uri()]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
 

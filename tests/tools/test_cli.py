@@ -110,7 +110,7 @@ class TestCliErrors:
     ("arguments", "sentence"),
     [
         (("prune", "{url}"), "prune requires at least one of --request, --older-than"),
-        (("prune", "{url}", "--older-than", "1d"), "prune requires --yes or --dry-run: there is no terminal to ask at"),
+        (("prune", "{url}", "--older-than", "1d"), "prune requires --yes or --dry-run: it cannot ask without"),
         (("verify", "{url}", "--repair"), "verify --repair requires --yes"),
         (("set", "{url}", "ttl=7d", "--json"), "set requires --yes or --dry-run"),
         (("label", "{url}", "engine-0-0"), "label requires NAME=VALUE or --remove NAME"),
@@ -120,11 +120,11 @@ class TestCliErrors:
             ("export", "{url}", "--all", "-o", "{tmp}/here"),
             "cannot write {tmp}/here: the file exists; --force replaces it",
         ),
-        (("export", "{url}", "--all", "-o", "-", "--json"), "'-' is not valid; expected a file, because --json takes"),
+        (("export", "{url}", "--all", "-o", "-", "--json"), "'-' is not valid; expected a file, because --json uses"),
         (("report", "{url}", "-o", "{tmp}/no/page.html"), "cannot write {tmp}/no/page.html: No such file or directory"),
         (("import", "{tmp}/absent", "{url}"), "cannot read {tmp}/absent: No such file or directory"),
         (("why", "{url}", "--against", "{tmp}"), "'{tmp}' is not valid; expected a directory with *.safetensors"),
-        (("verify", "{url}", "--resume", "{tmp}/here"), "cannot read {tmp}/here: verify did not write it"),
+        (("verify", "{url}", "--resume", "{tmp}/here"), "cannot read {tmp}/here: it is not a progress file of verify"),
         (("replay", "{tmp}/new", "{tmp}/absent"), "cannot read {tmp}/absent: No such file or directory"),
         (("push", "{url}", "{url}"), "another store than the source"),
         (
@@ -213,6 +213,16 @@ def test_help_short_and_long_option_print_usage(run, option):
     for command in ((), ("show",)):
         done = run(*command, option)
         assert (done.returncode, "Usage: persistkv" in done.stdout) == (0, True)
+
+
+def test_help_breaks_no_paragraph_and_shows_no_type_of_flags(start):
+    shown = start("verify", "--help", COLUMNS="200").stdout
+    paragraph = (
+        "damage was found, even if it was repaired. Exit code 3: a commit of --repair failed; earlier commits stay"
+    )
+    assert paragraph in shown
+    for help_text in (shown, start("--help", COLUMNS="200").stdout):
+        assert "<bool>" not in help_text
 
 
 def run_script(script, *arguments):

@@ -94,6 +94,7 @@ FINDINGS = [
     Case(("pull", "{tmp}/small?capacity=1MiB", "{made}/store", "--newest"), 1, '"r9"'),
 ]
 SUCCESSES = [
+    Case(("why", "{made}/store"), 0, '"comparisons": []'),
     Case(("replay", "{tmp}/new", "{made}/trace.jsonl"), 0),
     Case(("replay", "{tmp}/new", "{made}/trace.jsonl", "--share", "1", "--block-size", "1MiB"), 0),
     Case(("import", "{made}/all.pkv", "{tmp}/copy"), 0, '"requests": 11'),
@@ -126,7 +127,7 @@ REFUSALS = [
     Case(("replay", "{tmp}/new", "{made}/large.jsonl"), 2, "line 1: 18446744073709551616"),
     Case(("replay", "{tmp}/new", "{made}/trace.jsonl", "--block-size", HUGE), 2, "--block-size"),
     Case(("replay", "{tmp}/new", "{made}/trace.jsonl", "--share", "2"), 2, "--share"),
-    Case(("replay", "{made}/store", "{made}/trace.jsonl"), 2, "holds nothing yet"),
+    Case(("replay", "{made}/store", "{made}/trace.jsonl"), 2, "a new or empty store"),
     Case(("replay", "{made}", "{made}/trace.jsonl"), 3, "no store"),
     Case(("replay", "{made}/text", "{made}/trace.jsonl"), 3, "is a file"),
     Case(("import", "{made}/all.pkv"), 2, "requires a store"),
@@ -134,7 +135,7 @@ REFUSALS = [
     Case(("import", "{tmp}/absent", "{tmp}/new"), 2, "No such file"),
     Case(("import", "{made}", "{tmp}/new"), 2, "Is a directory"),
     Case(("import", "/proc/self/mem", "{tmp}/new"), 2, "Input/output error"),
-    Case(("import", "{made}/text", "{tmp}/new"), 2, "no file of persistkv export"),
+    Case(("import", "{made}/text", "{tmp}/new"), 2, "not a file of persistkv export"),
     Case(("import", "{made}/flipped.pkv", "{tmp}/new"), 2, "at byte"),
     Case(("import", "{made}/cut.pkv", "{tmp}/new"), 2, "at byte"),
     Case(("import", "{made}/all.pkv", "{tmp}/new?capacity=1MiB"), 2, "--newest"),

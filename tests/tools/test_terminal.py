@@ -97,6 +97,16 @@ def test_verify_repair_on_terminal_deletes_only_after_yes(terminal, run, url, an
     assert len(json.loads(run("ls", url, "--json").stdout)["requests"]) == left
 
 
+def test_doctor_narrow_terminal_breaks_lines_and_cuts_nothing(terminal, store):
+    text, _ = terminal(80, "doctor", store)
+    rows = [line.split() for line in text.splitlines()]
+    assert ["check", "level", "found"] in rows
+    assert any(row[:3] == ["package", "persistkv", "ok"] for row in rows)
+    assert "engines that name blocks with Python's hash(): otherwise they find nothing after a restart" in " ".join(
+        word for row in rows for word in row
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOOLS)
 def test_help_has_example_and_fits_80_columns(terminal, name):

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from functools import wraps
 from importlib import import_module
+from inspect import getdoc
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from persistkv import __version__
 from persistkv.config import StoreUrl
@@ -62,7 +64,7 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
     """Return the application with the command that ``arguments`` name, or with all commands if they name none."""
     app = typer.Typer(
         name="persistkv",
-        help="Look into persistkv stores, check and bound them, carry contexts, and see them at work.",
+        cls=_Group,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -70,8 +72,9 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
     app.callback()(_options)
     asked = next((argument for argument in arguments if not argument.startswith("-")), None)
     for name in [asked] if asked in COMMANDS else COMMANDS:
-        module, _, function = COMMANDS[name].partition(":")
-        app.command(name, cls=_Command)(_interruptible(getattr(import_module(module), function)))
+        module, _, attribute = COMMANDS[name].partition(":")
+        function = getattr(import_module(module), attribute)
+        app.command(name, cls=_Command, help=_unwrapped(getdoc(function) or ""))(_interruptible(function))
     return app
 
 
@@ -98,6 +101,24 @@ def main(arguments: Sequence[str] | None = None, *, may_retry: bool = False) -> 
         sys.exit(_STORE_FAILED if isinstance(error, (StoreError, HostError)) else _BAD_INPUT)
 
 
+def _unwrapped(text: str) -> str:
+    """Return the text with one line for each paragraph: typer would keep the line ends of the source code."""
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", text)
+
+
+def _without_types(params: list[Any]) -> list[Any]:
+    """Return the parameters, with no type shown for flags: ``<bool>`` would look like a value that is needed."""
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = ""
+    return params
+
+
+class _Group(TyperGroup):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_types(super().get_params(ctx))
+
+
 class _Command(TyperCommand):
     """A command whose store argument may be left out if the variable ``PERSISTKV_STORE`` is set.
 
@@ -115,6 +136,9 @@ class _Command(TyperCommand):
             self._is_last = len(arguments) > 1 and self._store is arguments[-1]
             self._others = [param.name for param in arguments if param.required]
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_types(super().get_params(ctx))
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if ctx.resilient_parsing:  # completion: bash breaks words at colons
             args = "\n".join(args).replace("\n:\n//", "://").splitlines()
@@ -128,7 +152,9 @@ class _Command(TyperCommand):
                 if isinstance(store, str):
                     StoreUrl.parse(store)
                 elif self._is_needed:
-                    raise MissingOptionError(str(self.name), f"a store: URL, path, or {STORE_VARIABLE}")
+                    raise MissingOptionError(
+                        str(self.name), f"a store: a URL, a path, or the variable {STORE_VARIABLE}"
+                    )
         return super().parse_args(ctx, args)
 
 
@@ -169,7 +195,7 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
     debug: Annotated[
-        bool, typer.Option(_DEBUG, help="Show log messages, and the causes of errors; also after a command.")
+        bool, typer.Option(_DEBUG, help="Show log messages and the causes of errors; also allowed after the command.")
     ] = False,
 ) -> None:
     """Inspect, check, limit and copy persistkv stores, and watch the engines that use them."""

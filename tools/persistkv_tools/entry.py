@@ -103,8 +103,8 @@ def _end(code: int) -> NoReturn:
     number = signal.Signals(-code)
     if number in _DAMAGE:
         sys.stderr.write(
-            f"persistkv: {number.name} ended the command: the store's files are damaged, or were cut while they were"
-            " read; the next engine checks the store, renames a damaged one and creates an empty one\n"
+            f"persistkv: {number.name} ended the command: the store's files are damaged, or were truncated while"
+            " they were read; the next engine checks the store, renames damaged files and starts with an empty store\n"
         )
         sys.exit(_STORE_FAILED)
     if number is not signal.SIGKILL:

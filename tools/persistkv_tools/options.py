@@ -30,7 +30,7 @@ _AT_ONCE = 256
 
 STORE_VARIABLE = "PERSISTKV_STORE"
 """Environment variable with the URL of the store for commands that are given no URL."""
-_STORE_HELP = "The store: a URL such as lmdb:///var/cache/kv, or a path."
+_STORE_HELP = "URL, e.g. lmdb:///var/cache/kv, or path of an LMDB store."
 Url = Annotated[str, typer.Argument(metavar="URL", help=_STORE_HELP, envvar=STORE_VARIABLE, show_default=False)]
 
 
@@ -56,7 +56,7 @@ RequestId = Annotated[
     str,
     typer.Argument(
         metavar="REQUEST",
-        help="The request's id: as ls shows it, or its first letters.",
+        help="Id of the request, or its first characters.",
         show_default=False,
         autocompletion=_complete_request,
     ),
@@ -64,37 +64,39 @@ RequestId = Annotated[
 RequestIds = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[REQUEST]...",
-        help="Ids: as ls shows them, or their first letters.",
+        metavar="REQUEST",
+        help="Ids of requests, or their first characters.",
         autocompletion=_complete_request,
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, sizes in bytes.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; sizes in bytes.")]
 InNamespace = Annotated[
     str | None,
-    typer.Option("--namespace", metavar="ID", help="Only this namespace; the first digits of its id are enough."),
+    typer.Option("--namespace", metavar="ID", help="Only this namespace: its id, or the first digits."),
 ]
 Labels = Annotated[
     list[str] | None,
-    typer.Option("--label", metavar="NAME[=VALUE]", help="Only requests with this label; may be given again."),
+    typer.Option("--label", metavar="NAME[=VALUE]", help="Only requests with this label; can be repeated."),
 ]
 OlderThan = Annotated[
-    str | None, typer.Option("--older-than", metavar="AGE", help="Only requests made longer ago, e.g. 12h or 30d.")
+    str | None, typer.Option("--older-than", metavar="AGE", help="Only requests older than this, e.g. 12h or 30d.")
 ]
 NewerThan = Annotated[
-    str | None, typer.Option("--newer-than", metavar="AGE", help="Only requests made less long ago, e.g. 12h or 30d.")
+    str | None, typer.Option("--newer-than", metavar="AGE", help="Only requests younger than this, e.g. 12h or 30d.")
 ]
 LargerThan = Annotated[
-    str | None, typer.Option("--larger-than", metavar="SIZE", help="Only requests of more raw bytes, e.g. 1GiB.")
+    str | None, typer.Option("--larger-than", metavar="SIZE", help="Only requests with more raw bytes, e.g. 1GiB.")
 ]
 SmallerThan = Annotated[
-    str | None, typer.Option("--smaller-than", metavar="SIZE", help="Only requests of fewer raw bytes, e.g. 1GiB.")
+    str | None, typer.Option("--smaller-than", metavar="SIZE", help="Only requests with fewer raw bytes, e.g. 1GiB.")
 ]
-NeverHit = Annotated[bool, typer.Option("--never-hit", help="Only requests that were not used after they were stored.")]
+NeverHit = Annotated[
+    bool, typer.Option("--never-hit", help="Only requests that were never used after they were stored.")
+]
 Rate = Annotated[
     str | None, typer.Option("--rate", metavar="SIZE", help="Read at most this much per second, e.g. 200MiB.")
 ]
-Yes = Annotated[bool, typer.Option("--yes", help="Do not ask before anything is deleted.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
 
 
 class AdoptionView(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,9 +137,9 @@ def show_adoptions(found: Iterable[AdoptionView]) -> None:
         error = f"error {one.error:.2g}, limit {one.limit:.2g}"
         if one.verdict == "adopted":
             depths = " and ".join(map(str, one.depths))
-            text = f"uses the first {depths} blocks of contexts of namespace {one.theirs[:8]}, another release"
+            text = f"uses the first {depths} blocks of the contexts in namespace {one.theirs[:8]}, of another release"
         else:
-            text = f"does not use namespace {one.theirs[:8]}, another release: a block differed"
+            text = f"does not use namespace {one.theirs[:8]}, of another release: a block differed"
         render.say(f"namespace {one.ours[:8]} {text} ({error})")
 
 
@@ -155,7 +157,7 @@ def ensure_consent(what: str, ways: str, *, yes: bool, json: bool) -> None:
     :raises MissingOptionError: no consent was given, and input is not from a terminal or the output is JSON.
     """
     if not (yes or (sys.stdin.isatty() and not json)):
-        raise MissingOptionError(what, f"{ways}: there is no terminal to ask at")
+        raise MissingOptionError(what, f"{ways}: it cannot ask without a terminal, or with --json")
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -269,7 +271,9 @@ class FoundRequest(NamedTuple):
         """
         keys = backend.manifest_keys(self.namespace.id, [self.manifest.id])[0]
         if keys is None:
-            raise NotFoundError(f"the keys of {self.manifest.id} are gone or do not read; persistkv verify tells which")
+            raise NotFoundError(
+                f"the keys of {self.manifest.id} were deleted or cannot be read; persistkv verify shows which"
+            )
         return keys
 
     def view(self, backend: InspectableBackend) -> RequestView:
@@ -338,10 +342,10 @@ def _label(text: str) -> tuple[str, str | None]:
     return name, value if equals else None
 
 
-def chosen_namespaces(backend: InspectableBackend, wanted: str | None, option: str = "namespace") -> list[Namespace]:
+def chosen_namespaces(backend: InspectableBackend, wanted: str | None, otherwise: str = "") -> list[Namespace]:
     """Return the namespace whose id begins with ``wanted``, in a list; None: all namespaces, oldest first.
 
-    :param option: name of the option that gave ``wanted``, for the error.
+    :param otherwise: continues the error that no namespace matches.
     :raises NotFoundError: no namespace matches, or more than one.
     """
     found = sorted(backend.namespaces(), key=lambda namespace: (namespace.created, namespace.id))
@@ -350,7 +354,8 @@ def chosen_namespaces(backend: InspectableBackend, wanted: str | None, option: s
     matching = [namespace for namespace in found if namespace.id.hex().startswith(wanted.lower())]
     if not wanted or len(matching) != 1:
         ids = _some(namespace.id.hex() for namespace in (matching or found))
-        raise NotFoundError(f"{option} {wanted!r} is not the beginning of one namespace's id; there are: {ids}")
+        problem = "is ambiguous" if len(matching) > 1 else f"does not exist{otherwise}"
+        raise NotFoundError(f"namespace {wanted!r} {problem}; namespaces: {ids}")
     return matching
 
 
@@ -370,9 +375,9 @@ def find_request(backend: InspectableBackend, wanted: str, namespace: str | None
     if len(candidates) == 1:
         return candidates[0]
     if not candidates:
-        raise NotFoundError(f"no request {wanted!r}; persistkv ls shows those that there are")
+        raise NotFoundError(f"no request has the id {wanted!r}; persistkv ls lists the ids")
     meant = _some(f"{found.manifest.id} (namespace {found.namespace.id.hex()[:8]})" for found in candidates)
-    raise NotFoundError(f"{wanted!r} means {len(candidates)} requests: {meant}")
+    raise NotFoundError(f"{wanted!r} matches {len(candidates)} requests: {meant}")
 
 
 def chosen_requests(

@@ -196,7 +196,7 @@ def check_piece(piece: Piece, found: memoryview) -> Iterator[Finding]:
     """
     table, block = piece.table, piece.first_block
     if not block and pack_id(table.namespace, table.keys, table.codec) != table.pack_id:
-        yield _defect(table, Problem.NAME, "the keys and codec of its table are not those that it is named after")
+        yield _defect(table, Problem.NAME, "the pack's id does not match the keys and codec of its table")
     for frame in piece.frames:
         seed = frame_seed(table.namespace, table.keys.joined(block, block + frame.block_count))
         block += frame.block_count
@@ -214,7 +214,7 @@ def check_piece(piece: Piece, found: memoryview) -> Iterator[Finding]:
             yield _defect(table, problem, str(error), frame.group, frame.offset)
         if bytes(found[end : begin + align(frame.stored_length)]).strip(b"\0"):
             offset = frame.offset + frame.stored_length
-            yield _defect(table, Problem.PADDING, "bytes that are not zero behind a frame", frame.group, offset)
+            yield _defect(table, Problem.PADDING, "non-zero bytes after a frame", frame.group, offset)
 
 
 def check_pack(
@@ -235,7 +235,7 @@ def check_pack(
         if all(scan(backend, table.namespace, [ReadSpan(table.pack_id, piece.start, [buffer])])):
             findings += check_piece(piece, buffer)
         else:
-            detail = f"bytes {piece.start:,} to {piece.start + piece.length:,} are not there"
+            detail = f"bytes {piece.start:,} to {piece.start + piece.length:,} are missing"
             findings.append(_defect(table, Problem.SHORT, detail, None, piece.start))
         if keep is not None:
             keep += buffer
@@ -249,7 +249,7 @@ def check_payload(table: PackTable, payload: memoryview) -> list[Finding]:
     :raises OtherReleaseError: the pack cannot be decoded by this release.
     """
     if len(payload) != table.payload_length:
-        detail = f"{len(payload):,} bytes of payload; its table says {table.payload_length:,}"
+        detail = f"the payload has {len(payload):,} bytes instead of {table.payload_length:,}"
         return [_defect(table, Problem.SHORT, detail)]
     return [finding for piece in pieces(table, len(payload)) for finding in check_piece(piece, payload)]
 

@@ -52,14 +52,16 @@ _QUESTION_TOKENS = 64
 def demo(
     store: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Where KV is kept; by default a new store under .persistkv-demo."),
+        typer.Option(metavar="URL", help="Store for the KV cache; by default a new one under .persistkv-demo."),
     ] = None,
     model: Annotated[
-        Path, typer.Option(metavar="DIR", help="A checkpoint with byte-level tokens; made where there is none.")
+        Path, typer.Option(metavar="DIR", help="Checkpoint with byte-level tokens; created if absent.")
     ] = _DIRECTORY / "model",
-    tokens: Annotated[int, typer.Option(help="Tokens that all prompts share.")] = 4000,
-    codec: Annotated[str, typer.Option(help="raw, zstd or planes; zstd:LEVEL, planes:WIDTH.")] = "raw",
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, and nothing else.")] = False,
+    tokens: Annotated[int, typer.Option(metavar="N", help="Tokens that all prompts share.")] = 4000,
+    codec: Annotated[
+        str, typer.Option(help="raw, zstd or planes; with a parameter: zstd:LEVEL, planes:WIDTH.")
+    ] = "raw",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Answer prompts in one process, kill it, and answer them in a new process with restored KV.
 
@@ -87,7 +89,7 @@ def demo(
 
 def _run(url: str, model: Path, tokens: int, codec: str) -> DemoReport:
     if not (model / "config.json").is_file():
-        _log("making the model")
+        _log("creating the model")
         from persistkv.integrations.transformers.demo_worker import make_checkpoint  # imports torch
 
         make_checkpoint(model)
@@ -308,9 +310,9 @@ def _compare(cold: Answer | None, resident: Answer, warm: Answer) -> RequestRepo
 def _print(report: DemoReport) -> None:
     """Print the requests, the totals, the notices, and what ``persistkv ls`` shows."""
     console = Console()
-    table = Table(title="first token of each request, in seconds", title_justify="left")
+    table = Table(title="time to the first token of each request, in seconds", title_justify="left")
     table.add_column("question")
-    for header in ("prompt", "restored", "computed", "cold", "warm", "as resident"):
+    for header in ("prompt", "restored", "computed", "cold", "warm", "identical"):
         table.add_column(header, justify="right", no_wrap=True)
     for request in report.requests:
         table.add_row(
@@ -325,16 +327,16 @@ def _print(report: DemoReport) -> None:
     console.print(table)
     cold_s, warm_s = report.cold_start_to_first_token_s, report.warm_start_to_first_token_s
     agreement = f"{_yes(report.agrees_with_cold)} (logits differ by at most {report.max_logit_difference:.1g})"
-    table = Table("", "cold", "warm", title="the whole", title_justify="left")
+    table = Table("", "cold", "warm", title="totals", title_justify="left")
     for row in (
         ("time to first token", f"{report.cold_ttft_s:.3f} s", f"{report.warm_ttft_s:.3f} s"),
         ("process start to first token", f"{cold_s:.2f} s", f"{warm_s:.2f} s"),
         ("cold / warm TTFT", "", f"{report.speed_up:.1f}"),
         ("shared tokens restored", "", f"{report.restored_shared_share:.1%} of {report.shared_tokens:,}"),
-        ("logits and tokens as on a resident cache", "", _yes(report.logits_identical and report.tokens_identical)),
-        ("tokens as in the cold run", "", agreement),
+        ("logits and tokens identical to resident KV", "", _yes(report.logits_identical and report.tokens_identical)),
+        ("tokens equal to the cold run", "", agreement),
         ("restored pages bit-identical", "", f"{_yes(report.pages_identical)} ({report.pages_compared:,} pages)"),
-        ("KV bytes kept", "", f"{report.raw_bytes / _MIB:.1f} MiB"),
+        ("KV bytes", "", f"{report.raw_bytes / _MIB:.1f} MiB"),
         (f"stored ({report.codec})", "", f"{report.stored_bytes / _MIB:.1f} MiB, ratio {report.codec_ratio:.2f}"),
     ):
         table.add_row(*row)

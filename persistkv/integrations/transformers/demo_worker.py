@@ -80,7 +80,7 @@ def _log(text: str) -> None:
 
 def _warm_up(engine: Engine, num_tokens: int) -> None:
     """Run the model to warm up threads, kernels and the allocator. The engine's own KV cache is not used."""
-    _log("warming the model up")
+    _log("warming up the model")
     cache = RequestCache(engine.geometry, num_tokens + _WARM_UP_TOKENS)
     for buffer in cache.buffers:
         buffer.zero_()
@@ -96,11 +96,11 @@ def _answer_cold(engine: Engine, task: Task) -> Report:
     """
     prompts = build_prompts(task.tokens)
     results, since_start = _generate(engine, task, {question: prompts[question] for question in FIRST}, load=False)
-    _log("the same on the resident cache")
+    _log("the same questions, with KV on the device")
     resident = {
         question: engine.generate(token_ids, _NEW_TOKENS, store=False) for question, token_ids in prompts.items()
     }
-    _log("waiting until all is durable")
+    _log("waiting until everything is durable")
     if not all(engine.wait_persisted(result, _PERSIST_S) for result in results.values()):
         raise PersistKVError(f"the contexts did not become durable in {_PERSIST_S:.0f} s")
     pages = _page_digests(engine, engine.resident_pages())

@@ -53,6 +53,8 @@ def test_bench_bad_option_exits_2(run, tmp_path, options):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("ratio", "part"), [(None, "no limit"), (0.8, "as fast"), (0.5, "usable"), (0.2, "slow")])
+@pytest.mark.parametrize(
+    ("ratio", "part"), [(None, "no plain speed"), (0.8, "as fast"), (0.5, "usable"), (0.2, "slow")]
+)
 def test_verdict_ratio_selects_wording(ratio, part):
     assert part in verdict("store", ratio)

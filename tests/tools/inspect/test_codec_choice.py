@@ -56,7 +56,7 @@ def codec_finding(run: Run, url: str) -> dict[str, str]:
 
 def test_doctor_raw_bfloat16_recommends_planes(run: Run, fill: Fill) -> None:
     found = codec_finding(run, fill(bfloat16(32)))
-    assert (found["level"], found["found"][:35]) == ("note", "codec ratio 1.00, with planes:2 1.5")
+    assert (found["level"], found["found"][:36]) == ("note", "codec ratio 1.00; with planes:2: 1.5")
     assert "planes:2" in found["todo"]
     assert "persistkv bench" in found["todo"]
 

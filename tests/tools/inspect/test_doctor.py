@@ -37,7 +37,7 @@ def store(url):
 
 def test_examine_intact_store_is_ok(store):
     found = examined(store)
-    assert found["store"].found.startswith("opens: 1 request, 0 packs")
+    assert found["store"].found.startswith("can be opened: 1 request, 0 packs")
     assert found["store's clock"].level is Level.OK
     assert found["package lmdb"].level is Level.OK
     assert found["clock"].level is Level.OK

@@ -258,10 +258,10 @@ def test_ls_page_prints_offset_of_next_page(run, contexts):
     first = run("ls", url)
     assert "r49" in first.stdout
     assert "r50" not in first.stdout
-    assert "1 to 50 of 60; --offset 50" in first.stdout
+    assert "rows 1 to 50 of 60; next page: --offset 50" in first.stdout
     rest = run("ls", url, "--offset", "50").stdout
     assert "r50" in rest
-    assert "51 to 60 of 60" in rest
+    assert "rows 51 to 60 of 60\n" in rest
     assert len(json.loads(run("ls", url, "--json").stdout)["requests"]) == 60
     assert len(json.loads(run("ls", url, "--json", "--limit", "7").stdout)["requests"]) == 7
     everything = run("ls", url, "--limit", "0").stdout

@@ -89,7 +89,7 @@ def test_replay_each_share_uses_separate_store(run, trace, tmp_path):
 
 def test_replay_text_has_rates(run, trace, tmp_path):
     shown = run("replay", f"lmdb://{tmp_path}/new", str(trace[0]), "--requests", "5").stdout
-    for part in ("held", "evicted", "5 requests", "hits"):
+    for part in ("held", "evicted", "5 requests", "hit rate"):
         assert part in shown
 
 
@@ -113,7 +113,7 @@ def test_replay_nonempty_store_exits_2_and_keeps_it(run, filled, trace):
     before = run("ls", filled, "--json").stdout
     done = run("replay", filled, str(trace[0]))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "holds nothing yet" in done.stderr
+    assert "a new or empty store" in done.stderr
     assert run("ls", filled, "--json").stdout == before
 
 

@@ -61,7 +61,7 @@ def test_top_engine_shows_counters_until_closed(run, url, engine):
     shown = run("top", url, "--interval", "1s").stdout
     assert "50.0%" in shown
     engine.close()
-    assert "no engine shows itself" in run("top", url, "--interval", "1s").stdout
+    assert "no engine has published a status" in run("top", url, "--interval", "1s").stdout
 
 
 @pytest.mark.slow

@@ -115,6 +115,20 @@ def test_why_without_against_compares_nearest_namespaces(run, store):
     assert (found["ours"], found["theirs"]) == (third, Identity.of(fields).digest.hex())
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_why_without_two_namespaces_says_so_and_exits_0(run, url, count):
+    with closing(open_backend(url)) as backend:
+        for number in range(count):
+            backend.open_namespace(Identity.of({"weights": f"checkpoint:{number}"}))
+    done = run("why", url)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"has {count} namespace" in done.stdout
+    assert "nothing to compare. Name a model or another store with --against" in done.stdout
+    answer = json.loads(run("why", url, "--json").stdout)
+    check_documented("why", answer)
+    assert answer["comparisons"] == []
+
+
 def test_why_against_store_path_compares_stores(run, store, url):
     path = url.partition("?")[0].removeprefix("lmdb://")
     assert [found["matches"] for found in compared(run, url, path, code=0)] == [True, True]
@@ -160,8 +174,8 @@ def test_why_shows_verdicts_about_other_releases(run, url):
         verdict = Verdict(verdict="adopted", depths=(24,), tokens=512, error=0.01, limit=0.125)
         write_verdict(backend, second.digest, first.digest, verdict)
     shown = run("why", url).stdout
-    line = f"namespace {second.digest.hex()[:8]} uses the first 24 blocks of contexts of namespace"
-    assert f"{line} {first.digest.hex()[:8]}, another release (error 0.01, limit 0.12)" in " ".join(shown.split())
+    line = f"namespace {second.digest.hex()[:8]} uses the first 24 blocks of the contexts in namespace"
+    assert f"{line} {first.digest.hex()[:8]}, of another release (error 0.01, limit 0.12)" in " ".join(shown.split())
     assert line in " ".join(run("stat", url).stdout.split())
     for command in ("why", "stat"):
         answer = json.loads(run(command, url, "--json").stdout)

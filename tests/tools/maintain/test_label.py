@@ -109,7 +109,7 @@ class TestRelabelConcurrentCommits:
 
     def test_commit_before_every_attempt_raises_store_error(self, memory):
         busy = with_second_writer(memory, list(range(1_000)))
-        with pytest.raises(StoreError, match="others wrote"):
+        with pytest.raises(StoreError, match="other processes wrote"):
             relabel(busy, find_request(busy, "one"), {"a": "b"}, [])
 
     def test_deleted_request_raises_not_found_and_is_not_recreated(self, memory):

@@ -115,7 +115,7 @@ def test_prune_shared_packs_deletes_every_request_of_pack(run, family):
     url, writer = family
     shown = run("prune", url, "--request", "anna-1", "--request", "anna-2", "--dry-run")
     assert shown.returncode == 1
-    assert "1 block of these requests alone stay" in shown.stdout
+    assert "to keep: 1 block that only these requests use" in shown.stdout
     options = ("--request", "anna-1", "--request", "anna-2", "--shared-packs", "--yes")
     found = pruned(run, url, *options)
     assert sorted(ids(found["plan"]["requests"])) == ["anna-1", "anna-2", "bert-1"]
@@ -133,8 +133,7 @@ def test_prune_older_than_request_with_shared_packs_exits_0(run, family):
         assert done.returncode == 0, done.stdout
         assert "anna-1" in done.stdout
         assert "others use all their packs" in done.stdout
-        assert "of those that were to go" not in done.stdout
-    assert "1 request stays until one of their packs goes" in done.stdout
+    assert "not deleted: 1 request, because others use all its packs" in done.stdout
     assert requests(run, url) == ["anna-1", "anna-2", "bert-1"]
     again = pruned(run, url, "--older-than", "30d", "--yes")
     assert (ids(again["plan"]["staying"]), again["done"]["staying"]) == (["anna-1"], ["anna-1"])
@@ -168,7 +167,7 @@ def test_prune_plan_marks_pinned_requests(run, family):
     shown = run("prune", url, "--older-than", "30d", "--dry-run").stdout
     (row,) = [line for line in shown.splitlines() if "lone-1" in line]
     assert "yes" in row.split()
-    assert "1 request of these is pinned" in shown
+    assert "of these, 1 request is pinned" in shown
     plan = pruned(run, url, "--older-than", "30d", "--dry-run")["plan"]
     assert [(view["id"], view["pinned"]) for view in plan["requests"]] == [("lone-1", True)]
 
@@ -183,7 +182,7 @@ def test_prune_keep_size_prints_free_bytes_and_compact_command(run, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "deleted: 30 requests, 30 packs, 30.0 MiB" in done.stdout
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("on disk: ")]
-    assert "are free for new content" in line
+    assert "is free for new content" in line
     assert f"persistkv prune '{url}' --compact" in line
     stat = json.loads(run("stat", url, "--json").stdout)
     found = pruned(run, url, "--keep-size", "10MiB", "--yes")
@@ -201,7 +200,7 @@ def test_prune_keep_size_unreachable_prints_remaining_bytes(run, family):
     url, _ = family
     done = run("prune", url, "--keep-size", "1KiB", "--yes")
     assert done.returncode == 0
-    assert "4.0 KiB of packs are left" in done.stdout
+    assert "packs still take 4.0 KiB, more than --keep-size" in done.stdout
     assert "--orphans" in done.stdout
 
 
@@ -346,7 +345,7 @@ def test_prune_compact_releases_free_space_to_disk(run, tmp_path):
     assert run("verify", url).returncode == 0
     again = run("prune", url, "--compact", "--yes")
     assert again.returncode == 0
-    assert "given back to the disk" in again.stdout
+    assert "returned to the file system" in again.stdout
     assert json.loads(run("prune", url, "--compact", "--dry-run", "--json").stdout)["freed_bytes"] is None
 
 

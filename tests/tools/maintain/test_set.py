@@ -62,7 +62,7 @@ def test_set_shorter_ttl_counts_expiring_requests(run, store, monkeypatch):
 
 
 def test_set_capacity_beyond_disk_prints_missing_space(run, store):
-    assert "the disk lacks" in run("set", store, "capacity=64TiB", "--dry-run").stdout
+    assert "more than the disk has free" in run("set", store, "capacity=64TiB", "--dry-run").stdout
 
 
 def test_set_without_consent_changes_nothing(run, store):

@@ -132,7 +132,7 @@ class TestVerifierFindings:
         backend.commit(writer.namespace, CommitBatch(manifests=[sample_manifest("ghost")]))
         (found,) = findings(backend)
         assert (found.problem, found.request) == (Problem.MISSING_BLOCKS, "ghost")
-        assert found.detail.startswith("3 of its blocks")
+        assert found.detail == "no pack holds 3 of its blocks"
 
 
 class TestConcurrentChanges:
@@ -239,7 +239,7 @@ class TestResume:
     def test_verify_foreign_state_file_exits_2(self, run, filled, tmp_path):
         VerifyState.begin("lmdb:///elsewhere", 1.0).save(tmp_path / "other")
         (tmp_path / "text").write_text("hello")
-        for name, error in (("other", "--resume"), ("text", "cannot read text: verify did not write it")):
+        for name, error in (("other", "--resume"), ("text", "cannot read text: it is not a progress file of verify")):
             done = run("verify", filled, "--resume", name)
             assert (done.returncode, done.stderr.count("\n")) == (2, 1)
             assert error in done.stderr
@@ -281,12 +281,12 @@ class TestResume:
         done = run("verify", url, "--resume", "state")
         assert done.returncode == 0
         assert "(0 B/s)" in done.stdout
-        assert "1 pack, 1.0 TiB of it before it was resumed" in done.stdout
+        assert "this includes 1 pack (1.0 TiB) that earlier, interrupted runs read" in done.stdout
         earlier.save(tmp_path / "state")
         found = json.loads(run("verify", url, "--resume", "state", "--json").stdout)
         assert (found["stored_bytes"], found["resumed_bytes"], found["resumed_packs"]) == (1 << 40, 1 << 40, 1)
         fresh = run("verify", url)
-        assert "resumed" not in fresh.stdout
+        assert "interrupted" not in fresh.stdout
 
     def test_verify_completed_deletes_state_file(self, run, filled, tmp_path):
         assert run("verify", filled, "--resume", "state").returncode == 0
@@ -299,7 +299,7 @@ class TestVerifyCommand:
         writer.add("one", "a b c")
         done = run("verify", url)
         assert (done.returncode, done.stderr) == (0, "")
-        assert "nothing is wrong" in done.stdout
+        assert "no problems found" in done.stdout
         found = json.loads(run("verify", url, "--json", "--rate", "100MiB").stdout)
         assert (found["packs"], found["requests"], found["problems"], found["rows_counted"]) == (1, 1, 0, True)
         assert found["stored_bytes"] == 3 * 4096
@@ -310,8 +310,8 @@ class TestVerifyCommand:
             backend.publish_status("live", make_status("live", time=time.time()).encode())
             backend.publish_status("gone", make_status("gone", time=0.0).encode())
             done = run("verify", url)
-            assert "beside 1 engine, it read a twentieth of the time" in done.stdout
-            assert "nothing is wrong" in done.stdout
+            assert "reads were limited to 5 % of the time; 1 engine used the store" in done.stdout
+            assert "no problems found" in done.stdout
             assert json.loads(run("verify", url, "--json").stdout)["beside_engines"] == 1
             backend.publish_status("live", None)
             assert json.loads(run("verify", url, "--json").stdout)["beside_engines"] == 0
@@ -321,8 +321,8 @@ class TestVerifyCommand:
             Contexts(backend).add("one", "a b c")
             backend.publish_status("live", make_status("live", time=time.time()).encode())
             shown = run("verify", url, "--rate", "200MiB").stdout
-        assert "beside 1 engine, it read 200.0 MiB a second at most" in shown
-        assert "twentieth" not in shown
+        assert "reads were limited to 200.0 MiB/s; 1 engine used the store" in shown
+        assert "5 %" not in shown
 
     def test_bad_pack_is_reported_until_repair_deletes_it(self, run, url):
         bad = store_with_a_bad_pack(url)
@@ -376,7 +376,7 @@ class TestVerifyCommand:
         store_with_a_bad_pack(url)
         shown = run("verify", url, "--repair", "--yes").stdout
         assert "deleted 1 pack" in shown
-        assert "shortened 0 requests to the blocks before; deleted 1 that kept nothing" in shown
+        assert "requests: 0 shortened to the blocks before the bad packs, 1 deleted, because no block was left" in shown
 
     @pytest.mark.parametrize("options", [("--sample", "0"), ("--sample", "1.5"), ("--rate", "fast")])
     def test_bad_option_exits_2(self, run, filled, options):

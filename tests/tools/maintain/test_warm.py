@@ -30,7 +30,7 @@ def test_warm_id_prefix_is_pending_until_withdrawn(run, store):
     url, writer = store
     done = run("warm", url, "on", "--ttl", "10m")
     assert done.returncode == 0, done.stderr
-    assert "no engine of this model shows itself" in done.stdout
+    assert "no running engine of this model has published its status" in done.stdout
     assert "engines that start within 10m and prewarm" in done.stdout
     (asked,) = pending_warm(writer.backend, writer.namespace, "e1")
     assert (asked.request, asked.ttl_s) == ("one", 600.0)
@@ -79,5 +79,5 @@ def test_warm_wait_without_acknowledgement_exits_1(run, store):
     publish_engine(writer.backend, writer.namespace)
     done = run("warm", url, "one", "--wait", "1s")
     assert done.returncode == 1
-    assert "no engine answered: engines prewarm only if told so (prewarm_share" in done.stdout
-    assert "--wait 1m shows answers" in run("warm", url, "one").stdout
+    assert "no engine answered: they prewarm only if configured (prewarm_share" in done.stdout
+    assert "--wait 1m shows their answers" in run("warm", url, "one").stdout

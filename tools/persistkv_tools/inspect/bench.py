@@ -119,16 +119,16 @@ _FIGURES = render.columns(
     needed=lambda figure: _milliseconds(figure.seconds),
     limit=lambda figure: _milliseconds(figure.limit_seconds),
 )
-_CODEC_FIGURES = render.columns("codec ratio store=store_bytes_per_s load=load_bytes_per_s time,_raw_is_1=time")
+_CODEC_FIGURES = render.columns("codec ratio store=store_bytes_per_s load=load_bytes_per_s time_vs_raw=time")
 
 
 def bench(
     url: options.Url,
-    size: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of one job.")] = "32MiB",
-    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds.")] = 7,
+    size: Annotated[str, typer.Option(metavar="SIZE", help="Size of one job.")] = "32MiB",
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Number of rounds.")] = 7,
     json: options.Json = False,
 ) -> None:
-    """Compare persistkv on this disk or bucket with plain reads and writes of the same bytes, and judge the ratios.
+    """Compare persistkv with plain reads and writes of the same bytes on this disk or bucket.
 
     Then measure each codec on samples of the store's content, and recommend one.
 
@@ -139,7 +139,9 @@ def bench(
     """
     job_bytes = parse_size(size, name="--size")
     if job_bytes % _BLOCK_BYTES or job_bytes < DIRECT_BYTES:
-        raise ConfigurationError("--size", size, "a multiple of 64KiB, 4MiB or more: smaller jobs are staged")
+        raise ConfigurationError(
+            "--size", size, "a multiple of 64KiB, and 4MiB or more, because smaller jobs are staged"
+        )
     with byte_progress() as progress:
         jobs = 2 * rounds + 1 + 2 * len(CODECS) * (_CODEC_ROUNDS + 1)
         took = counted(progress, "bench", jobs * job_bytes)
@@ -150,7 +152,7 @@ def bench(
     title = f"jobs of {render.format_size(report.job_bytes)}, medians of {render.count(report.rounds, 'round')}"
     render.show_table(_FIGURES, report.figures, title=title, left="verdict")
     if report.advice is not None:
-        render.show_table(_CODEC_FIGURES, report.codecs, title="each codec, on samples of what the store holds")
+        render.show_table(_CODEC_FIGURES, report.codecs, title="codecs, measured on samples of the store's content")
         render.say(f"recommended codec: {report.advice.codec} ({report.advice.reason})")
     for note in report.notes:
         render.say(note)
@@ -206,7 +208,7 @@ def _bench(url: str, job_bytes: int, rounds: int, took: Took) -> BenchReport:
                         times["load, cold"].append(job.load(client, names))
                     took(job_bytes)
             except OSError as error:
-                notes.append(f"reads past the page cache cannot be measured: {error.strerror}")
+                notes.append(f"reads that bypass the page cache cannot be measured: {error.strerror}")
         try:
             codecs += _measure_codecs(scratch, directory, job, sample, took) if sample else ()
         except StoreError as error:
@@ -254,7 +256,7 @@ def _measure_codecs(
     seconds = {name: (statistics.median(stores[name][1:]), statistics.median(loads[name][1:])) for name in CODECS}
     for name, (store, load) in seconds.items():
         if (host := hosts[name]) is None or not host.counters.stored_bytes:
-            raise StoreError("the host process does not say how much it stored")
+            raise StoreError("the host process did not report how much it stored")
         ratio = host.counters.stored_raw_bytes / host.counters.stored_bytes
         relative = (store + load) / sum(seconds["raw"])
         speeds = round(job.num_bytes / store), round(job.num_bytes / load)
@@ -274,11 +276,11 @@ def verdict(name: str, ratio: float | None) -> str:
     :param ratio: share of the plain medium's speed; None: unknown.
     """
     if ratio is None:
-        return "no limit to hold it against"
+        return "no plain speed to compare with"
     if ratio >= _GOOD[name]:
         return "as fast as this disk or bucket allows"
     if ratio >= _GOOD[name] * _POOR:
-        return "usable; a part of the speed is lost"
+        return "usable, but slower than this disk or bucket allows"
     return "slow: run persistkv doctor, and check the load of this machine"
 
 
@@ -316,7 +318,7 @@ def _scratch(url: str, notes: list[str]) -> Iterator[tuple[str, Path | None]]:
         else:
             with open_store(scratch, read_only=False) as store:
                 store.prune(orphans=True)
-            notes.append(f"{scratch} is empty; a few small objects of it stay, to be removed by the bucket's own tools")
+            notes.append(f"{scratch} was emptied; a few small objects stay, which the bucket's own tools can delete")
 
 
 class _Job:
@@ -423,12 +425,12 @@ def _plain_medium(scratch: str, directory: Path | None, notes: list[str]) -> Pla
         try:
             return _PlainDisk(directory / "plain")
         except OSError as error:
-            notes.append(f"the disk cannot be measured past the page cache ({error.strerror}): there are no ratios")
+            notes.append(f"writes that bypass the page cache do not work here ({error.strerror}): there are no ratios")
             return None
     parsed = StoreUrl.parse(scratch)
     if issubclass(driver := BACKENDS.get(parsed.scheme), SupportsPlainMedium):
         return driver.plain_medium(parsed)
-    notes.append("what the medium could give at most is not known here: there are figures, and no ratios")
+    notes.append("the speed without persistkv cannot be measured here: there are no ratios")
     return None
 
 

@@ -78,11 +78,11 @@ class Check(msgspec.Struct, frozen=True):
 
 def doctor(
     url: Annotated[
-        str | None, typer.Argument(metavar="URL", help="Check this store, too.", envvar=STORE_VARIABLE)
+        str | None, typer.Argument(metavar="URL", help="Also check this store: URL or path.", envvar=STORE_VARIABLE)
     ] = None,
     json: Json = False,
 ) -> None:
-    """Check this machine, and a store, for problems. Exit code 1: a warning or a problem.
+    """Check this machine and, if given, a store. Exit code 1: a warning or a problem was found.
 
     Example: persistkv doctor lmdb:///var/cache/kv
     """
@@ -97,6 +97,7 @@ def doctor(
 
 def _print(findings: list[Check]) -> None:
     made = render.table(("check", "level", "found"), [], left="level,found")
+    made.columns[-1].no_wrap = False
     for finding in findings:
         found = [finding.found, f"→ {finding.todo}"] if finding.todo else [finding.found]
         made.add_row(
@@ -132,7 +133,7 @@ def _packages() -> Iterator[Check]:
         except PackageNotFoundError:
             needed = name in _PACKAGES
             extra = {"boto3": "s3"}.get(name, "transformers")
-            todo = f"pip install {name}" if needed else f"pip install 'persistkv[{extra}]', where it is needed"
+            todo = f"pip install {name}" if needed else f"optional: pip install 'persistkv[{extra}]'"
             yield Check(f"package {name}", Level.PROBLEM if needed else Level.NOTE, "not installed", todo)
 
 
@@ -149,7 +150,7 @@ def _shared_memory(directory: Path) -> Iterator[Check]:
     left = [path for path in sorted(directory.glob(REGIONS)) if _is_left(path)]
     size = render.format_size(sum(path.stat().st_size for path in left))
     found = f"{render.count(len(left), 'region')} of killed engines, {size}: {' '.join(map(str, left))}"
-    todo = "the next engine removes them; or rm them"
+    todo = "the next engine removes them, or delete them by hand"
     yield _passed("leftover regions", not left, found if left else "none", todo)
 
 
@@ -177,14 +178,14 @@ def _process(environment: Mapping[str, str]) -> Iterator[Check]:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
     found = "no limit" if unlimited else render.format_size(soft)
-    todo = "only where pinning the primary tier for a GPU fails: ulimit -l unlimited, or LimitMEMLOCK=infinity"
+    todo = "only if pinning the primary tier for a GPU fails: ulimit -l unlimited, or LimitMEMLOCK=infinity"
     yield _passed("locked memory", unlimited, found, todo, Level.NOTE)
     seed = environment.get("PYTHONHASHSEED", "")
-    todo = "engines that name blocks with Python's hash() find nothing after a restart: set it to 0 for each of them"
+    todo = "set it to 0 for engines that name blocks with Python's hash(): otherwise they find nothing after a restart"
     yield _passed("PYTHONHASHSEED", seed.isdecimal(), seed or "not set", todo, Level.NOTE)
     now = time.time()
     found = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
-    yield _passed("clock", now >= _RELEASED, found, "it is behind: set it (ages and ttl go by it)")
+    yield _passed("clock", now >= _RELEASED, found, "the clock is behind: set it, because ages and ttl depend on it")
 
 
 def _store(url: str) -> Iterator[Check]:
@@ -195,25 +196,27 @@ def _store(url: str) -> Iterator[Check]:
             created = [head.created for space in backend.namespaces() for head in backend.manifests(space.id)]
             sample = sample_store(backend, _SAMPLE_BYTES)
     except PersistKVError as error:
-        todo = "see the message; an engine makes a store that is absent"
+        todo = "see the message; an absent store is created by an engine"
         yield Check("store", Level.PROBLEM, " ".join(str(error).split()), todo)
         return
     packs = f"{render.count(stats.packs, 'pack')}, {render.format_size(stats.disk_bytes)} on disk"
-    yield Check("store", Level.OK, f"opens: {render.count(stats.requests, 'request')}, {packs}")
+    yield Check("store", Level.OK, f"can be opened: {render.count(stats.requests, 'request')}, {packs}")
     if sample:
         ratio = stats.raw_bytes / stats.stored_bytes if stats.stored_bytes else 1.0
         codec, possible = smallest(sample)
-        found = f"codec ratio {ratio:.2f}, with {codec} {possible:.2f}"
+        found = f"codec ratio {ratio:.2f}; with {codec}: {possible:.2f}"
         todo = f"try codec {codec}; persistkv bench {url} measures its cost here"
         yield _passed("codec", possible < LEAST_GAIN * ratio, found, todo, Level.NOTE)
     else:
-        yield Check("codec", Level.OK, "the store holds less than 1 MiB: too little to recommend one")
+        yield Check("codec", Level.OK, "the store holds less than 1 MiB, too little to recommend a codec")
     if stats.quarantined:
-        found = f"{render.format_size(stats.quarantined_bytes)} outside of the capacity: {' '.join(stats.quarantined)}"
+        found = (
+            f"{render.format_size(stats.quarantined_bytes)}, not counted in the capacity: {' '.join(stats.quarantined)}"
+        )
         yield Check("damaged files", Level.WARNING, found, f"persistkv prune {url} --quarantined deletes them")
     newest = max(created, default=0.0)
     right = newest <= time.time() + _SKEW_S
-    found = "no request is from the future" if right else f"the newest request is {render.format_age(newest)} old"
+    found = "no request is from the future" if right else f"the newest request has age {render.format_age(newest)}"
     yield _passed("store's clock", right, found, "this machine's clock, or that of an engine, is wrong")
     if location.is_dir():
         yield _pid_namespace()
@@ -277,7 +280,7 @@ def _space(location: Path, held: int, capacity: int | None) -> Check:
     free = status.f_bavail * status.f_frsize
     grows = 0 if capacity is None else capacity - held
     growth = f", and the store may grow by {render.format_size(grows)}" if grows > free else ""
-    todo = "the store evicts where the disk ends; make room, or open it with a smaller capacity"
+    todo = "a full disk evicts content early: make room, or lower the capacity (persistkv set)"
     return _passed("free disk", grows <= free, f"{render.format_size(free)} free{growth}", todo)
 
 
@@ -295,5 +298,5 @@ def _direct(location: Path) -> Check:
             os.pwritev(descriptor, [page], 0)
             works = True
         os.close(descriptor)
-    todo = "writes go through the page cache, slower and less evenly; a local ext4 or xfs can do better"
+    todo = "writes use the page cache and are slower; a local ext4 or xfs file system is faster"
     return _passed("O_DIRECT", works, "works" if works else f"does not work in {location}", todo)

@@ -88,8 +88,14 @@ _KEYS: dict[Sort, Callable[[RequestView], tuple[Any, ...]]] = {
 
 def ls(
     url: options.Url,
-    sort: Annotated[Sort, typer.Option(help="Newest or largest first; id and namespace by letter.")] = Sort.CREATED,
-    reverse: Annotated[bool, typer.Option("--reverse", help="The other way round.")] = False,
+    sort: Annotated[
+        Sort,
+        typer.Option(
+            metavar="FIELD",
+            help="Newest or largest first: created, used, tokens, blocks, size, hits. Alphabetically: id, namespace.",
+        ),
+    ] = Sort.CREATED,
+    reverse: Annotated[bool, typer.Option("--reverse", help="Reverse the order.")] = False,
     namespace: options.InNamespace = None,
     label: options.Labels = None,
     older_than: options.OlderThan = None,
@@ -99,14 +105,21 @@ def ls(
     never_hit: options.NeverHit = False,
     limit: Annotated[
         int | None,
-        typer.Option(min=0, help=f"Requests to show; 0: all. Tables show {_PAGE}, JSON all.", show_default=False),
+        typer.Option(
+            metavar="N",
+            min=0,
+            help=f"Requests to show; 0: all. By default {_PAGE} in the table, otherwise all.",
+            show_default=False,
+        ),
     ] = None,
-    offset: Annotated[int, typer.Option(min=0, help="Requests to pass over: the next page.")] = 0,
-    ids: Annotated[bool, typer.Option("--ids", help="Only the full ids, one in a line.")] = False,
-    csv: Annotated[bool, typer.Option("--csv", help="Comma-separated values with a header, sizes in bytes.")] = False,
+    offset: Annotated[int, typer.Option(metavar="N", min=0, help="Requests to skip.")] = 0,
+    ids: Annotated[bool, typer.Option("--ids", help="Print only the full ids, one per line.")] = False,
+    csv: Annotated[
+        bool, typer.Option("--csv", help="Print comma-separated values with a header; sizes in bytes.")
+    ] = False,
     json: options.Json = False,
 ) -> None:
-    """List the requests that a store holds, newest first. The table shows requests of the same context as one row.
+    """List the requests of a store, newest first. Requests with the same context and labels are one row of the table.
 
     Example: persistkv ls lmdb:///var/cache/kv --sort size --label user=anna
     """
@@ -171,13 +184,13 @@ def _print(page: Page) -> None:
     render.show_table(columns, page.requests, left="pinned,labels,model,namespace", optional=optional)
     held = f"{render.count(page.total, 'request')} in {render.count(len(models), 'namespace')} of {page.url}"
     if distinct == 1 and (name := next(space.model for space in page.namespaces)):
-        held += f", of {render.format_model(name)}"
-    matched = "" if page.matched == page.total else f"; {page.matched:,} match"
+        held += f", model {render.format_model(name)}"
+    matched = "" if page.matched == page.total else f"; {page.matched:,} match the filters"
     render.say(held + matched)
     end = page.offset + len(page.requests)
     if page.requests and (page.offset or end < page.rows):
-        following = f"; --offset {end} shows the next" if end < page.rows else ""
-        render.say(f"shown: {page.offset + 1:,} to {end:,} of {page.rows:,}{following}")
+        following = f"; next page: --offset {end}" if end < page.rows else ""
+        render.say(f"rows {page.offset + 1:,} to {end:,} of {page.rows:,}{following}")
 
 
 def _hits(request: RequestView) -> str:

@@ -80,30 +80,34 @@ def _capacity(run: Replayed) -> str:
 
 
 _RATES = render.columns(
-    "capacity=room blocks=nominal_blocks held=held_blocks hits", room=_capacity, hits=lambda run: f"{run.hit_rate:.2%}"
+    "capacity=room nominal_blocks held_blocks hit_rate=hits", room=_capacity, hits=lambda run: f"{run.hit_rate:.2%}"
 )
 _TRAFFIC = render.columns(
-    "capacity=room evicted=evicted_blocks written=stored_bytes read=loaded_bytes commits wrong=wrong_blocks seconds",
+    "capacity=room evicted=evicted_blocks written=stored_bytes read=loaded_bytes commits wrong_blocks seconds",
     room=_capacity,
     seconds=lambda run: f"{run.seconds:.1f}",
 )
 
 
 def replay_(
-    url: Annotated[str, typer.Argument(metavar="URL", help="Where to make the store, e.g. lmdb:///var/tmp/replay")],
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="In Mooncake's form: JSON lines, plain or .xz.")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="Store to create, e.g. lmdb:///var/tmp/replay.")],
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="Trace in Mooncake's format: JSON lines, plain or .xz.")
+    ],
     share: Annotated[
         list[float] | None,
-        typer.Option(metavar="SHARE", help="Room for this share of the trace's blocks; may be given again."),
+        typer.Option(metavar="SHARE", help="Capacity for this share of the trace's blocks; can be repeated."),
     ] = None,
-    requests: Annotated[int | None, typer.Option(min=1, help="Only the first so many.", show_default=False)] = None,
-    block_size: Annotated[str, typer.Option(metavar="SIZE", help="Of the synthetic blocks.")] = "64KiB",
+    requests: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Replay only the first N.", show_default=False)
+    ] = None,
+    block_size: Annotated[str, typer.Option(metavar="SIZE", help="Size of a synthetic block.")] = "64KiB",
     pack_blocks: Annotated[
-        int, typer.Option(min=0, help="Blocks in a pack at most, which leave together. 0: all that a request adds.")
+        int, typer.Option(metavar="N", min=0, help="Most blocks in a pack, which is evicted as a whole. 0: no limit.")
     ] = PACK_BLOCKS,
     json: options.Json = False,
 ) -> None:
-    """Replay a trace against new stores of small blocks: hit rates by capacity, evictions, requests, bytes.
+    """Replay a trace on new stores of small blocks, and show hit rates by capacity, evictions, requests and bytes.
 
     Each --share creates a separate store below URL with capacity for that share of the trace's blocks. Without --share,
     one store is created, with the capacity in the URL. The stores are not removed.
@@ -128,7 +132,7 @@ def replay_(
         for place in urls:
             with closing(open_inspectable(place)) as backend:
                 if any(True for _ in backend.namespaces()):
-                    raise ConfigurationError("URL", place, "a store that holds nothing yet: a replay fills it")
+                    raise ConfigurationError("URL", place, "a new or empty store: a replay fills it")
                 capacity = backend.stats().capacity
             nominal = distinct if capacity is None else min(distinct, capacity // block_bytes)
             took = counted(progress, f"{nominal:,} blocks", asked * block_bytes)
@@ -147,8 +151,8 @@ def replay_(
             sent = ", ".join(f"{count:,} {method}" for method, count in sorted(run.requests_sent.items()))
             render.say(f"{_capacity(run)}: requests sent: {sent}")
     render.say(
-        f"{render.count(len(chains), 'request')}, {asked:,} blocks of which {distinct:,} are distinct;"
-        f" without a bound {unbounded:.2%} would be hits"
+        f"{render.count(len(chains), 'request')}, {asked:,} blocks, {distinct:,} of them distinct;"
+        f" hit rate of an unlimited store: {unbounded:.2%}"
     )
 
 
@@ -187,7 +191,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[Request]:
 def _check_prefixes(path: Path, chain: Request, parents: dict[int, int]) -> None:
     for parent, block in zip([-1, *chain], chain, strict=False):
         if not 0 <= block < 1 << 64:
-            raise ValueError(f"{block} is not a number of 64 bits without a sign")
+            raise ValueError(f"{block} is not an unsigned 64-bit integer")
         if parents.setdefault(block, parent) != parent:
             expected = f"ids that identify prefixes; block {block} follows both {parents[block]} and {parent}"
             raise ConfigurationError("trace", str(path), expected)
@@ -312,5 +316,5 @@ def _buffers(longest: int, block_bytes: int) -> mmap.mmap:
     try:
         return mmap.mmap(-1, 2 * longest * block_bytes)
     except (OSError, OverflowError):
-        expected = f"less: memory must hold the longest request, {longest:,} blocks, twice"
+        expected = f"a smaller size: memory must hold the longest request, {longest:,} blocks, twice"
         raise ConfigurationError("--block-size", render.format_size(block_bytes), expected) from None

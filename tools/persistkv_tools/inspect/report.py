@@ -61,7 +61,7 @@ footer { margin-top: 36px; color: var(--dim); }
 
 
 _NAMESPACES = render.columns(
-    "namespace=short since requests packs blocks raw=raw_bytes stored=stored_bytes",
+    "namespace=short created_at=since requests packs blocks raw=raw_bytes stored=stored_bytes",
     short=lambda space: space.id[:8],
     since=lambda space: render.format_time(space.created),
 )
@@ -120,10 +120,12 @@ class ReportData(msgspec.Struct, frozen=True):
 
 def report(
     url: options.Url,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write; is replaced.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="HTML file to write; an existing one is replaced.")
+    ],
     json: options.Json = False,
 ) -> None:
-    """Write a page about a store: ages, sizes, fill and hits over time, prefix tree, codecs. It needs no network.
+    """Write an HTML page about a store: ages, sizes, fill and hits over time, prefix tree, codecs. It needs no network.
 
     Example: persistkv report lmdb:///var/cache/kv -o report.html
     """
@@ -198,8 +200,8 @@ def _parts(data: ReportData) -> Iterator[str]:
     if data.totals.requests:
         ages, sizes = _histogram("younger than", data.totals.ages), _histogram("smaller than", data.totals.sizes)
         yield _columns(
-            _section("Age", "Requests by when they were stored.", ages),
-            _section("Size", "Requests by the raw bytes of their context.", sizes),
+            _section("Age", "Requests by age.", ages),
+            _section("Size", "Requests by raw size.", sizes),
         )
     if data.periods:
         yield _columns(_fill(data.periods), _hits(data.periods))
@@ -207,11 +209,11 @@ def _parts(data: ReportData) -> Iterator[str]:
         yield _tree(data.tree, data.group, data.largest[0])
     yield _section("Codecs", "Raw bytes per stored byte, for each KV cache group.", _groups(data.totals))
     namespaces = _records(_NAMESPACES, data.totals.namespaces)
-    yield _section("Namespaces", "One for each identity: model, dtype, layout.", namespaces)
+    yield _section("Namespaces", "One for each identity (model, dtype, layout).", namespaces)
     if data.largest:
-        yield _section("Largest requests", "By raw bytes.", _records(_LARGEST, data.largest))
+        yield _section("Largest requests", "By raw size.", _records(_LARGEST, data.largest))
     if data.engines:
-        yield _section("Engines", "Their last status.", _records(_ENGINES, data.engines))
+        yield _section("Engines", "Last published status.", _records(_ENGINES, data.engines))
     yield f"<footer>persistkv {__version__}</footer>"
 
 
@@ -223,9 +225,9 @@ def _cards(totals: StoreTotals) -> Iterator[str]:
         "raw": render.format_size(totals.raw_bytes),
         "stored": render.format_size(totals.stored_bytes),
         "on disk": render.format_size(totals.disk_bytes),
-        "of the capacity": "no bound" if totals.fill is None else f"{totals.fill:.1%}",
+        "of the capacity": "no limit" if totals.fill is None else f"{totals.fill:.1%}",
         "codec ratio": render.format_ratio(totals.raw_bytes, totals.stored_bytes),
-        "blocks named ÷ held": "-" if totals.dedup_ratio is None else f"{totals.dedup_ratio:.2f}",
+        "dedup ratio": "-" if totals.dedup_ratio is None else f"{totals.dedup_ratio:.2f}",
     }
     yield '<div class="cards">'
     for name, figure in values.items():
@@ -246,16 +248,16 @@ def _fill(periods: list[Period]) -> str:
         for period in periods
     ]
     chart = _steps(periods, points, top, render.format_size(top), label="raw bytes held, over time")
-    return _section("Fill over time", "Raw bytes that the requests of today had added by then.", chart)
+    return _section("Fill over time", "Cumulative raw bytes of the stored requests, by creation time.", chart)
 
 
 def _hits(periods: list[Period]) -> str:
     points = [(f"{_share(period.hit_rate)} of {period.blocks:,} blocks", period.hit_rate) for period in periods]
-    chart = _steps(periods, points, 1.0, "100 %", label="share of blocks that were there, over time")
+    chart = _steps(periods, points, 1.0, "100 %", label="hit rate over time")
     blocks, found = (sum(getattr(period, name) for period in periods) for name in ("blocks", "found_blocks"))
     note = (
-        f"Share of a request's blocks that an earlier one had named; {_share(found / blocks if blocks else None)} of"
-        " all. Of the requests that are there still."
+        f"Share of blocks that earlier requests had stored; overall {_share(found / blocks if blocks else None)}."
+        " Deleted requests are not counted."
     )
     return _section("Hit rate over time", note, chart)
 
@@ -266,12 +268,12 @@ def _tree(tree: TreeNode, group: int, request: RequestView) -> str:
     rows = []
     for level, node in nodes:
         text = f"{render.count(node.blocks, 'block')}, {render.count(node.requests, 'request')}"
-        text += f", {node.hidden:,} more below" * bool(node.hidden)
+        text += f", {node.hidden:,} more below, not shown" * bool(node.hidden)
         end = (node.start + node.blocks) / deepest
         rows.append(_Bar(node.key, text, end, node.start / deepest, level, is_chosen=node.chosen))
     note = (
-        f"Runs of blocks that the same requests share, by the keys of group {group} of namespace"
-        f" {request.namespace[:8]}. The path of the largest request, {request.id}, is highlighted."
+        f"Runs of blocks that the same requests share (keys of group {group} of namespace"
+        f" {request.namespace[:8]}). The path of the largest request, {request.id}, is highlighted."
     )
     return _section("Prefix tree of the largest contexts", note, _bars(("first key", "shared by"), rows, kind="tree"))
 

@@ -31,32 +31,32 @@ logger = logging.getLogger(__name__)
 _STORE: dict[str, str] = {
     "packs": "Packs in the store.",
     "blocks": "Blocks in all packs; a block in two packs counts twice.",
-    "requests": "Requests whose whole context is kept.",
+    "requests": "Stored requests.",
     "raw_bytes": "Bytes of all blocks, before the codec.",
     "stored_bytes": "Bytes of all payloads, padding included.",
-    "disk_bytes": "Bytes that the medium gives to the store, catalogue included.",
+    "disk_bytes": "Bytes on the disk or in the bucket, catalogue included.",
     "quarantined_bytes": "Bytes of damaged stores that were renamed; they count towards no capacity.",
 }
 _COUNTERS: dict[str, str] = {
     "stored_blocks": "Blocks written.",
     "stored_raw_bytes": "Bytes of blocks written, before the codec.",
     "stored_bytes": "Bytes written at rest, padding included.",
-    "held_blocks": "Blocks that were offered and that the store held already.",
+    "held_blocks": "Blocks that were not written, because the store held them already.",
     "dropped_blocks": "Blocks that were not written, because a commit failed.",
-    "dropped_bytes": "Raw bytes of those.",
-    "loaded_blocks": "Blocks read into rows.",
-    "loaded_bytes": "Raw bytes of those.",
-    "missed_blocks": "Blocks that were asked for and not there.",
-    "verification_failures": "Frames that did not verify.",
+    "dropped_bytes": "Raw bytes of dropped blocks.",
+    "loaded_blocks": "Blocks loaded into the primary tier.",
+    "loaded_bytes": "Raw bytes of loaded blocks.",
+    "missed_blocks": "Blocks to load that the store did not hold.",
+    "verification_failures": "Frames that failed verification.",
     "evicted_blocks": "Blocks that commits evicted or deleted.",
-    "commits": "Transactions.",
+    "commits": "Commits to the store.",
 }
 _GAUGES: dict[str, str] = {
-    "indexed_blocks": "Blocks that a lookup finds.",
+    "indexed_blocks": "Blocks in the engine's index, which lookups find.",
     "staged_bytes": "Bytes of copies that wait to be written.",
-    "waiting_jobs": "Store jobs and ends of requests that were not begun.",
+    "waiting_jobs": "Store jobs and ends of requests that have not started.",
     "writing_jobs": "Store jobs whose rows are in use.",
-    "loading_jobs": "Load jobs that wait or are read.",
+    "loading_jobs": "Load jobs that wait or are in progress.",
     "breaker": "0: closed, 1: half-open, 2: open.",
 }
 _UP = "Whether the store could be read."
@@ -67,9 +67,9 @@ _ENGINE_LABELS = ("store", "engine", "host", "namespace")
 def serve_metrics(
     url: options.Url,
     listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0: a free one.")
+        str, typer.Option(metavar="HOST:PORT", help="Address to listen on; port 0: any free port.")
     ] = "127.0.0.1:9464",
-    once: Annotated[bool, typer.Option("--once", help="Write the metrics to standard output, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the metrics once and exit.")] = False,
     json: options.Json = False,
 ) -> None:
     """Export a store's totals, and the status of its engines, to Prometheus. Ctrl-C ends it.
@@ -144,8 +144,8 @@ class StoreCollector:
             found = {"persistkv_up": (_UP, 1)}
             found |= {f"persistkv_store_{name}": (text, getattr(stats, name)) for name, text in _STORE.items()}
             if stats.capacity is not None:
-                found["persistkv_store_capacity_bytes"] = "The bound on disk_bytes.", stats.capacity
-            found["persistkv_engines"] = "Engines that show themselves.", len(live)
+                found["persistkv_store_capacity_bytes"] = "Limit of disk_bytes.", stats.capacity
+            found["persistkv_engines"] = "Running engines that publish their status.", len(live)
             return [*(self._of_store(name, *metric) for name, metric in found.items()), *self._of_engines(live)]
 
     def close(self) -> None:

@@ -123,11 +123,11 @@ _GROUPS = render.columns(
     ratio=lambda group: render.format_ratio(group.raw_bytes, group.stored_bytes),
 )
 _PACKS = render.columns(
-    "pack=short blocks of=pack_blocks raw=raw_bytes stored=stored_bytes codec shared_with=sharing",
+    "pack=short own_blocks=blocks blocks=pack_blocks raw=raw_bytes stored=stored_bytes codec sharers=sharing",
     short=lambda pack: pack.id[:8],
-    sharing=lambda pack: render.count(pack.shared_with, "request") if pack.shared_with else "-",
+    sharing=lambda pack: f"{pack.shared_with:,}" if pack.shared_with else "-",
 )
-_KEYS = render.columns("key depth pack=held_by frame_at=offset", held_by=lambda key: (key.pack or "(none)")[:8])
+_KEYS = render.columns("key depth pack=held_by frame_offset=offset", held_by=lambda key: (key.pack or "(none)")[:8])
 
 
 def show(
@@ -136,12 +136,14 @@ def show(
     tree: Annotated[
         bool, typer.Option("--tree", help="Also draw the prefix tree of the namespace's contexts.")
     ] = False,
-    nodes: Annotated[int, typer.Option(min=1, max=10_000, help="Nodes of the tree to draw at most.")] = 40,
-    keys: Annotated[int, typer.Option(min=0, help="Keys to name of each group.")] = 4,
+    nodes: Annotated[
+        int, typer.Option(metavar="N", min=1, max=10_000, help="Largest number of tree nodes to draw.")
+    ] = 40,
+    keys: Annotated[int, typer.Option(metavar="N", min=0, help="Keys to show of each group.")] = 4,
     namespace: options.InNamespace = None,
     json: options.Json = False,
 ) -> None:
-    """Show one context: packs, keys, sizes, and blocks shared with other requests.
+    """Show one request: packs, keys, sizes, and blocks that it shares with other requests.
 
     Example: persistkv show lmdb:///var/cache/kv 0c4de6a0 --tree
     """
@@ -155,8 +157,8 @@ def show(
         return
     _print(context)
     if top is not None:
-        tree_of = f"{render.count(top.requests, 'request')} of namespace {context.request.namespace[:8]}"
-        render.console().print(_rich_tree(top, f"prefix tree of {tree_of}, by the keys of group {longest}"))
+        tree_of = f"{render.count(top.requests, 'request')} in namespace {context.request.namespace[:8]}"
+        render.console().print(_rich_tree(top, f"prefix tree of {tree_of} (keys of group {longest})"))
 
 
 def _print(context: ContextView) -> None:
@@ -165,18 +167,18 @@ def _print(context: ContextView) -> None:
         "request": request.id + f" (short: {request.short_id})" * (request.short_id != request.id),
         "model": context.model or "-",
         "namespace": request.namespace,
-        "made": f"{render.format_time(request.created)} ({render.format_age(request.created)} ago)",
-        "used": "-" if request.last_used is None else f"{render.format_age(request.last_used)} ago",
+        "created": f"{render.format_time(request.created)} ({render.format_age(request.created)} ago)",
+        "last used": "-" if request.last_used is None else f"{render.format_age(request.last_used)} ago",
         "pinned": "yes" if request.pinned else "no",
         "tokens": f"{request.tokens:,}",
-        "raw": render.format_size(request.raw_bytes),
-        "stored": "-" if request.stored_bytes is None else render.format_size(request.stored_bytes),
-        "hits": "-" if request.hits is None else f"{request.hits:,}, of requests that are held",
+        "raw size": render.format_size(request.raw_bytes),
+        "stored size": "-" if request.stored_bytes is None else render.format_size(request.stored_bytes),
+        "hits": "-" if request.hits is None else f"{request.hits:,} (later requests that contain the whole context)",
         "labels": render.format_labels(request.labels),
-        "shared": f"{context.shared_blocks:,} of {request.blocks:,} blocks are in other requests too",
+        "shared": f"{context.shared_blocks:,} of {request.blocks:,} blocks are also in other requests",
     }
     if request.ttl_s is not None:
-        rows["ttl"] = f"{request.ttl_s:,.0f} s from its last use"
+        rows["ttl"] = f"{request.ttl_s:,.0f} s after its last use"
     if request.priority != "normal":
         rows["priority"] = request.priority
     render.show_pairs(rows)
@@ -197,10 +199,10 @@ def _rich_tree(top: TreeNode, title: str) -> Tree:
             line = f"{child.key} blocks {child.start:,} to {child.start + child.blocks:,}"
             line += f", {render.count(child.requests, 'request')}" if child.requests > 1 else ""
             more = f" and {child.ends - len(child.names):,} more" if child.ends > len(child.names) else ""
-            line += f"; ends {', '.join(map(short_id, child.names))}{more}" if child.names else ""
+            line += f"; ends here: {', '.join(map(short_id, child.names))}{more}" if child.names else ""
             waiting.append((branch.add(render.plain(line, "bold" if child.chosen else "")), child))
         if node.hidden:
-            branch.add(render.plain(f"{node.hidden:,} more not drawn (--nodes)", "dim"))
+            branch.add(render.plain(f"{node.hidden:,} more, not drawn (see --nodes)", "dim"))
     return drawn
 
 

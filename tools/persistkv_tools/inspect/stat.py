@@ -126,7 +126,7 @@ _GROUPS = render.columns("namespace group blocks raw=raw_bytes stored=stored_byt
 
 
 def stat(url: options.Url, json: options.Json = False) -> None:
-    """Show what a store holds in total, how full it is, and what codecs and sharing save.
+    """Show the totals of a store: content, fill, and the savings of codecs and sharing.
 
     Example: persistkv stat lmdb:///var/cache/kv
     """
@@ -147,24 +147,23 @@ def _print(store: StoreTotals) -> None:
         "raw": render.format_size(store.raw_bytes),
         "stored": render.format_size(store.stored_bytes),
         "codec ratio": _number(store.codec_ratio),
-        "dedup ratio": f"{_number(store.dedup_ratio)} (blocks that requests name ÷ blocks held)",
+        "dedup ratio": f"{_number(store.dedup_ratio)} (blocks of all requests ÷ stored blocks)",
         "on disk": render.format_size(store.disk_bytes) + full,
-        "disk ratio": f"{_number(store.disk_ratio)} (on disk ÷ stored: index, requests, space between packs)",
+        "disk ratio": f"{_number(store.disk_ratio)} (on disk ÷ stored; includes index and free space)",
     }
     if (free := store.free) is not None:
         payload = render.format_size(free.payload_bytes)
         if free.payload_bytes:
-            payload += f" in {render.count(free.pieces, 'piece')}, the largest {render.format_size(free.largest_bytes)}"
-        rows["free within"] = f"{payload}; in the index {render.format_size(free.catalogue_bytes)}"
+            payload += f" in {render.count(free.pieces, 'piece')} (largest {render.format_size(free.largest_bytes)})"
+        rows["free space"] = f"{payload}; index {render.format_size(free.catalogue_bytes)}"
         if free.fragmentation is not None:
-            outside = "of the free space for payloads, outside of the largest piece"
-            rows["fragmentation"] = f"{free.fragmentation:.0%} ({outside})"
+            rows["fragmentation"] = f"{free.fragmentation:.0%} (free payload space outside the largest piece)"
     rows["capacity"] = "none" if store.capacity is None else render.format_size(store.capacity)
     if store.quarantined:
         damaged = (
-            f"{render.format_size(store.quarantined_bytes)} outside of the capacity in {' '.join(store.quarantined)}"
+            f"{render.format_size(store.quarantined_bytes)}, not counted in the capacity: {' '.join(store.quarantined)}"
         )
-        rows["damaged"] = f"{damaged}; prune --quarantined deletes them"
+        rows["damaged"] = f"{damaged}; persistkv prune --quarantined deletes them"
     render.show_pairs(rows, title=store.url)
     columns = render.columns(
         _NAMESPACES if render.is_wide() else _NARROW_NAMESPACES, short=lambda space: space.id[:8], model=_model

@@ -81,7 +81,7 @@ def _rate(name: str) -> Callable[[EngineView], str]:
     return text
 
 
-_TRAFFIC = "engine seen=updated hits=hit_rate in/s=written out/s=read queue staged=staged_bytes"
+_TRAFFIC = "engine seen=updated hits=hit_rate stored/s=written loaded/s=read queue staged=staged_bytes"
 _HEALTH = "blocks=indexed_blocks commits/s=commits evicted/s=evicted dropped bad breaker"
 _CELLS: dict[str, Callable[[EngineView], str]] = {
     "engine": engine_name,
@@ -99,9 +99,12 @@ _WIDE = 150  # columns of a terminal that fit one table
 
 def top(
     url: options.Url,
-    interval: Annotated[str, typer.Option(metavar="AGE", help="Time between looks, e.g. 2s.")] = "2s",
+    interval: Annotated[str, typer.Option(metavar="TIME", help="Time between updates, e.g. 2s.")] = "2s",
     count: Annotated[
-        int | None, typer.Option(min=1, help="Looks; without it, until Ctrl-C on a terminal, else one.")
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Number of updates. By default until Ctrl-C on a terminal, otherwise one."
+        ),
     ] = None,
     json: options.Json = False,
 ) -> None:
@@ -138,7 +141,7 @@ def _screen(look: Snapshot) -> Group:
     lines = [
         f"{look.url} at {render.format_time(look.time)}",
         f"{held}, {render.format_size(look.disk_bytes)}{full}",
-        *(() if look.engines else ["no engine shows itself"]),
+        *(() if look.engines else ["no engine has published a status"]),
     ]
     is_wide = render.console().width >= _WIDE
     parts = [f"{_TRAFFIC} {_HEALTH} model"] if is_wide else [_TRAFFIC, f"engine {_HEALTH}", "engine model"]

@@ -47,37 +47,30 @@ class ComparisonView(msgspec.Struct, frozen=True):
     differences: list[DifferenceView]
 
 
-_COLUMNS = render.columns(
-    "field ours stored", ours=lambda found: _value(found.ours), stored=lambda found: _value(found.theirs)
-)
-
-
 def why(
     url: options.Url,
     against: Annotated[
         str | None,
         typer.Option(
-            metavar="WHAT", help="A model's directory, another store, or a namespace's id.", show_default=False
+            metavar="WHAT", help="Directory of a model, another store, or id of a namespace.", show_default=False
         ),
     ] = None,
     namespace: options.InNamespace = None,
     json: options.Json = False,
 ) -> None:
-    """Show why a store serves a model or not: the fields in which identities differ.
+    """Explain why a model finds nothing in a store: show the identity fields that differ.
 
-    Without --against, each namespace is compared with the most similar of those listed before it. With --against, the
-    given model or namespaces are compared with the most similar namespace of the store; exit code 1: none matches.
+    Without --against, each namespace is compared with the most similar older one. With --against, the given model or
+    namespaces are compared with the most similar namespace of the store; exit code 1: none matches.
 
-    Namespaces that differ only in the engine's release may share blocks after a comparison. Its result is shown, too.
+    Namespaces that differ only in the engine's release may share blocks after a test. Its result is shown, too.
 
     Example: persistkv why lmdb:///var/cache/kv --against ./Llama-3.1-8B
     """
     with opened(url) as backend:
-        adopted = adoptions(backend)
+        adopted, spaces = adoptions(backend), chosen_namespaces(backend, None)
+        chosen = chosen_namespaces(backend, namespace) if namespace else spaces
     if against is None:
-        with opened(url) as backend:
-            spaces = chosen_namespaces(backend, None)
-            chosen = chosen_namespaces(backend, namespace) if namespace else spaces
         pairs = [
             [compare_namespaces(own, other) for other in (spaces if namespace else spaces[:place]) if other != own]
             for place, own in enumerate(chosen)
@@ -85,14 +78,17 @@ def why(
         pairs = [others for others in pairs if others]
     else:
         pairs = _against(url, against, namespace)
-    if not pairs:
-        raise NotFoundError(f"{url} holds no other namespace to compare with")
+        if not pairs:
+            raise NotFoundError(f"{url} holds no other namespace to compare with")
     comparisons = [min(found, key=lambda comparison: len(comparison.differences)) for found in pairs]
     if json:
         render.print_json({"url": url, "against": against, "comparisons": comparisons, "adoptions": adopted})
     else:
         for comparison in comparisons:
             _print(comparison)
+        if not comparisons:
+            held = render.count(len(spaces), "namespace")
+            render.say(f"{url} has {held}: nothing to compare. Name a model or another store with --against")
         show_adoptions(adopted)
     if against is not None and not any(comparison.matches for comparison in comparisons):
         raise typer.Exit(1)
@@ -111,7 +107,7 @@ def _against(url: str, against: str, namespace: str | None) -> list[list[Compari
     with opened(url) as backend:
         theirs, ours = chosen_namespaces(backend, namespace), list[Namespace]()
         if not (other_store or is_model):
-            ours = chosen_namespaces(backend, against, "--against (no model's directory, no store)")
+            ours = chosen_namespaces(backend, against, ", nor does a model's directory or a store of this name")
             theirs = [space for space in theirs if space not in ours]
     if other_store:
         with opened(against) as other:
@@ -128,13 +124,19 @@ def _against(url: str, against: str, namespace: str | None) -> list[list[Compari
 def _print(comparison: ComparisonView) -> None:
     ours = f"namespace {comparison.ours[:8]}" if len(comparison.ours) == 32 else comparison.ours
     if comparison.matches:
-        render.say(f"{ours} matches namespace {comparison.theirs[:8]} in all {comparison.compared} fields compared")
+        render.say(f"{ours} matches namespace {comparison.theirs[:8]} in all {comparison.compared} compared fields")
     else:
         fields = render.count(len(comparison.differences), "field")
         title = f"{ours} and its nearest namespace {comparison.theirs[:8]} differ in {fields}"
-        render.show_table(_COLUMNS, comparison.differences, title=title, left="ours,stored")
+        first, second = "model" if ours == comparison.ours else ours.split()[1], comparison.theirs[:8]
+        columns: render.Columns = {
+            "field": "field",
+            first: lambda found: _value(found.ours),
+            second: lambda found: _value(found.theirs),
+        }
+        render.show_table(columns, comparison.differences, title=title, left=f"{first},{second}")
     if comparison.not_compared:
-        render.say(f"not compared, because only a loaded model tells: {', '.join(comparison.not_compared)}")
+        render.say(f"not compared, because only loading the model shows them: {', '.join(comparison.not_compared)}")
 
 
 def _value(value: object) -> str:

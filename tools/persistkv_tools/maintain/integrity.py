@@ -104,9 +104,9 @@ class VerifyState(Tally, kw_only=True):
         except OSError as error:
             raise FileError("read", path, error) from None
         except msgspec.DecodeError as error:
-            raise FileError("read", path, ValueError(f"verify did not write it ({error})")) from None
+            raise FileError("read", path, ValueError(f"it is not a progress file of verify ({error})")) from None
         if (state.version, state.store, state.sample) != (_STATE_VERSION, fresh.store, sample):
-            expected = f"the state of {fresh.store} with --sample {sample:g}; it is of {state.store}, {state.sample:g}"
+            expected = f"progress of {fresh.store} with --sample {sample:g}; it is of {state.store}, {state.sample:g}"
             raise ConfigurationError("--resume", str(path), expected)
         return state
 
@@ -151,7 +151,7 @@ def count_rows(backend: InspectableBackend, spaces: list[NamespacePacks]) -> lis
             return [
                 Finding(
                     problem=problem,
-                    detail=f"the totals count {abs(rows)} {'more' if rows > 0 else 'fewer'} than the {what} that read",
+                    detail=f"the totals count {abs(rows)} {'more' if rows > 0 else 'fewer'} {what} than can be read",
                     count=abs(rows),
                 )
                 for problem, what, rows in unread
@@ -354,9 +354,9 @@ def _suspects(backend: InspectableBackend, space: NamespacePacks, names: list[st
     while some := list(islice(waiting, _MANIFESTS_AT_ONCE)):
         counts = held.missing([keys or () for _, keys in some])
         for (name, keys), missing in zip(some, counts, strict=True):
-            problem, detail = Problem.MISSING_BLOCKS, f"{missing} of its blocks are in no pack"
+            problem, detail = Problem.MISSING_BLOCKS, f"no pack holds {missing} of its blocks"
             if keys is None:
-                problem, detail = Problem.MANIFEST_KEYS, "its keys do not read"
+                problem, detail = Problem.MANIFEST_KEYS, "its keys cannot be read"
             if keys is None or missing:
                 found[name] = Finding(problem=problem, detail=detail, namespace=space.namespace.hex(), request=name)
         took(0)

@@ -23,15 +23,16 @@ def label(
     url: options.Url,
     request: options.RequestId,
     labels: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help="Labels to give, over those of that name.")
+        list[str] | None,
+        typer.Argument(metavar="NAME=VALUE", help="Labels to set; they replace those of the same name."),
     ] = None,
     remove: Annotated[
-        list[str] | None, typer.Option("--remove", metavar="NAME", help="Take this one away; may be given again.")
+        list[str] | None, typer.Option("--remove", metavar="NAME", help="Remove this label; can be repeated.")
     ] = None,
     namespace: options.InNamespace = None,
     json: options.Json = False,
 ) -> None:
-    """Set or remove labels of a context, by which ls, prune, export and push can choose it. Counts as a use.
+    """Set or remove labels of a request. ls, prune, export and push can select by label. Counts as a use.
 
     Example: persistkv label lmdb:///var/cache/kv 0c4de6a0 user=anna project=moon --remove draft
     """
@@ -51,7 +52,7 @@ def label(
 def pin(
     url: options.Url, request: options.RequestId, namespace: options.InNamespace = None, json: options.Json = False
 ) -> None:
-    """Keep a context until it is unpinned: it is not evicted, and expires only if it has a ttl of its own.
+    """Keep a request until it is unpinned: it is not evicted, and expires only if it has a ttl of its own.
 
     Example: persistkv pin lmdb:///var/cache/kv 0c4de6a0
     """
@@ -61,7 +62,7 @@ def pin(
 def unpin(
     url: options.Url, request: options.RequestId, namespace: options.InNamespace = None, json: options.Json = False
 ) -> None:
-    """Allow a pinned context to be evicted and to expire again.
+    """Allow a pinned request to be evicted and to expire again.
 
     Example: persistkv unpin lmdb:///var/cache/kv 0c4de6a0
     """
@@ -88,7 +89,7 @@ def parse_labels(texts: Iterable[str]) -> dict[str, str]:
         if not name or not equals:
             raise ConfigurationError("label", text, "NAME=VALUE")
         if name in labels:
-            raise ConfigurationError("label", text, f"each name once, but {name} is there twice")
+            raise ConfigurationError("label", text, f"each name once; {name} is given twice")
         labels[name] = value
     return labels
 
@@ -117,4 +118,4 @@ def relabel(
             if use is not None and use.reused:  # the new row would count as never hit
                 backend.commit(namespace, CommitBatch(touches=held))
             return labels
-    raise StoreError(f"{name} could not be labelled: others wrote between each look and the commit")
+    raise StoreError(f"{name} could not be labelled: other processes wrote during all {_ATTEMPTS} attempts")

@@ -100,7 +100,9 @@ def prune(
     url: options.Url,
     request: Annotated[
         list[str] | None,
-        typer.Option("--request", metavar="ID", help="This request and its copies; may be given again."),
+        typer.Option(
+            "--request", metavar="ID", help="This request and its copies (same context and labels); can be repeated."
+        ),
     ] = None,
     older_than: options.OlderThan = None,
     label: options.Labels = None,
@@ -109,30 +111,26 @@ def prune(
     namespace: options.InNamespace = None,
     keep_size: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Only as many as needed, oldest first, until packs take this: 50GiB."),
+        typer.Option(metavar="SIZE", help="Delete the oldest until all packs take at most this, e.g. 50GiB."),
     ] = None,
-    orphans: Annotated[bool, typer.Option("--orphans", help="Also packs that no request names.")] = False,
+    orphans: Annotated[bool, typer.Option("--orphans", help="Also delete packs that no request uses.")] = False,
     shared_packs: Annotated[
         bool,
-        typer.Option(
-            "--shared-packs", help="Also packs that others use, where a block in it is only of these requests."
-        ),
+        typer.Option("--shared-packs", help="Also delete shared packs with blocks that only these requests use."),
     ] = False,
     quarantined: Annotated[
-        bool, typer.Option("--quarantined", help="Also the files of damaged stores that were renamed.")
+        bool, typer.Option("--quarantined", help="Also delete the renamed files of damaged stores.")
     ] = False,
-    compact: Annotated[
-        bool, typer.Option("--compact", help="Then give free space within the store back to the disk.")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would go.")] = False,
+    compact: Annotated[bool, typer.Option("--compact", help="Then return free space to the file system.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")] = False,
     yes: options.Yes = False,
     json: options.Json = False,
 ) -> None:
     """Delete requests, and the packs that only they use.
 
-    A request is kept while other requests use all its packs. Exit code 1: requests were chosen with --request, or with
-    --label and no other condition, and some of them or of their blocks are kept for this reason. Exit code 3: a commit
-    failed; earlier commits stay in effect and are shown.
+    Packs that other requests use stay, and so do requests without other packs. Exit code 1: for this reason, requests
+    that were chosen by --request, or by --label alone, could not be deleted completely. Exit code 3: a commit failed;
+    earlier commits stay in effect and are shown.
 
     Example: persistkv prune lmdb:///var/cache/kv --older-than 30d --dry-run
     """
@@ -176,7 +174,7 @@ def prune(
         disk = {"disk_bytes": stats and stats.disk_bytes, "free_bytes": stats and _free_bytes(free)}
         render.print_json({"url": url, "dry_run": dry_run, **what, "freed_bytes": freed, **disk})
     elif done is not None:
-        _print_done(done, damaged, must_all_go)
+        _print_done(done, damaged)
         if stats is not None:
             _print_sizes(url, stats, free, freed, keep_bytes)
     if failure is not None:
@@ -194,46 +192,46 @@ def _print_sizes(
     url: str, stats: BackendStats, free: FreeSpace | None, freed: int | None, keep_bytes: int | None
 ) -> None:
     if keep_bytes is not None and stats.stored_bytes > keep_bytes:
-        left = f"{render.format_size(stats.stored_bytes)} of packs are left, more than --keep-size"
-        render.say(f"{left}: of requests that were not chosen, or of none (--orphans)")
+        left = f"packs still take {render.format_size(stats.stored_bytes)}, more than --keep-size"
+        render.say(f"{left}: requests that were not chosen use them, or none does (see --orphans)")
     if freed is not None:
-        render.say(f"given back to the disk: {render.format_size(freed)}")
+        render.say(f"returned to the file system: {render.format_size(freed)}")
     line = f"on disk: {render.format_size(stats.disk_bytes)}"
     if _free_bytes(free):
-        line += f", of which {render.format_size(_free_bytes(free))} are free for new content"
+        line += f", of which {render.format_size(_free_bytes(free))} is free for new content"
     if free is not None and free.payload_bytes and freed is None:
-        line += f"; to give {render.format_size(free.payload_bytes)} of it back: "
+        line += f"; to return {render.format_size(free.payload_bytes)} of it to the file system: "
         line += f"persistkv prune {shlex.quote(url)} --compact"
     render.say(line)
 
 
 def _print_plan(plan: Plan, damaged: Quarantine) -> None:
     for title, views in (
-        ("these requests go", plan.requests),
-        ("these stay: others use all their packs", plan.staying),
+        ("requests to delete", plan.requests),
+        ("requests that stay, because others use all their packs", plan.staying),
     ):
         if views:
             left = "pinned,labels,namespace"
             render.show_table(_COLUMNS, views, title=title, left=left, optional="pinned", most=_SHOWN)
     render.say(f"to delete: {render.count(len(plan.requests), 'request')}, {_amount(plan.goes)}")
     if pins := sum(bool(view.pinned) for view in plan.requests):
-        render.say(f"{render.count(pins, 'request')} of these {'is' if pins == 1 else 'are'} pinned")
+        render.say(f"of these, {render.count(pins, 'request')} {'is' if pins == 1 else 'are'} pinned")
     if plan.private_blocks_left:
         blocks = render.count(plan.private_blocks_left, "block")
-        render.say(f"{blocks} of these requests alone stay, in packs that others use; --shared-packs deletes those too")
+        render.say(
+            f"to keep: {blocks} that only these requests use, in shared packs; --shared-packs deletes those, too"
+        )
     if damaged.directories:
-        render.say(f"to delete: {render.format_size(damaged.num_bytes)} of damaged stores:")
+        render.say(f"to delete: {render.format_size(damaged.num_bytes)} in files of damaged stores:")
     for directory in damaged.directories:
         render.say(f"  {directory}")
 
 
-def _print_done(done: Done, damaged: Quarantine, must_all_go: bool) -> None:
+def _print_done(done: Done, damaged: Quarantine) -> None:
     render.say(f"deleted: {render.count(done.requests, 'request')}, {_amount(done.goes)}")
     if done.staying:
-        staying = render.count(len(done.staying), "request")
-        stays = f"{staying} {'stays' if len(done.staying) == 1 else 'stay'}"
-        until = f"{stays} until one of their packs goes: others use all of these"
-        render.say(f"still there: {staying} of those that were to go" if must_all_go else until)
+        whose = "its" if len(done.staying) == 1 else "their"
+        render.say(f"not deleted: {render.count(len(done.staying), 'request')}, because others use all {whose} packs")
     if damaged.directories:
         render.say(f"deleted files of damaged stores: {render.format_size(damaged.deleted_bytes)}")
 

@@ -41,7 +41,7 @@ def set_(
     url: options.Url,
     values: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME=VALUE]...", help="capacity=200GiB, ttl=7d or ttl=none. Without any: show them."),
+        typer.Argument(metavar="NAME=VALUE", help="capacity=200GiB, ttl=7d or ttl=none. By default, show both."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the consequences.")] = False,
     yes: options.Yes = False,
@@ -64,7 +64,7 @@ def set_(
     done = False
     if after != before and not dry_run:
         ensure_consent("set", "--yes or --dry-run", yes=yes, json=json)
-        if yes or typer.confirm("Change it?"):
+        if yes or typer.confirm("Change the policy?"):
             with closing(open_inspectable(url)) as backend:
                 if isinstance(backend, SupportsPolicy):
                     backend.set_policy(after)
@@ -73,7 +73,7 @@ def set_(
         policies = {"before": before, "after": after}
         render.print_json({"url": url, **policies, "consequences": found, "changed": done})
     elif done:
-        render.say("changed; engines follow with their next commit")
+        render.say("changed; engines apply it with their next commit")
 
 
 def _changed(policy: Policy, values: list[str]) -> Policy:
@@ -127,9 +127,9 @@ def _print(before: Policy, after: Policy, found: Consequences) -> None:
         render.say(f"about {size} will be evicted by the next commits, least recently used first")
     if found.expiring_requests:
         of = render.count(found.requests, "request")
-        render.say(f"{found.expiring_requests:,} of {of} will expire: they were last used before the new ttl")
+        render.say(f"{found.expiring_requests:,} of {of} will expire: their last use is longer ago than the new ttl")
     if found.missing_disk_bytes:
-        render.say(f"the disk lacks {render.format_size(found.missing_disk_bytes)} for this capacity")
+        render.say(f"this capacity needs {render.format_size(found.missing_disk_bytes)} more than the disk has free")
 
 
 def _duration(seconds: float | None) -> str:

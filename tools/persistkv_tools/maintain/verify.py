@@ -128,7 +128,7 @@ class Repaired(msgspec.Struct):
 _PACKS = render.columns("pack namespace blocks size=stored_bytes")
 _REQUESTS = render.columns("request blocks kept=kept_blocks")
 _FINDINGS = render.columns(
-    "problem where namespace=space what=detail",
+    "problem pack_or_request=where namespace=space detail",
     problem=lambda finding: finding.problem.value,
     where=lambda finding: (finding.pack or "")[:8] or finding.request or "-",
     space=lambda finding: (finding.namespace or "")[:8],
@@ -137,7 +137,9 @@ _FINDINGS = render.columns(
 
 def verify(
     url: options.Url,
-    sample: Annotated[float, typer.Option(metavar="SHARE", help="Read a random share of the packs, e.g. 0.05.")] = 1.0,
+    sample: Annotated[
+        float, typer.Option(metavar="SHARE", help="Read only a random share of the packs, e.g. 0.05.")
+    ] = 1.0,
     rate: options.Rate = None,
     repair: Annotated[
         bool, typer.Option("--repair", help="Delete bad packs; requests keep the blocks before them.")
@@ -145,12 +147,12 @@ def verify(
     yes: options.Yes = False,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Save the progress here, and resume from it; removed at the end."),
+        typer.Option(metavar="FILE", help="Save progress in this file, and resume from it. Deleted at the end."),
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """Read a whole store and check it. If an engine uses the store, reading takes at most 5 % of the time, unless
-    --rate is given.
+    """Read a whole store and check every byte. While engines use the store, reads take at most 5 % of the time;
+    --rate sets another limit.
 
     Exit code 1: damage was found, even if it was repaired. Exit code 3: a commit of --repair failed; earlier commits
     stay in effect and are shown.
@@ -170,7 +172,7 @@ def verify(
             plan, repaired = store.plan_repair(bad), Repaired()
             if plan.packs and not json:
                 _print_plan(plan)
-            question = f"Delete {render.count(len(plan.packs), 'bad pack')}, and shorten requests to the blocks before?"
+            question = f"Delete {render.count(len(plan.packs), 'bad pack')}, and shorten the requests that use them?"
             if plan.packs and (yes or typer.confirm(question)):
                 try:
                     store.repair(bad, repaired)
@@ -276,9 +278,9 @@ def _read_packs(verifier: Verifier, state: VerifyState, resume: Path | None) -> 
 
 
 def _print_plan(plan: RepairPlan) -> None:
-    render.show_table(_PACKS, plan.packs, title="these packs are bad and go", left="namespace", most=_SHOWN)
+    render.show_table(_PACKS, plan.packs, title="bad packs to delete", left="namespace", most=_SHOWN)
     if plan.requests:
-        title = "these requests name them; they keep the blocks before, and those with none go"
+        title = "requests that use these packs, and the blocks that they keep (0: the request is deleted)"
         render.show_table(_REQUESTS, plan.requests, title=title, most=_SHOWN)
     packs = f"{render.count(len(plan.packs), 'pack')}, {render.count(plan.blocks, 'block')}"
     shortened = sum(row.kept_blocks > 0 for row in plan.requests)
@@ -289,29 +291,29 @@ def _print_plan(plan: RepairPlan) -> None:
 
 def _print(summary: Summary, rate: str | None) -> None:
     if summary.findings:
-        render.show_table(_FINDINGS, summary.findings, left="where,namespace,what", most=_SHOWN)
+        render.show_table(_FINDINGS, summary.findings, left="pack or request,namespace,detail", most=_SHOWN)
     read_bytes = summary.stored_bytes - summary.resumed_bytes
     speed = render.format_size(int(read_bytes / summary.seconds)) if summary.seconds else "-"
-    read = f"{render.count(summary.packs, 'pack')}, {render.format_size(summary.stored_bytes)}"
+    read = f"{render.count(summary.packs, 'pack')} ({render.format_size(summary.stored_bytes)})"
     render.say(f"read {read} and {render.count(summary.requests, 'request')} in {summary.seconds:.1f} s ({speed}/s)")
     if summary.resumed_packs:
-        earlier = f"{render.count(summary.resumed_packs, 'pack')}, {render.format_size(summary.resumed_bytes)}"
-        render.say(f"{earlier} of it before it was resumed")
+        earlier = f"{render.count(summary.resumed_packs, 'pack')} ({render.format_size(summary.resumed_bytes)})"
+        render.say(f"this includes {earlier} that earlier, interrupted runs read")
     if summary.beside_engines:
         size = "" if rate is None else render.format_size(parse_size(rate, name="--rate"))
-        bound = f"{size} a second at most" if size else "a twentieth of the time"
-        render.say(f"beside {render.count(summary.beside_engines, 'engine')}, it read {bound}")
+        bound = f"{size}/s" if size else "5 % of the time"
+        render.say(f"reads were limited to {bound}; {render.count(summary.beside_engines, 'engine')} used the store")
     if summary.went_meanwhile:
-        render.say(f"{render.count(summary.went_meanwhile, 'pack')} went while they were read: no problem")
+        render.say(f"no problem: {render.count(summary.went_meanwhile, 'pack')} deleted or replaced while verify read")
     if summary.other_release_packs:
-        render.say(f"{render.count(summary.other_release_packs, 'pack')} of another release's codec: not checked")
+        render.say(f"not checked, of another release's codec: {render.count(summary.other_release_packs, 'pack')}")
     if not summary.rows_counted:
-        render.say("unreadable rows were not counted: other processes wrote continuously")
+        render.say("unreadable catalogue rows could not be counted: other processes wrote continuously")
     if summary.deleted_packs or summary.shortened_requests:
-        render.say(f"deleted {render.count(summary.deleted_packs, 'pack')}; their blocks will be computed again")
-        shortened = f"shortened {render.count(summary.shortened_requests, 'request')} to the blocks before"
-        render.say(f"{shortened}; deleted {summary.deleted_requests:,} that kept nothing")
-    render.say("nothing is wrong" if not summary.problems else f"found {render.count(summary.problems, 'problem')}")
+        render.say(f"deleted {render.count(summary.deleted_packs, 'pack')}; engines compute the lost blocks again")
+        shortened = f"{summary.shortened_requests:,} shortened to the blocks before the bad packs"
+        render.say(f"requests: {shortened}, {summary.deleted_requests:,} deleted, because no block was left")
+    render.say("no problems found" if not summary.problems else f"found {render.count(summary.problems, 'problem')}")
 
 
 def plan_repair(backend: InspectableBackend, findings: Iterable[Finding]) -> RepairPlan:
@@ -370,7 +372,9 @@ def _delete(backend: InspectableBackend, space: NamespacePacks, pack_id: bytes, 
                 done.shortened -= doomed
                 done.deleted |= doomed
                 return
-    raise StoreError(f"pack {pack_id.hex()} could not be deleted: others wrote between each look and the commit")
+    raise StoreError(
+        f"pack {pack_id.hex()} could not be deleted: other processes wrote during all {_ATTEMPTS} attempts"
+    )
 
 
 def _shortenings(

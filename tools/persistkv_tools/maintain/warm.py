@@ -40,21 +40,21 @@ def warm(
     namespace: options.InNamespace = None,
     ttl: Annotated[
         str,
-        typer.Option(
-            metavar="AGE", help="Time until the request expires; engines that start before promote the contexts, too."
-        ),
+        typer.Option(metavar="TIME", help="Also ask engines that start within this time."),
     ] = "1h",
     wait: Annotated[
         str | None,
-        typer.Option(metavar="AGE", help="Wait at most this long for an engine, e.g. 5m."),
+        typer.Option(metavar="TIME", help="Wait at most this long for an engine's answer, e.g. 5m."),
     ] = None,
-    withdraw: Annotated[bool, typer.Option("--withdraw", help="Withdraw the request; promoted blocks stay.")] = False,
+    withdraw: Annotated[
+        bool, typer.Option("--withdraw", help="No longer ask for these contexts; promoted blocks stay.")
+    ] = False,
     json: options.Json = False,
 ) -> None:
-    """Ask engines to read contexts into memory: those that run, and those that start until the request expires.
+    """Ask engines to promote contexts, that is, to read them into memory before they are needed.
 
     Only engines with prewarming do so (option prewarm_share; in vLLM the tier persistkv-prewarm). Exit code 1: with
-    --wait, no engine answered for a context, or an engine cannot promote all of it.
+    --wait, no engine answered for a context, or one cannot promote all of it.
 
     Example: persistkv warm lmdb:///var/cache/kv 0c4de6a0 --ttl 10m
     """
@@ -82,7 +82,7 @@ def warm(
     if json:
         render.print_json({"url": url, "withdrawn": len(chosen) if withdraw else 0, "requests": warmed})
     elif withdraw:
-        render.say(f"{render.count(len(chosen), 'request')} no longer asked for")
+        render.say(f"no longer asked for: {render.count(len(chosen), 'request')}")
     else:
         _print(warmed, ttl, waited=wait_s is not None)
     promoted = all(one.answers and not any(answer.missing for answer in one.answers) for one in warmed)
@@ -105,13 +105,15 @@ def _print(warmed: list[Warmed], ttl: str, *, waited: bool) -> None:
     elif not any(one.answers for one in warmed):
         if not any(one.live_engines for one in warmed):
             render.say(
-                "nothing was promoted: no engine of this model shows itself on the store (on S3 only with ?status=10s)"
+                "nothing was promoted: no running engine of this model has published its status"
+                " (on S3, engines do so only with ?status=10s)"
             )
         elif waited:
-            told = f"engines prewarm only if told so ({_PREWARMING})"
-            render.say(f"no engine answered: {told}, and look while they serve requests")
+            render.say(
+                f"no engine answered: they prewarm only if configured ({_PREWARMING}), while they serve requests"
+            )
         else:
             render.say(
-                "engines that run and prewarm look for it every 5 s while they serve requests; --wait 1m shows answers"
+                "running engines that prewarm check every 5 s while they serve requests; --wait 1m shows their answers"
             )
-        render.say(f"engines that start within {ttl} and prewarm ({_PREWARMING}) read it first")
+        render.say(f"engines that start within {ttl} and prewarm ({_PREWARMING}) promote it first")

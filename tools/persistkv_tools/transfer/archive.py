@@ -190,7 +190,7 @@ class ArchiveReader:
         :raises CorruptArchiveError: the file is damaged or incomplete, even if records were yielded before.
         """
         if self._read(len(_MAGIC)) != _MAGIC:
-            raise CorruptArchiveError(f"{self._path} is no file of persistkv export")
+            raise CorruptArchiveError(f"{self._path} is not a file of persistkv export")
         heads, at = xxhash.xxh3_64(), len(_MAGIC)
         kind, body = self._record()
         head = self._decoded(body, _Head)
@@ -206,7 +206,7 @@ class ArchiveReader:
             yield at, self._parsed(at, kind, body)
         end = self._decoded(body, _End)
         if (end.records, end.heads) != (len(self._heads) - 1, heads.hexdigest()) or self._read(1):
-            raise self.corrupt(at, "records are missing, or something follows the last one")
+            raise self.corrupt(at, "records are missing, or bytes follow the last one")
 
     def again(self, at: int) -> Record:
         """Read the record at byte ``at`` again.
@@ -222,15 +222,15 @@ class ArchiveReader:
         if len(head) < _RECORD.size:
             raise self.corrupt(at, "the file ends before its last record")
         if self._heads.setdefault(at, head) != head:
-            raise self.corrupt(at, "it changed meanwhile")
+            raise self.corrupt(at, "the file changed while it was read")
         kind, reserved, length, checksum = _RECORD.unpack(head)
         if reserved:
-            raise self.corrupt(at, f"{reserved:#x} where 0 belongs")
+            raise self.corrupt(at, f"{reserved:#x} instead of 0 in a reserved field")
         if length > self._size - at - _RECORD.size:
-            raise self.corrupt(at, f"{length:,} bytes do not fit the file")
+            raise self.corrupt(at, f"a record of {length:,} bytes is longer than the file")
         body = memoryview(self._read(length))
         if len(body) != length or xxhash.xxh3_64_intdigest(body) != checksum:
-            raise self.corrupt(at, "its checksum does not match")
+            raise self.corrupt(at, "the checksum does not match")
         return kind, body
 
     def _read(self, length: int) -> bytes:
@@ -258,7 +258,7 @@ class ArchiveReader:
                 return RequestRecord(decode_manifest(head), decode_manifest_keys(keys))
         except (CorruptPackError, ValueError, struct.error) as error:
             raise self.corrupt(at, str(error)) from None
-        raise self.corrupt(at, f"a record of kind {kind!r}; this release knows none")
+        raise self.corrupt(at, f"this release does not know records of kind {kind!r}")
 
     def corrupt(self, at: int, problem: str) -> CorruptArchiveError:
         """Return the error for a problem with the record at byte ``at``."""

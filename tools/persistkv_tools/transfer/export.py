@@ -79,18 +79,16 @@ class Sent(msgspec.Struct):
 
 def export(
     url: options.Url,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write; -: to standard output.")
-    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="File to write; -: standard output.")],
     requests: options.RequestIds = None,
-    everything: Annotated[bool, typer.Option("--all", help="All requests.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Export all requests.")] = False,
     label: options.Labels = None,
     namespace: options.InNamespace = None,
-    force: Annotated[bool, typer.Option("--force", help="Take the place of a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     rate: options.Rate = None,
     json: options.Json = False,
 ) -> None:
-    """Write contexts to one file that any store can import. Exit code 1: some are damaged and were left out.
+    """Write requests and their packs to a file that any store can import. Exit code 1: damaged requests were left out.
 
     Example: persistkv export lmdb:///var/cache/kv 0c4de6a0 -o context.pkv
     """
@@ -98,7 +96,7 @@ def export(
         raise MissingOptionError("export", "requests, --label or --all")
     to_pipe = output == STANDARD_OUTPUT
     if to_pipe and (json or sys.stdout.isatty()):
-        reason = "--json takes standard output" if json else "standard output is a terminal"
+        reason = "--json uses standard output" if json else "standard output is a terminal"
         raise ConfigurationError("--output", "-", f"a file, because {reason}")
     if output.exists() and not force and not to_pipe:
         raise FileError("write", output, FileExistsError("the file exists; --force replaces it"))
@@ -110,10 +108,10 @@ def export(
     if json:
         render.print_json({"url": url, "file": str(output), "exported": sent})
     else:
-        packs = f"{render.count(sent.packs, 'pack')}, {render.format_size(sent.stored_bytes)}"
+        packs = f"{render.count(sent.packs, 'pack')} ({render.format_size(sent.stored_bytes)})"
         to = "standard output" if to_pipe else output
         spent = render.format_pace(sent.stored_bytes, time.monotonic() - begin)
-        render.say(f"{render.count(sent.requests, 'request')} with {packs} to {to} {spent}", stderr=to_pipe)
+        render.say(f"exported {render.count(sent.requests, 'request')} with {packs} to {to} {spent}", stderr=to_pipe)
         print_incomplete(sent.incomplete, stderr=to_pipe)
     if sent.incomplete:
         raise typer.Exit(1)
@@ -163,4 +161,4 @@ def export_requests(
 def print_incomplete(names: list[str], *, stderr: bool = False) -> None:
     """Print the requests that were left out, because some of their blocks are damaged or no longer held."""
     for name in names:
-        render.say(f"left out, because some of its blocks are damaged or gone: {name}", stderr=stderr)
+        render.say(f"left out, because some of its blocks are damaged or missing: {name}", stderr=stderr)

@@ -26,7 +26,7 @@ from persistkv_tools.transfer.push import Newest, Transfer, print_received
 
 
 def import_(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file from persistkv export.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File that persistkv export wrote.")],
     url: options.Url,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse a store that holds only other identities.")] = False,
     newest: Newest = False,
@@ -60,7 +60,7 @@ def import_(
     else:
         for found in differences:
             fields = "; ".join(map(str, found))
-            render.say(f"{url} held nothing of this identity; its nearest namespace differs in {fields}")
+            render.say(f"{url} had no namespace of this identity; the nearest one differs in {fields}")
         print_received(received, url, place, capacity, time.monotonic() - begin)
     if not received.complete:
         raise typer.Exit(1)
@@ -77,7 +77,7 @@ def verify_archive(archive: ArchiveReader, took: Took) -> list[Source]:
         if isinstance(record, Identity):
             current = contents.setdefault(record.digest, _Contents(archive, record))
         elif current is None:
-            raise archive.corrupt(at, "no namespace is named before it")
+            raise archive.corrupt(at, "no namespace precedes this record")
         elif isinstance(record, PackRecord):
             current.add_pack(at, record)
         else:
@@ -101,7 +101,7 @@ class _Contents:
         table = record.table
         name = f"pack {table.pack_id.hex()}"
         if table.namespace != self.source.identity.digest:
-            raise self._archive.corrupt(at, f"{name} is not of its section's namespace")
+            raise self._archive.corrupt(at, f"{name} belongs to another namespace")
         try:
             findings = check_payload(table, record.payload)
         except OtherReleaseError as error:
@@ -119,7 +119,7 @@ class _Contents:
         """
         name = f"request {record.manifest.id!r}"
         if tuple(map(len, record.keys)) != record.manifest.group_blocks:
-            raise self._archive.corrupt(at, f"{name} has other blocks than its head says")
+            raise self._archive.corrupt(at, f"{name} has other numbers of blocks than it states")
         if not self.source.packs.hold(all_keys(record.keys)):
             raise self._archive.corrupt(at, f"{name} names blocks that are not in the file")
         self.source.requests.append(record.manifest)

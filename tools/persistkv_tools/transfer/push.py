@@ -43,10 +43,12 @@ _EMPTY_BYTES = 256 << 10  # 256 KiB: files of an empty store
 _COMMIT_SHARE, _MOST_COMMIT_BYTES = 16, 256 << 20  # 256 MiB
 _CATALOGUE_SHARES, _SMALL_CATALOGUE_BYTES = (32, 256), 8 << 20  # 8 MiB
 _PAGES_BYTES = 2 << 20  # 2 MiB: catalogue pages freed by the last commits, not yet reusable
-_TARGET_HELP = "The store to copy to, made where it is absent."
+_TARGET_HELP = "Store to copy to; created if absent."
 Newest = Annotated[
     bool,
-    typer.Option("--newest", help="Where not all fits, copy the newest requests that do. Exit code 1: not all did."),
+    typer.Option(
+        "--newest", help="If not everything fits, copy the newest requests that fit. Exit code 1: some did not."
+    ),
 ]
 
 
@@ -56,7 +58,7 @@ class StoreTooSmallError(PersistKVError):
 
 def push(
     source: Annotated[
-        str, typer.Argument(metavar="SRC", help="The store to copy from.", envvar=STORE_VARIABLE, show_default=False)
+        str, typer.Argument(metavar="SRC", help="Store to copy from.", envvar=STORE_VARIABLE, show_default=False)
     ],
     target: Annotated[str, typer.Argument(metavar="DST", help=_TARGET_HELP)],
     namespace: options.InNamespace = None,
@@ -68,7 +70,7 @@ def push(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be copied.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Copy the content that another store lacks. If a run was interrupted, the next one copies the rest.
+    """Copy content that another store lacks. If a run is interrupted, the next one copies the rest.
 
     Exit code 1: some requests were not copied. Exit code 2: not everything fits the other store's capacity, and
     --newest is not given; nothing was written.
@@ -92,10 +94,10 @@ def push(
 
 def pull(
     target: Annotated[str, typer.Argument(metavar="DST", help=_TARGET_HELP, envvar=STORE_VARIABLE, show_default=False)],
-    source: Annotated[str, typer.Argument(metavar="SRC", help="The store to copy from.")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Store to copy from.")],
     **chosen: object,
 ) -> None:
-    """Copy the content of another store that this store lacks, as push does in the other direction.
+    """Copy content from another store that this store lacks: push in the other direction.
 
     Example: persistkv pull lmdb:///var/cache/kv s3://my-bucket/kv --label user=anna --rate 100MiB
     """
@@ -292,10 +294,9 @@ class Transfer:
             return content
         if not newest:
             raise StoreTooSmallError(
-                f"{self._url} is too small: {_counts(len(content.candidates), len(content.tables))} that it lacks take"
-                f" {render.format_size(content.store_bytes)};"
-                f" of its capacity of {render.format_size(room.capacity)}, {render.format_size(room.free_bytes)} are"
-                " free for them."
+                f"{self._url} is too small: {_counts(len(content.candidates), len(content.tables))} to copy take"
+                f" {render.format_size(content.store_bytes)}, and {render.format_size(room.free_bytes)} of its capacity"
+                f" of {render.format_size(room.capacity)} are free."
                 " Prune it, give it a larger capacity, or copy the newest requests that fit with --newest"
             )
         chosen, free_bytes, missing = Choice([], [], {}), room.free_bytes, list[str]()
@@ -478,16 +479,18 @@ def print_received(
     what = f"{_counts(received.requests, received.packs)}, {size}{pace}"
     render.say(f"{'to copy' if seconds is None else 'copied'} to {url}: {what}")
     if received.requests_held or received.packs_held:
-        render.say(f"{_counts(received.requests_held, received.packs_held)} were there already")
+        render.say(f"not copied, because the store has them: {_counts(received.requests_held, received.packs_held)}")
     if received.evicted_packs:
-        render.say(f"{render.count(received.evicted_packs, 'pack')} of the store were evicted meanwhile")
+        render.say(f"meanwhile, the store evicted {render.count(received.evicted_packs, 'pack')}")
     print_incomplete(received.incomplete)
     if received.missing or received.missing_packs:
-        orphans = f" and {render.count(received.missing_packs, 'pack')} of no request" * bool(received.missing_packs)
+        orphans = f" and {render.count(received.missing_packs, 'pack')} without a request" * bool(
+            received.missing_packs
+        )
         _print_names(f"no room for {render.count(len(received.missing), 'request')}{orphans}:", received.missing)
     if received.lost or received.lost_packs:
         lost = _counts(len(received.lost), received.lost_packs)
-        _print_names(f"{lost} that came were evicted again:", received.lost)
+        _print_names(f"copied, but evicted again: {lost}:", received.lost)
     if place != url and capacity is not None:
         created = "would be" if seconds is None else "was"
         render.say(f"{url} {created} created with a capacity of {render.format_size(capacity)}")

@@ -43,6 +43,7 @@ _EMPTY_BYTES = 256 << 10  # 256 KiB: files of an empty store
 _COMMIT_SHARE, _MOST_COMMIT_BYTES = 16, 256 << 20  # 256 MiB
 _CATALOGUE_SHARES, _SMALL_CATALOGUE_BYTES = (32, 256), 8 << 20  # 8 MiB
 _PAGES_BYTES = 2 << 20  # 2 MiB: catalogue pages freed by the last commits, not yet reusable
+_LEAST_CATALOGUE_BYTES = 1 << 20  # 1 MiB, with these pages and empty files; in a store below 4/3 MiB, 3/4 of it
 _TARGET_HELP = "Store to copy to; created if absent."
 Newest = Annotated[
     bool,
@@ -142,15 +143,18 @@ class Room(NamedTuple):
             free = backend.free_space()
             on_disk -= free.catalogue_bytes + free.payload_bytes
         # A killed writer leaves files longer than their content, until the next commit.
-        return cls(stats.capacity, min(on_disk, content_bytes + _EMPTY_BYTES))
+        held_bytes = min(on_disk, content_bytes + _EMPTY_BYTES)
+        return cls(stats.capacity, max(held_bytes, stats.stored_bytes + _EMPTY_BYTES))
 
     @property
     def free_bytes(self) -> int:
         """Bytes that can be added without an eviction: capacity less content and reserves for catalogue and commits."""
         small, large = _CATALOGUE_SHARES
         catalogue = max(min(self.capacity // small, _SMALL_CATALOGUE_BYTES), self.capacity // large)
-        spared = min(self.capacity // _COMMIT_SHARE, _MOST_COMMIT_BYTES) + min(_PAGES_BYTES, self.capacity // 4)
-        return max(0, self.capacity - catalogue - spared - self.held_bytes)
+        least = min(_LEAST_CATALOGUE_BYTES, self.capacity // 4 * 3) - _EMPTY_BYTES
+        spared = max(catalogue + min(_PAGES_BYTES, self.capacity // 4), least)
+        commits = min(self.capacity // _COMMIT_SHARE, _MOST_COMMIT_BYTES)
+        return max(0, self.capacity - spared - commits - self.held_bytes)
 
 
 def capacity_for(content_bytes: int) -> int:

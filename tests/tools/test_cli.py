@@ -101,7 +101,6 @@ class TestCliErrors:
         ],
     )
     def test_demo_bad_option_exits_2_before_creating_model(self, start, tmp_path, arguments, part):
-        (tmp_path / "file").touch()
         one_line_error(start("demo", *(argument.format(tmp=tmp_path) for argument in arguments)), part)
         assert not (tmp_path / ".persistkv-demo" / "model").exists()
 

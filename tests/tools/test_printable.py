@@ -25,15 +25,15 @@ SHOWN = r"\x1b[2J\x1b]0;owned\x07\r\n2 requests\t\x9b31m\x7f\u202egnp.exe\u2066\
 COMMANDS = {
     "ls": ("ls", "{url}"),
     "stat": ("stat", "{url}"),
-    "show": ("show", "{url}", "anna", "--tree"),
+    "show": ("show", "{url}", "bert", "--tree"),
     "top": ("top", "{url}", "--interval", "1s"),
     "report": ("report", "{url}", "-o", "{evil}.html"),
     "verify": ("verify", "{url}"),
     "prune": ("prune", "{url}", "--label", "user", "--dry-run"),
-    "pin": ("pin", "{url}", "anna"),
-    "unpin": ("unpin", "{url}", "anna"),
-    "label": ("label", "{url}", "anna", "a={evil}"),
-    "warm": ("warm", "{url}", "anna", "--wait", "1s"),
+    "pin": ("pin", "{url}", "bert"),
+    "unpin": ("unpin", "{url}", "bert"),
+    "label": ("label", "{url}", "bert", "a={evil}"),
+    "warm": ("warm", "{url}", "bert", "--wait", "1s"),
     "why": ("why", "{url}", "--against", "{other}"),
     "doctor": ("doctor", "{url}"),
     "export": ("export", "{url}", "--all", "-o", "{evil}.pkv"),
@@ -41,6 +41,23 @@ COMMANDS = {
     "push": ("push", "{url}", "{other}"),
     "pull": ("pull", "{other}", "{url}"),
 }
+NAMED = {
+    "ls": f"anna{EVIL}",
+    "show": f"bert{EVIL}",
+    "top": f"e{EVIL}",
+    "report": f"{EVIL}.html",
+    "verify": f"anna{EVIL}2",
+    "prune": f"bert{EVIL}",
+    "pin": f"bert{EVIL}",
+    "unpin": f"bert{EVIL}",
+    "label": EVIL,
+    "warm": f"bert{EVIL}",
+    "why": EVIL,
+    "export": f"{EVIL}.pkv",
+    "push": f"anna{EVIL}2",
+    "pull": f"anna{EVIL}2",
+}
+"""A part of a string in the JSON of each command that prints such text."""
 
 
 @pytest.fixture
@@ -69,6 +86,17 @@ def is_safe(text):
     return all(line.isprintable() for line in text.split("\n")) and "\n2 requests" not in text
 
 
+def strings(value):
+    """Yield all strings in decoded JSON, names of fields included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value:
+            yield from strings(part)
+        for part in value.values() if isinstance(value, dict) else ():
+            yield from strings(part)
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_command_hostile_text_is_escaped(run, store, name):
     arguments = [part.format(**store) for part in COMMANDS[name]]
@@ -83,14 +111,12 @@ def test_command_hostile_text_is_escaped(run, store, name):
 def test_command_json_hostile_text_is_escaped_and_parses_back(run, store, name):
     arguments = [part.format(**store) for part in COMMANDS[name]]
     done = run(*arguments, "--json")
+    assert done.returncode in (0, 1), done.stderr
     assert is_safe(done.stdout)
-    if done.returncode != 2:
-        found = json.loads(done.stdout)
-        if name == "ls":
-            assert {request["id"] for request in found["requests"]} >= {f"anna{EVIL}", f"bert{EVIL}"}
-            assert [request["labels"] for request in found["requests"] if request["labels"].get(EVIL)] == [
-                {"user": EVIL, EVIL: "value"}
-            ]
+    found = list(strings(json.loads(done.stdout)))
+    assert name not in NAMED or any(NAMED[name] in text for text in found)
+    if name == "ls":
+        assert {EVIL, f"anna{EVIL}", f"bert{EVIL}"} <= set(found)
 
 
 def test_ls_unprintable_characters_are_printed_as_escapes(run, store):

@@ -146,17 +146,21 @@ class TestConcurrentChanges:
         assert (state.findings, state.went_meanwhile, state.packs) == ([], 1, 6)
         assert check_manifests(backend, spaces, ignore) == (5, [])
 
-    def test_verifier_pack_replaced_meanwhile_is_not_reported(self, memory):
+    @pytest.mark.parametrize("damaged", [False, True])
+    def test_verifier_pack_replaced_meanwhile_is_reported_only_if_new_content_is_damaged(self, memory, damaged):
         backend, writer = memory
         pack = sample_pack(writer.namespace, 77)
         backend.commit(writer.namespace, CommitBatch([pack]))
         spaces = read_catalogues(backend)
         again = sample_pack(writer.namespace, 77, content=78)
         backend.commit(writer.namespace, CommitBatch([again], deletions=[pack.pack_id]))
+        if damaged:
+            flip(backend, writer.namespace, again.pack_id, 0)
         state = VerifyState.begin(URL, 1.0)
         for _ in Verifier(backend, spaces, state, ignore).packs():
             pass
-        assert (state.findings, state.went_meanwhile) == ([], 1)
+        assert [finding.pack for finding in state.findings] == [again.pack_id.hex()] * damaged
+        assert state.went_meanwhile == (not damaged)
 
     def test_count_rows_concurrent_commits_returns_none(self, memory):
         backend, _ = memory

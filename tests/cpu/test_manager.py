@@ -179,6 +179,16 @@ def test_complete_store_after_touch_keeps_suffix_first_to_evict(keys: MakeKeys, 
     assert store(manager, keys(2), context) == suffix
 
 
+def test_complete_store_after_touch_counts_use_of_block_being_written(keys: MakeKeys, context: ReqContext) -> None:
+    manager = CPUOffloadingManager(2)
+    (written,), (other,) = keys(1), keys(1)
+    manager.prepare_store([written], context)
+    store(manager, [other], context)
+    manager.touch([written], context)
+    manager.complete_store([written], context)
+    assert store(manager, keys(1), context) == [other]
+
+
 def test_prepare_load_without_touch_keeps_eviction_order(keys: MakeKeys, context: ReqContext) -> None:
     """A secondary tier that reads a suffix late must not keep the suffix longer than its prefix."""
     manager = CPUOffloadingManager(2)

@@ -61,13 +61,21 @@ def test_use_huge_pages_success_places_memory_in_huge_pages(make_file: MakeFile)
     fd, memory = make_file(4 * HUGE_PAGE_BYTES)
     if not use_huge_pages([fd], len(memory)):
         pytest.skip("the kernel gives no huge pages")
-    assert held_in_huge_pages(memory) >= 4 * HUGE_PAGE_BYTES // 1024
+    address = map_aligned([fd], len(memory))
+    try:
+        for start in range(0, len(memory), HUGE_PAGE_BYTES):
+            ctypes.string_at(address + start, 1)
+        assert held_in_huge_pages(address) == 4 * HUGE_PAGE_BYTES
+    finally:
+        libc.unmap(address, len(memory))
 
 
-def held_in_huge_pages(memory: mmap.mmap) -> int:
-    """Return KiB of shared memory in huge pages, machine-wide: smaps counts only huge pages that are mapped whole."""
-    with open("/proc/meminfo") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("ShmemHugePages"))
+def held_in_huge_pages(address: int) -> int:
+    """Return the bytes of the mapping at this address that huge pages back. They are counted only if mapped whole."""
+    with open("/proc/self/smaps") as file:
+        lines = iter(file)
+        assert any(line.startswith(f"{address:x}-") for line in lines)
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("ShmemPmdMapped"))
 
 
 def test_use_huge_pages_regular_file_keeps_contents(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 from collections.abc import Callable, Iterable
@@ -215,11 +216,15 @@ def test_lookup_table_map_unsealed_or_too_small_memory_raises() -> None:
     index.close()
 
 
-def test_index_share_returns_sealed_memory() -> None:
+def test_index_share_returns_memory_of_fixed_size_and_seals() -> None:
     index = Index()
     fd, _ = index.share()
+    size = os.fstat(fd).st_size
+    for other in (0, size - 4096, size + 4096):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, other)
     with pytest.raises(PermissionError):
-        os.ftruncate(fd, 0)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
     os.close(fd)
     index.close()
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from persistkv.errors import ConfigurationError
 from persistkv.memory.rows import RowBlocks, Rows, StagedBlocks
 
 TWO_GROUPS = (((0, 4096), (8192, 100)), ((4096, 4096),))
@@ -68,12 +67,6 @@ def test_rows_buffer_not_multiple_of_stride_raises(make_rows: Callable[..., Rows
     layout = make_rows(1, 4096).layout
     with pytest.raises(ValueError, match="no multiple of the row stride"):
         Rows(memoryview(bytearray(5000)), layout)
-
-
-@pytest.mark.parametrize("ranges", [((0, 5000),), ((100, 10), (50, 10)), ()])
-def test_rows_invalid_group_ranges_raise(make_rows: Callable[..., Rows], ranges: tuple[tuple[int, int], ...]) -> None:
-    with pytest.raises(ConfigurationError, match=r"groups\[0\].ranges"):
-        make_rows(1, 4096, (ranges, ((0, 1),)))
 
 
 def test_staged_blocks_gather_spans_runs_as_one_sequence(make_rows: Callable[..., Rows]) -> None:

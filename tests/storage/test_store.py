@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from persistkv.errors import ConfigurationError, CorruptPackError, IdentityMismatchError
 from persistkv.memory.rows import Rows
+from persistkv.storage import open_inspectable
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.identity import Identity
@@ -272,9 +274,12 @@ def test_store_other_identity_misses_and_notice_names_difference(
     assert open_store(url, identity=other).notice == ""
 
 
-def test_store_unknown_codec_raises(open_store: OpenStore, tmp_path: Any) -> None:
+def test_store_unknown_codec_raises_and_creates_no_namespace(open_store: OpenStore, tmp_path: Any) -> None:
+    url = f"lmdb://{tmp_path}/store"
     with pytest.raises(ConfigurationError, match="codec: 'lz5'"):
-        open_store(f"lmdb://{tmp_path}/store", codec="lz5")
+        open_store(url, codec="lz5")
+    with closing(open_inspectable(url)) as backend:
+        assert list(backend.namespaces()) == []
 
 
 def test_read_adjacent_frames_use_one_span(open_store: OpenStore, keys: Keys) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from contextlib import suppress
 
 import pytest
 import zstandard
@@ -103,12 +104,8 @@ def test_decode_into_damaged_frame_never_writes_past_buffer(codec: Codec, data: 
         stored[data.draw(st.integers(0, len(stored) - 1))] ^= data.draw(st.integers(1, 255))
     stored = stored[: data.draw(st.integers(0, len(stored)))]
     out = bytearray(2048 + 16)
-    try:
+    with suppress(CorruptPackError):
         codec.decode_into(bytes(stored), memoryview(out)[:2048])
-    except CorruptPackError:
-        pass
-    else:
-        assert len(out) == 2064
     assert out[2048:] == bytes(16)
 
 

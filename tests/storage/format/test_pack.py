@@ -143,10 +143,6 @@ def test_pack_writer_table_before_stream_raises() -> None:
     pack = sample_pack(NAMESPACE, 1)
     with pytest.raises(ValueError, match="stream"):
         _ = pack.table
-    first = [bytes(piece) for piece in pack.stream()]
-    table = pack.table
-    assert [bytes(piece) for piece in pack.stream()] == first
-    assert pack.table == table
 
 
 def test_verify_frame_other_keys_or_namespace_raise_corrupt() -> None:

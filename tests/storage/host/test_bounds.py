@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,10 @@ def test_client_stopped_host_process_does_not_block_engine(hosted: Any, tmp_path
     os.kill(pid_of(hosted), signal.SIGKILL)
     os.kill(pid_of(hosted), signal.SIGCONT)
     lost: set[int] = set()
-    while len(lost) < 3000:
+    deadline = time.monotonic() + 60
+    while len(lost) < 3000 and time.monotonic() < deadline:
         lost.update(outcome.job_id for outcome in client.poll() if outcome.refused)
+    assert len(lost) == 3000
     assert client.counters.lost_jobs == 3000
 
 

@@ -90,7 +90,7 @@ class SecondaryTierManager(ABC):
     def submit_load(self, job_metadata: JobMetadata) -> None:
         """Start to load the job's blocks into its rows. Failures of the medium are reported in the result.
 
-        The content of a failed key's row is undefined.
+        Blocks that the tier does not hold fail; the others are loaded. The content of a failed key's row is undefined.
         """
 
     @abstractmethod

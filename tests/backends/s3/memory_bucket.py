@@ -39,14 +39,15 @@ class MemoryBucket:
 
 
 class BucketClock(Clock):
-    """Time of the bucket; ``sleep`` advances it."""
+    """Clock of an engine, which differs from that of the bucket by a constant; ``sleep`` advances both."""
 
     def __init__(self, bucket: MemoryBucket, seed: int) -> None:
         self._bucket = bucket
+        self._behind_s = START - 1e6 * seed
         self.random = random.Random(seed)
 
     def monotonic(self) -> float:
-        return self._bucket.now
+        return self._bucket.now - self._behind_s
 
     def sleep(self, seconds: float) -> None:
         self._bucket.now += seconds

@@ -298,12 +298,13 @@ def test_capacity_evicts_least_recently_used_and_keeps_pinned(engines: Engines) 
 
 
 def test_ttl_expires_by_last_use_on_server_clock(engines: Engines) -> None:
-    engine = open_engine(engines, ttl_s=HOUR_S)
+    """The engines' clocks differ by days."""
+    engine, other = open_engine(engines, ttl_s=HOUR_S), open_engine(engines, ttl_s=HOUR_S)
     used, idle = pack_ids(1), pack_ids(2)
-    store(engine, 1)
-    store(engine, 2)
+    store(other, 1)
+    store(other, 2)
     engines.run(0.6 * HOUR_S)
-    engine.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 3, blocks=1)], touches=list(used)))
+    other.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 3, blocks=1)], touches=list(used)))
     engines.run(0.6 * HOUR_S)
     store(engine, 4)
     engines.run(5)
@@ -760,7 +761,16 @@ def test_open_unmerged_commits_with_parallel_connections_loads_all(engines: Engi
     writer = open_engine(engines)
     for seed in range(4):
         store(writer, seed)
-    assert held_packs(open_engine(engines, connections=4)) == pack_ids(*range(4))
+    reader, together = engines.open(connections=4), threading.Barrier(4)
+
+    def meet(verb: str, key: str) -> None:
+        if verb == "GET" and "/inbox" in key:
+            together.wait(30)  # raises unless all four are read at the same time
+
+    engines.clients[reader].before = meet
+    reader.open_namespace(sample_identity())
+    assert held_packs(reader) == pack_ids(*range(4))
+    assert not together.broken
 
 
 def test_keyed_and_keyless_engines_have_separate_heads(engines: Engines, secret: dict[str, str]) -> None:

@@ -79,8 +79,8 @@ class Engine:
         with self.lock:
             self.manager.on_schedule_end(ScheduleEndContext([], []))
 
-    def store(self, keys, **facts):
-        """Store the first pages under these keys and wait until no work is pending."""
+    def store(self, keys, *, wait=True, **facts):
+        """Store the first pages under these keys; ``wait`` until no work is pending."""
         context = self.request(keys, **facts)
         with self.lock:
             output = self.manager.prepare_store(keys, context)
@@ -91,7 +91,8 @@ class Engine:
             if absent:
                 self.manager.complete_store(absent, context, True)
             self.manager.on_request_finished(context)
-        self.settle()
+        if wait:
+            self.settle()
 
     def settle(self):
         deadline = time.monotonic() + TIMEOUT_S
@@ -247,6 +248,19 @@ def test_manager_reset_cache_during_promotion_finishes_all_jobs(start):
         engine.manager.on_request_finished(context)
         getattr(engine.manager, "on_reset_flushed", lambda: None)()
     engine.settle()
+    assert engine.load(keys, 8)
+    assert pages_equal(engine, 4, 8)
+
+
+def test_manager_reset_cache_during_store_finishes_it(start, url):
+    engine, keys = start(), keys_of(4)
+    engine.store(keys, wait=False)
+    assert engine.manager.has_pending_work()
+    with engine.lock:
+        engine.manager.reset_cache()
+        getattr(engine.manager, "on_reset_flushed", lambda: None)()
+    engine.settle()
+    wait_stored(url, 1)
     assert engine.load(keys, 8)
     assert pages_equal(engine, 4, 8)
 

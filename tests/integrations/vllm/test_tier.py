@@ -25,6 +25,12 @@ def rows():
     return np.random.default_rng(0).integers(-128, 128, (ROWS, STRIDE), dtype=np.int8)
 
 
+def make_spec(workers=1):
+    config = offloading_config(STRIDE // workers, CHUNK)
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, world_size=workers))
+    return SimpleNamespace(config=config, blocks_per_chunk=1)
+
+
 @pytest.fixture
 def make_tier(rows, url, monkeypatch):
     """Return a function that makes tiers over the rows, with a constant engine identity."""
@@ -35,10 +41,8 @@ def make_tier(rows, url, monkeypatch):
     monkeypatch.setattr(module, "engine_identity", lambda *_, **__: {"test": 1})
     built = []
 
-    def make(*, url=url, view=None, workers=1, **options):
-        config = offloading_config(STRIDE // workers, CHUNK)
-        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, world_size=workers))
-        spec = SimpleNamespace(config=config, blocks_per_chunk=1)
+    def make(*, url=url, view=None, workers=1, spec=None, **options):
+        spec = spec or make_spec(workers)
         built.append(module.PersistKVTier(spec, view or memoryview(rows), "persistkv", url=url, **options))
         return built[-1]
 
@@ -123,6 +127,24 @@ def test_tier_stored_chunks_load_unchanged_and_emit_event(make_tier, rows):
     tier.submit_load(job_of(2, keys, 8, context, is_promotion=True))
     (result,) = results_of(tier)
     assert (result.success, result.successful_keys) == (True, None)
+    assert np.array_equal(rows[8:12], rows[:4])
+
+
+def test_tier_rebuilt_over_same_spec_loads_chunks_of_closed_tier(make_tier, rows):
+    from vllm.v1.kv_offload.base import LookupResult
+
+    from persistkv.integrations.vllm.tier import persistent_tiers
+
+    spec, keys = make_spec(), keys_of(4)
+    first = make_tier(spec=spec)
+    store(first, keys, context_of(keys))
+    first.shutdown()
+    again, context = make_tier(spec=spec), context_of(keys)
+    assert len(persistent_tiers(spec)) == 1
+    assert [again.lookup(key, context) for key in keys] == [LookupResult.HIT] * 4
+    again.submit_load(job_of(2, keys, 8, context, is_promotion=True))
+    (result,) = results_of(again)
+    assert result.success
     assert np.array_equal(rows[8:12], rows[:4])
 
 

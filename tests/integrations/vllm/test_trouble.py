@@ -48,11 +48,15 @@ def test_engine_corrupt_store_starts_cold_and_stores_again(start_engine, url, tm
     writer = start_engine(tier(url))
     writer.generate(*PROMPTS)
     writer.close()
+    garbage = bytes(range(256)) * 256
     for name in ("data.mdb", "segments/garbage", "notes.txt"):
-        (store / name).write_bytes(bytes(range(256)) * 256)
+        (store / name).write_bytes(garbage)
     first = start_engine(tier(url))
     assert first.generate(*PROMPTS) == {"tokens": expected, "cached": [0, 0]}
     first.close()
+    (quarantined,) = store.glob("damaged-*")
+    assert (quarantined / "data.mdb").read_bytes() == garbage
+    assert (store / "notes.txt").read_bytes() == garbage, "a file that is not the store's"
     wait_stored(url, 2)
     second = start_engine(tier(url))
     assert second.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 384]}

@@ -114,7 +114,7 @@ class StoreUrl:
     location: str
     """Location that the backend opens: a path (``/var/kv``), or bucket and prefix (``bucket/prefix``)."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """The query, with one value per name."""
+    """Options in the query of the URL: value by name."""
 
     @classmethod
     def parse(cls, url: str) -> StoreUrl:

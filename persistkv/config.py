@@ -77,9 +77,9 @@ def parse_duration(value: str, *, name: str) -> float:
 def parse_durability(text: str) -> float | None:
     """Parse the durability level; return the interval in seconds, or None for ``commit``.
 
-    ``commit`` (None): a pack is written as soon as it is large enough. Write jobs of 4 MiB and more are on disk when
-    they end. Smaller ones are written when their request ends, or at the age of the store option ``max_age_s``
-    (seconds), whichever is first.
+    ``commit`` (None): a pack is written as soon as it is large enough. Store jobs of 4 MiB and more are durable when
+    they end, in a remote store soon after. Smaller ones are written when their request ends, or at the age of the store
+    option ``max_age_s`` (seconds), whichever is first.
 
     ``interval:5s`` (5.0): accepted blocks wait until the oldest is 5 s old, and are then written together: one
     transaction and one sync, which cost little even if many requests end. A crash of the machine loses the blocks
@@ -114,7 +114,7 @@ class StoreUrl:
     location: str
     """Location that the backend opens: a path (``/var/kv``), or bucket and prefix (``bucket/prefix``)."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """The query, with one value per name."""
+    """Options in the query of the URL: value by name."""
 
     @classmethod
     def parse(cls, url: str) -> StoreUrl:

@@ -42,7 +42,7 @@ from persistkv_lmdb.layout import Placement, Transaction, read_ttl, write_catalo
 
 _EVICTED_AT_ONCE = 512
 """Maximum number of packs and manifests that one transaction evicts, or of manifests that it deletes for a deleted
-pack. It takes tens of milliseconds."""
+pack. Such a transaction takes tens of milliseconds."""
 _TRANSACTIONS = 8
 """Maximum number of transactions that evict for one batch. After the capacity was lowered, many commits shrink the
 store."""
@@ -64,7 +64,7 @@ _COMPACTION_PATIENCE_S = 5.0
 
 
 class _NothingLeftError(StoreFullError):
-    """Evicting everything evictable would not be enough."""
+    """A batch would not fit even if everything evictable were evicted."""
 
 
 class StaleError(Exception):
@@ -274,7 +274,7 @@ class Amount(NamedTuple):
     payload: int
 
     def plus(self, other: Amount) -> Amount:
-        """Return the sum of both, separately for catalogue and segments."""
+        """Return the sum of this amount and ``other``, separately for catalogue and segments."""
         return Amount(self.catalogue + other.catalogue, self.payload + other.payload)
 
     def within(self, limit: Amount) -> bool:

@@ -29,15 +29,16 @@ _META_PAGES = 2
 
 # Databases of the allocator, in addition to those of ``persistkv.storage.catalog.rows``.
 EXTENTS = "extents"
-"""namespace, pack id → extents of the payload, for packs whose payload is stored in extents."""
+"""Table: namespace, pack id → extents of the payload, for packs whose payload is stored in extents."""
 SEGMENTS = "segments"
-"""segment → number of its pages."""
+"""Table: number of a segment → number of its pages."""
 FREE = "free"
-"""segment, first page → pages: the free extents, ordered by place."""
+"""Table of the free extents, ordered by place: segment, first page → number of pages."""
 SIZES = "sizes"
-"""pages, segment, first page → nothing: the free extents, ordered by size."""
+"""Table of the free extents, ordered by size: number of pages, segment, first page → empty."""
 AGING = "aging"
-"""number of the transaction that freed it, segment, first page → pages: extents that readers may still see."""
+"""Table of freed extents that readers may still see: number of the freeing transaction, segment, first page → number of
+pages."""
 DATABASES = (*TABLES, EXTENTS, SEGMENTS, FREE, SIZES, AGING)
 
 # Rows of ``meta``, in addition to the catalogue's.

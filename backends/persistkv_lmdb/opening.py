@@ -80,7 +80,7 @@ class _State(str, enum.Enum):
     OPEN = "open"
     """A writer has the store open, or the last one exited without closing it."""
     SUSPECT = "suspect"
-    """Open, and LMDB or a row could not be read."""
+    """As ``OPEN``, and LMDB or a row could not be read."""
 
 
 class Guard:
@@ -90,7 +90,7 @@ class Guard:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Open or create both files.
+        """Open or create the lock file and the guard file.
 
         :raises StoreUnavailableError: they cannot be created or opened.
         """
@@ -146,7 +146,7 @@ class Guard:
             self._write(_State.SUSPECT)
 
     def close(self) -> None:
-        """Close the files. The last process records a clean shutdown unless the store is suspect. Idempotent."""
+        """Close both files. The last process records a clean shutdown unless the store is suspect. Idempotent."""
         if self._joined and self._fd >= 0 and self._locked(fcntl.LOCK_EX):
             with suppress(OSError, StoreError):  # the next opening runs the check
                 if self.lock.interrupted:

@@ -76,7 +76,7 @@ class Authenticator:
         return tags + self._tag(b"table", [digest, tags])
 
     def frame_check(self, table: PackTable, tags: bytes) -> Callable[[int, Iterable[Buffer]], bool]:
-        """Return a function that takes a frame's index and stored bytes: True if it was written with the key.
+        """Return a function that takes a frame's index and stored bytes: True if the frame has a valid tag.
 
         Without a key, the function always returns True.
         """

@@ -107,9 +107,9 @@ class Position(msgspec.Struct, frozen=True, array_like=True):
     position: int = 0
     """Number of the last applied feed object, from 1; 0: none."""
     term: bytes = b""
-    """Term (id of the leader's election) of that feed object."""
+    """Term (id of the leader's election) of the last applied feed object."""
     time: float = 0.0
-    """Time of that feed object by the server's clock."""
+    """Time of the last applied feed object: seconds since the epoch, by the server's clock."""
     damaged: bool = False
     """A feed object was unreadable: the catalogue may lack packs."""
 
@@ -135,7 +135,7 @@ class PackObject(NamedTuple):
     nonce: bytes
     """Random id of the upload, part of the object's name."""
     tags: bytes
-    """Authentication tags of its frames and table, see ``authentication``; empty without a key."""
+    """Authentication tags of the pack's frames and table, see ``authentication``; empty without a key."""
 
 
 class Plan(NamedTuple):
@@ -246,7 +246,7 @@ class LocalRows(Rows):
     def discard(self, name: str) -> None:
         """Record an object as garbage for later deletion, with the removal time ``garbage_at``.
 
-        :param name: its name below the namespace's prefix.
+        :param name: name of the object below the namespace's prefix.
         """
         if self.garbage_at is not None:
             self.put(GARBAGE, _TIME.pack(self.garbage_at) + name.encode(), b"")

@@ -26,7 +26,7 @@ _GAP_BYTES = 128 << 10  # 128 KiB: less than the bytes transferred in the latenc
 
 
 class UploadBudget:
-    """Limit on the memory of encoded packs during uploads. A larger pack reserves all of it; raw packs need none."""
+    """Limit on the memory of encoded packs during uploads. A larger pack reserves all of the limit; raw packs none."""
 
     def __init__(self, num_bytes: int) -> None:
         self._free = self._all = num_bytes

@@ -58,7 +58,7 @@ _MOST_COMMIT_S = 12 * 3600.0  # 12 hours from the first upload to the commit's o
 _TRIES = 4
 """Maximum number of attempts to reach the head's position: listed objects may be deleted before they are fetched."""
 _AT_ONCE = 4
-"""Feed objects or segments in memory at a time."""
+"""Maximum number of feed objects or segments in memory at a time."""
 
 
 class NamespaceSession:
@@ -447,7 +447,7 @@ def is_rejected(entry: Entry, info: ObjectInfo) -> bool:
 
 
 def _keys_of(manifest_id: str) -> str:
-    """Return the name of a manifest's keys, which their authentication tag covers in addition to their bytes."""
+    """Return the name that the authentication tag of a manifest's keys covers, in addition to their bytes."""
     return f"keys of {manifest_id}"
 
 

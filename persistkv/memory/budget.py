@@ -34,7 +34,7 @@ class MemoryShares(NamedTuple):
     transaction: int
     """Limit of the raw bytes of all packs in one transaction, and of one pack."""
     part: int
-    """Limit of the stored bytes of one part of a load job that are not read straight into rows."""
+    """Limit of the stored bytes that one part of a load job reads into buffers instead of directly into rows."""
 
     @classmethod
     def of(cls, bound: int) -> MemoryShares:

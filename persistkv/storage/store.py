@@ -369,6 +369,8 @@ class Store:
 
     async def _holds_all(self, writer: PackWriter) -> bool:
         keys = writer.keys.unpack()
+        if keys[0] not in self.index:  # the usual case
+            return False
         return not self.index.absent(keys) and None not in await self.catalogue.holders(keys)
 
     def _take_due(self, everything: bool) -> deque[Transaction]:

@@ -59,7 +59,8 @@ class FaultyBackend(InspectableBackend, Generic[B]):
         self._before[method].append(call)
 
     def after(self, method: str, call: Callable[..., Any]) -> None:
-        """Run ``call(result, *arguments)`` after each call of the method that returned; its value replaces the result.
+        """Run ``call(result, *arguments)`` after each call of the method that returned. The return value of
+        ``call`` replaces the result.
 
         :raises ValueError: the backend has no such method.
         """

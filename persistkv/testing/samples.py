@@ -32,7 +32,7 @@ class SourceFailure(Exception):
 
 @dataclass(frozen=True)
 class FailingSource(StagedBlocks):
-    """Source that raises if block ``fails_at`` is requested."""
+    """Source of blocks that raises ``SourceFailure`` if block ``fails_at`` is requested."""
 
     fails_at: int
 
@@ -46,7 +46,7 @@ class FailingSource(StagedBlocks):
 
 
 def sample_keys(seed: int, count: int, *, group: int = 0, hash_bytes: int = 32) -> list[bytes]:
-    """Return ``count`` block keys, generated from the seed: each is a hash of ``hash_bytes`` and the group's index."""
+    """Return ``count`` block keys of one group; each contains ``hash_bytes`` random bytes in place of a hash."""
     rng = np.random.default_rng(seed)
     return [make_offload_key(rng.bytes(hash_bytes), group) for _ in range(count)]
 

@@ -116,7 +116,7 @@ class _Request:
     held: set[OffloadKey] = field(default_factory=set)
     """Promoted blocks that stay referenced until the request loads them."""
     held_until: float = 0.0
-    """Deadline for loading ``held``, in seconds of ``time.monotonic``."""
+    """``time.monotonic`` time at which ``held`` blocks whose load has not started are released."""
     received: dict[IsolatedTier, set[OffloadKey]] = field(default_factory=dict)
     """For each request-level tier, promoted blocks that it received before the request offered them for storing."""
 

@@ -65,8 +65,9 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_age_s: Annotated[float, msgspec.Meta(ge=0)] = 2.0
     """Maximum seconds that a small job waits to be written together with others."""
     durability: str = "commit"
-    """``commit``: stores of 4 MiB and more are durable when they end, smaller ones when their request ends or after
-    ``max_age_s``. ``interval:5s``: blocks are written every 5 s, and a crash loses at most those of the last 5 s."""
+    """``commit``: store jobs of 4 MiB and more are durable when they end, in a remote store soon after. Smaller ones
+    are written when their request ends, or after ``max_age_s`` at the latest. ``interval:5s``: blocks are written every
+    5 s, and a crash loses at most those of the last 5 s."""
     io_threads: Annotated[int, msgspec.Meta(ge=1, le=MAX_IO_THREADS)] = 2
     """Threads of the store's host that read, verify, encode and decode, in addition to the one that writes."""
     open_timeout_s: Annotated[float, msgspec.Meta(ge=1)] = 60.0

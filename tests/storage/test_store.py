@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -408,3 +409,27 @@ def test_read_any_blocks_into_any_rows_returns_stored_bytes(
             for offset, size in store.rows.layout.groups[0].ranges:
                 expected[places, offset : offset + size] = before[wanted, offset : offset + size]
             assert (store.rows.array == expected).all()
+
+
+@pytest.mark.parametrize("order", ["as stored", "packs in turn", "reversed", "shuffled", "packs swapped"])
+def test_read_long_runs_in_any_order_fill_the_right_rows(
+    open_store: OpenStore, store_url: str, keys: Keys, order: str
+) -> None:
+    """Keys of two packs, and four keys that no pack holds."""
+    store, names = open_store(store_url), keys(52)
+    positions = {
+        "as stored": list(range(52)),
+        "packs in turn": [first + 24 * pack for first in range(24) for pack in (0, 1)] + [48, 49, 50, 51],
+        "reversed": list(range(52))[::-1],
+        "shuffled": random.Random(0).sample(range(52), 52),
+        "packs swapped": [*range(24, 48), 48, 49, *range(24), 50, 51],
+    }[order]
+    for start in (0, 24):
+        store.put("r", names[start : start + 24], range(start, start + 24), range(start, start + 24))
+        store.flush()
+    before = refill(store)
+    failed = store.read([names[position] for position in positions], range(52))
+    assert sorted(failed) == sorted(names[48:])
+    for row, position in enumerate(positions):
+        if position < 48:
+            assert (store.rows.array[row] == before[position]).all()

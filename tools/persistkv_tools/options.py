@@ -211,7 +211,7 @@ class RequestView(msgspec.Struct, frozen=True):
     namespace: str
     """The namespace's id, hexadecimal."""
     created: float
-    """Seconds since the epoch."""
+    """Time of creation: seconds since the epoch."""
     tokens: int
     blocks: int
     group_blocks: tuple[int, ...]
@@ -220,16 +220,18 @@ class RequestView(msgspec.Struct, frozen=True):
     ordered: bool
     labels: dict[str, str]
     last_used: float | None = None
-    """Last use of the whole context, in seconds since the epoch. None in this and later fields: unknown."""
+    """Last use of the whole context, in seconds since the epoch; None: unknown."""
     reused: bool | None = None
-    """Whether the whole context was used after it was stored."""
+    """Whether the whole context was used after it was stored; None: unknown."""
     shared_by: int | None = None
-    """Number of other requests whose contexts contain the whole context of this one."""
+    """Number of other requests whose contexts contain the whole context of this one; None: unknown."""
     pinned: bool | None = None
+    """Whether the request is pinned; None: unknown."""
     hits: int | None = None
-    """Number of the ``shared_by`` requests that were stored later than this one."""
+    """Number of the ``shared_by`` requests that were stored later than this one; None: unknown."""
     stored_bytes: int | None = None
-    """Estimated size of the request's blocks in the store: ``raw_bytes`` divided by the codec ratio of its packs."""
+    """Estimated size of the request's blocks in the store: ``raw_bytes`` divided by the codec ratio of its packs.
+    None: unknown."""
     short_id: str = ""
     """At most 8 characters that the commands accept in place of the id."""
     context: str = ""
@@ -287,11 +289,13 @@ class Selection(msgspec.Struct, frozen=True):
     labels: tuple[tuple[str, str | None], ...] = ()
     """(name, value); None: any value."""
     made_before: float | None = None
-    """Seconds since the epoch."""
+    """Latest time of creation, exclusive: seconds since the epoch; None: no bound."""
     made_after: float | None = None
+    """Earliest time of creation, exclusive: seconds since the epoch; None: no bound."""
     more_bytes_than: int | None = None
-    """Bound on the raw bytes of a request, exclusive; None: no bound."""
+    """Lower bound on the raw bytes of a request, exclusive; None: no bound."""
     fewer_bytes_than: int | None = None
+    """Upper bound on the raw bytes of a request, exclusive; None: no bound."""
     never_hit: bool = False
     """Only requests that were never used after they were stored."""
 

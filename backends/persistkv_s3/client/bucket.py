@@ -230,7 +230,7 @@ class Bucket:
     def fill(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
         """Download bytes of an object, from byte ``start`` on, into buffers, one after the other.
 
-        :raises ObjectMissingError: there is no such object, or it is shorter; the content of the buffers is undefined.
+        :raises ObjectMissingError: there is no such object, or it ends too early; the buffers have undefined content.
         """
         self._get(key, start, start + sum(buffer.nbytes for buffer in buffers), RowSink(buffers))
 

@@ -113,7 +113,7 @@ class Deadline:
 
     @property
     def remaining(self) -> float:
-        """Seconds left; 0 or less: it has passed."""
+        """Seconds left; 0 or less: the deadline has passed."""
         return self._at - self._now()
 
     def check(self, what: str) -> None:
@@ -214,7 +214,7 @@ class RowSink(Sink):
 
 
 class FrameSink(Sink):
-    """Download of ranges of an object through one buffer: passes each to ``take``, discards the bytes in between.
+    """Download of ranges of an object through one buffer: passes each range to ``take``, discards other bytes.
 
     :param ranges: (offset, length) in bytes of the object, ascending; no length is 0.
     :param buffer: holds one range at a time; at least as long as the longest one.
@@ -273,7 +273,7 @@ class ObjectInfo(NamedTuple):
     key: str
     size: int
     modified: float
-    """Seconds since the epoch, by the server's clock."""
+    """Time of the last modification: seconds since the epoch, by the server's clock."""
 
 
 class ListPage(NamedTuple):

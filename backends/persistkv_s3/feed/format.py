@@ -64,7 +64,7 @@ class InboxName(NamedTuple):
 class Names:
     """Constructs the S3 keys of one namespace's objects.
 
-    :param prefix: of the store; empty, or ending in a slash.
+    :param prefix: prefix of the store; empty, or ending in a slash.
     :param key_id: id of the authentication key, part of S3 keys; empty: no key. Objects under other ids are ignored.
     """
 
@@ -162,7 +162,7 @@ class ManifestRow(msgspec.Struct, frozen=True, array_like=True):
     """Name, relative to the namespace's prefix, of the object that holds the manifest's keys."""
     offset: _Number
     length: _Number
-    """Number of bytes of the keys in that object, from byte ``offset`` on."""
+    """Number of bytes of the manifest's keys in the object ``keys``, from byte ``offset`` on."""
 
 
 class Entry(msgspec.Struct, array_like=True, kw_only=True):
@@ -196,7 +196,8 @@ class Feed(msgspec.Struct, array_like=True, kw_only=True):
     previous: bytes
     """Term of the feed object at the previous position; empty at position 1."""
     time: _Time
-    """Time of all uses and removals in it: the server's clock at the merge, never less than the previous one."""
+    """Time of all uses and removals in this feed object: the server's clock at the merge, never less than in the
+    previous feed object."""
     merged: dict[bytes, int]
     """For each writer, the number of its last merged commit. Rejected commits count."""
     entries: list[Entry] = []
@@ -244,7 +245,7 @@ class NamespaceHead(msgspec.Struct, array_like=True, kw_only=True):
     num_bytes: int = 0
     """Total bytes of the namespace's packs, pack tables and manifests."""
     oldest: _Time = 0.0
-    """Time of the least recent use of a pack or manifest that may be evicted; 0: none may."""
+    """Time of the least recent use of a pack or manifest that may be evicted; 0: nothing may be evicted."""
     swept: _Time = 0.0
     """Start of the last complete sweep (deletion of objects that nothing refers to). Until there was one: time at which
     a leader first published the namespace."""

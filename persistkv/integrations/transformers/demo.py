@@ -168,7 +168,7 @@ class Answer(msgspec.Struct, frozen=True):
     logits: list[float]
     """Logits from which the first token was chosen."""
     logits_digest: str
-    """xxh3-128 checksum of the bytes of the same logits, hexadecimal."""
+    """xxh3-128 checksum of the bytes of ``logits``, hexadecimal."""
     stats: RequestStats
 
 

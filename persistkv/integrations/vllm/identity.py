@@ -146,7 +146,7 @@ def engine_identity(
     """Return everything that must match for the engine's KV bytes to be valid, as JSON values.
 
     :param config: vLLM's ``VllmConfig``.
-    :param offloading: its ``OffloadingConfig``.
+    :param offloading: vLLM's ``OffloadingConfig``.
     :param facts: release and platform, see ``engine_facts``.
     :param shared: the layout of rows, see ``shared_layout``; None makes the parallel sizes part of the identity.
     :param weights: a name that identifies the weights; None fingerprints their files.
@@ -258,8 +258,8 @@ def _adapters(lora: Any, name: str | None) -> dict[str, Any] | None:
 
 
 def _speculation(speculative: Any, load: Any) -> dict[str, Any] | None:
-    """Return what identifies speculative decoding, or None without it. It is needed because the layers of a draft model
-    may keep their KV in the same blocks. Parameters: vLLM's ``SpeculativeConfig`` and ``LoadConfig``.
+    """Return the identity fields of speculative decoding; None if it is off. They are needed because the layers of a
+    draft model may keep their KV in the same blocks. Parameters: vLLM's ``SpeculativeConfig`` and ``LoadConfig``.
     """
     if speculative is None:
         return None

@@ -13,7 +13,7 @@ def context_keys(
 ) -> list[OffloadKey]:
     """Return the keys of a context's full chunks, in token order, one KV cache group after the other.
 
-    They are those of a request with this prompt, without LoRA and without multimodal inputs. Runs in the engine's
+    The keys equal those of a request with this prompt, without LoRA and without multimodal inputs. Runs in the engine's
     process, where vLLM has drawn the seed of its hashes; takes as long as the hashing of a request's prompt.
 
     :param offloading: vLLM's ``OffloadingConfig``.

@@ -16,7 +16,7 @@ _DTYPES = {
     "fp8_e4m3": ("float8_e4m3fn", 1),
     "fp8_e5m2": ("float8_e5m2", 1),
 }
-"""For each of vLLM's names of a KV cache dtype: the name in ``NumberLayout``, and the bytes of a number."""
+"""vLLM's name of a KV cache dtype → its name in ``NumberLayout``, bytes of a number."""
 _LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC")
 """Supported values of ``kv_cache_layout``: orders of layers (L), blocks (B), heads (H), tokens (N) and numbers (C) in
 which one block is contiguous in each tensor."""

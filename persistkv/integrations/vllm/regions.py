@@ -41,7 +41,7 @@ class _Mapping(NamedTuple):
     file: FileId
     """File that is mapped; the inode is 0 for memory without a file."""
     path: str
-    """Path of this file; empty for memory without a file. Ends in ``(deleted)`` if the file was unlinked."""
+    """Path of the mapped file; empty for memory without a file. Ends in ``(deleted)`` if the file was unlinked."""
 
 
 def open_region(rows: memoryview) -> tuple[int, ...]:
@@ -63,7 +63,7 @@ def open_region(rows: memoryview) -> tuple[int, ...]:
 
 
 def close_region(fds: Iterable[int]) -> None:
-    """Close the descriptors of ``open_region``."""
+    """Close the descriptors that ``open_region`` returned."""
     for fd in fds:
         os.close(fd)
 

@@ -153,7 +153,7 @@ class Catalog(ABC):
         return found
 
     def states(self) -> list[NamespaceState]:
-        """Return the totals of each namespace, and the number of packs added and removed so far."""
+        """Return the totals and the number of changes (``NamespaceState.sequence``) of each namespace."""
         with self.rows() as rows:
             return [NamespaceState.decode(row) for _, row in rows.range(STATES, b"")]
 

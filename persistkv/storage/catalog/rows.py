@@ -220,7 +220,7 @@ class NamespaceState:
     generation: bytes
     """8 random bytes, part of each cursor: a deleted and recreated namespace does not accept cursors from before."""
     sequence: int = 0
-    """Number of packs that were added and removed so far: the sequence number of the last change."""
+    """Number of packs added or removed since the namespace was created: the sequence number of the last change."""
     packs: int = 0
     blocks: int = 0
     requests: int = 0

@@ -124,7 +124,8 @@ class PlanesCodec(Codec):
 
     The highest byte of a value, with its sign and exponent, is compressible; the bytes of the mantissa are noise.
     Therefore the highest bytes of all values are compressed, and the other bytes are stored unchanged. Compression uses
-    only Huffman codes, because repeated strings are rare. Lossless for any bytes, but only such values get smaller.
+    only Huffman codes, because repeated strings are rare. Lossless for any bytes; makes only floating-point values
+    smaller.
 
     Stored form of ``n`` values of ``w`` bytes, followed by ``t`` bytes (``t`` < ``w``): ``w - 1`` planes of ``n``
     bytes, beginning with the lowest byte of each value; the ``t`` bytes; one Zstandard frame with the ``n`` highest

@@ -35,7 +35,7 @@ class RequestManifest(msgspec.Struct, frozen=True, kw_only=True, array_like=True
     group_blocks: tuple[int, ...]
     """Number of blocks in each KV cache group."""
     raw_bytes: int
-    """Bytes of these blocks before the codec."""
+    """Bytes of the context's blocks before the codec."""
     ordered: bool = True
     """Whether the keys are in the order of the context. False: the engine did not describe the request, so the keys are
     in the order in which they arrived."""
@@ -55,7 +55,7 @@ class RequestManifest(msgspec.Struct, frozen=True, kw_only=True, array_like=True
 
 
 ManifestKeys = tuple[PackedKeys, ...]
-"""For each KV cache group, the keys in order."""
+"""Keys of a context: for each KV cache group, the keys of its blocks in order."""
 
 
 def context_digest(keys: ManifestKeys) -> bytes:
@@ -68,12 +68,12 @@ def context_digest(keys: ManifestKeys) -> bytes:
 
 
 def encode_manifest(manifest: RequestManifest) -> bytes:
-    """Encode a head as it is stored."""
+    """Encode the head of a manifest as it is stored."""
     return _seal(msgspec.msgpack.encode(manifest))
 
 
 def decode_manifest(data: Buffer) -> RequestManifest:
-    """Decode a stored head.
+    """Decode the stored head of a manifest.
 
     :raises CorruptPackError: the bytes are not a valid head.
     """
@@ -81,12 +81,12 @@ def decode_manifest(data: Buffer) -> RequestManifest:
 
 
 def encode_manifest_keys(keys: ManifestKeys) -> bytes:
-    """Encode keys as they are stored."""
+    """Encode the keys of a manifest as they are stored."""
     return _seal(msgspec.msgpack.encode(keys))
 
 
 def decode_manifest_keys(data: Buffer) -> ManifestKeys:
-    """Decode stored keys.
+    """Decode the stored keys of a manifest.
 
     :raises CorruptPackError: the bytes are not valid keys.
     """

@@ -40,7 +40,7 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
     """An ordered sequence of keys, joined.
 
     Methods that return keys, or need single ones, raise CorruptPackError if the lengths are malformed or do not fit the
-    data. ``len`` trusts them.
+    data. ``len`` trusts the lengths.
     """
 
     data: bytes = b""
@@ -52,7 +52,7 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, keys: Sequence[bytes]) -> PackedKeys:
-        """Return these keys, joined.
+        """Return the packed form of ``keys``.
 
         :raises ValueError: a key is empty or longer than 65,535 bytes.
         """

@@ -40,7 +40,7 @@ class BlockSource(Protocol):
         ...
 
     def pieces(self, start: int, stop: int) -> list[memoryview]:
-        """Return the same bytes in the same order as views, which need not be contiguous. Nothing is copied."""
+        """Return blocks ``start`` to ``stop`` (exclusive) as views, which need not be contiguous. Nothing is copied."""
         ...
 
 

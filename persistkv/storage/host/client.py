@@ -69,7 +69,7 @@ class ClientCounters(msgspec.Struct):
     """Jobs refused because the queue was full or the store was not open."""
     refused_bytes: int = 0
     refused_ends: int = 0
-    """Request ends that were not sent for the same reasons; no manifest is written for these requests."""
+    """Request ends refused because their queue was full or the store was not open; their requests get no manifest."""
     lost_jobs: int = 0
     """Jobs that were in flight when the host died; they failed."""
     restarts: int = 0
@@ -103,7 +103,7 @@ class InFlight:
     """
 
     def __init__(self, counters: ClientCounters, max_queue_bytes: int) -> None:
-        """:param max_queue_bytes: bound on the raw bytes of store jobs."""
+        """:param max_queue_bytes: bound on the raw bytes of store jobs in flight."""
         self._counters = counters
         self._max_queue_bytes = max_queue_bytes
         self._jobs: dict[int, _Job] = {}
@@ -220,7 +220,7 @@ class StoreClient:
             unless no other one is in flight.
         :param watchdog_s: seconds after which the host is killed and restarted if an answer is due and it sends no
             message. A single call to the storage medium may take ten times as long.
-        :param least_start_s: minimum of this limit, in seconds, while the host opens the store.
+        :param least_start_s: minimum of ``watchdog_s`` while the host opens the store.
         """
         self.counters = ClientCounters()
         self.notices: list[str] = []
@@ -291,8 +291,8 @@ class StoreClient:
     def _may_retry_open(self, attempt: int) -> bool:
         """Return whether another host process may be able to open the store after attempt ``attempt`` (from 0) failed.
 
-        It may if the last process died or its PID is in use. If it found damage, one more start is tried, which checks
-        the store before it opens it.
+        Another one may if the last process died, or found its PID in use by another container. If it found damage, one
+        more start is tried, which checks the store before it opens it.
         """
         if not self.supervisor.host.restartable:
             return False
@@ -589,8 +589,8 @@ class StoreClient:
         """Have the host commit its work and exit. Idempotent. The rows are free on return.
 
         :param timeout_s: seconds to wait for commit and exit. After that, a host process that still uses rows is
-            killed; this takes up to 6 s more and loses uncommitted work. One that only commits continues for a
-            bounded time.
+            killed; this takes up to 6 s more and loses uncommitted work. A process that only commits continues
+            for a bounded time.
         :returns: whether the host exited in time.
         """
         if self.state is State.CLOSED or os.getpid() != self._pid:

@@ -53,7 +53,7 @@ class Hello(_Message):
 
 
 class StoreJob(_Message):
-    """Store the blocks in these rows."""
+    """Store blocks from rows of the primary tier."""
 
     job_id: int
     """Chosen by the engine; ``JobDone`` repeats it."""
@@ -67,7 +67,7 @@ class StoreJob(_Message):
 
 
 class LoadJob(_Message):
-    """Load blocks into these rows."""
+    """Load blocks into rows of the primary tier."""
 
     job_id: int
     """As in ``StoreJob``."""
@@ -77,10 +77,10 @@ class LoadJob(_Message):
 
 
 class Loaded(_Message):
-    """Another tier of the engine loads these blocks, so the engine does not compute them."""
+    """Another tier of the engine loads blocks, so the engine does not compute them."""
 
     keys: PackedKeys
-    """Empty: other tiers have loaded blocks whose keys are not known any more."""
+    """Keys of the loaded blocks; empty: the keys are not known any more."""
 
 
 class Touch(_Message):
@@ -104,7 +104,7 @@ class AskStats(_Message):
     """Answer with the store's totals (``HostStats``)."""
 
     token: int
-    """As in ``Flush``; 0 if no caller waits for the answer."""
+    """Number that the answer repeats, as in ``Flush``; 0 if no caller waits for the answer."""
 
 
 class AskRecent(_Message):
@@ -167,7 +167,7 @@ def table_of(message: Any) -> Table | None:
 
 
 class OpenFailed(_Message):
-    """The store could not be opened. The other answer to ``Hello``."""
+    """The store could not be opened. The answer to ``Hello`` instead of ``Opened``."""
 
     kind: str
     """Name of the error's class."""

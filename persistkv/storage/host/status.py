@@ -150,7 +150,8 @@ class StatusPublisher:
             self._failed = False
 
     def withdraw(self) -> None:
-        """Delete this engine's status row and wait for it. No other write may be in progress. Failures are logged."""
+        """Delete this engine's status row and wait until it is deleted. No other write may be in progress. Failures are
+        logged."""
         if self._backend is None or self._interval_s is None:
             return
         try:

@@ -63,7 +63,7 @@ class Host(ABC):
     restartable: ClassVar[bool]
     """Whether ``start`` may be called again after the host is dead."""
     idle_look_s: ClassVar[float]
-    """Seconds between two polls while no answer is due. They find changes such as keys that other processes stored."""
+    """Seconds between two polls while no answer is due. These polls find keys that other processes stored."""
 
     @abstractmethod
     def start(self) -> Connection:
@@ -386,7 +386,7 @@ class Supervisor:
 
         :param hello: first message to the host after each start; it opens the store.
         :param watchdog_s: seconds after which a host that has to send an answer, but sends no message, is lost.
-        :param least_start_s: minimum of this limit, in seconds, while the host opens the store.
+        :param least_start_s: minimum of ``watchdog_s`` while the host opens the store.
         """
         self.host = host
         self.hello = hello

@@ -53,7 +53,7 @@ _GROWTH = 1.25  # factor by which depths must grow to be extended earlier
 
 
 class Block(NamedTuple):
-    """One block of a job; the fields are as in ``Blocks``."""
+    """One block of a store job; the fields are as in ``Blocks``."""
 
     key: bytes
     group: int
@@ -71,9 +71,9 @@ class _Request:
     gaps: set[int] = field(default_factory=set)
     """Groups in which a block was offered and the one before it was not."""
     held: bool = False
-    """Whether the store held a block when it was offered."""
+    """Whether the store held any of the blocks when it was offered."""
     foreign: bool = False
-    """Whether another tier had loaded a block, or its depth is unknown."""
+    """Whether another tier had loaded any of the blocks, or the depth of any is unknown."""
 
     @property
     def is_whole(self) -> bool:
@@ -103,7 +103,7 @@ class _Evidence:
 
 
 class Canary:
-    """Compares the engine's blocks with those of a candidate, and serves the blocks of an adopted namespace.
+    """Compares the engine's blocks with those of a candidate namespace, and serves the blocks of an adopted one.
 
     Used by the store's thread only. Failures of the medium are logged and leave the candidate undecided.
     """

@@ -63,7 +63,7 @@ class Agreement(NamedTuple):
 
 
 def fits(numbers: NumberLayout, group: int, block_bytes: int) -> bool:
-    """Return whether a layout is valid: the vectors of the group do not overlap, and end within its part of a row.
+    """Return whether a layout is valid: the group's vectors do not overlap, and end within the group's part of a row.
 
     :param block_bytes: bytes of one block of the group, from the start of the row.
     """

@@ -74,7 +74,7 @@ class Identity(msgspec.Struct, frozen=True, eq=False):
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> Identity:
-        """Return the identity that was encoded as this JSON.
+        """Return the identity that ``encode`` has encoded as ``data``.
 
         :raises ValueError: the bytes are not a JSON object.
         """
@@ -165,7 +165,7 @@ def fingerprint_tensors(tensors: Iterable[tuple[str, str, Sequence[int], Buffer]
 def weight_files(directory: Path) -> list[Path]:
     """Return the files that hold a checkpoint's weights, as chosen by ``fingerprint_checkpoint``.
 
-    :raises ConfigurationError: there are none, or the index is malformed.
+    :raises ConfigurationError: there are no such files, or the index is malformed.
     """
     if not directory.is_dir():
         raise ConfigurationError("checkpoint", str(directory), "a directory with a model's weights")
@@ -328,7 +328,7 @@ class _Tensor(msgspec.Struct, frozen=True):
 def _read_header(path: Path, descriptor: int, size: int) -> tuple[int, dict[str, _Tensor]]:
     """Return the byte offset of the end of a file's header, and the tensors by name, in the order of their bytes.
 
-    Their bytes cover the rest of the file without gaps.
+    The tensors' bytes cover the rest of the file without gaps.
 
     :param size: bytes of the file.
     :raises ConfigurationError: the file is not a valid safetensors file.

@@ -36,7 +36,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     error: float = 0.0
     """Largest ``Agreement.error`` of the comparisons."""
     limit: float = 0.0
-    """Error up to which blocks agree."""
+    """Largest error at which two blocks agree, see ``Agreement.limit``."""
     at: float = msgspec.field(default_factory=time.time)
     """Time of the verdict: seconds since the epoch."""
 
@@ -79,7 +79,7 @@ def verdicts(backend: Backend, namespaces: Sequence[Namespace]) -> dict[tuple[by
 
 
 def candidates(backend: Backend, identity: Identity, others: Iterable[Namespace]) -> list[Namespace]:
-    """Return those of the namespaces that differ from an identity in the engine's release alone, latest written first.
+    """Return the namespaces of ``others`` that differ from an identity in the release alone, latest written first.
 
     :raises StoreError: the medium failed.
     """

@@ -1,4 +1,4 @@
-"""Commits (all or nothing, the first wins, deletions, staleness, totals), and following the changes of a catalogue."""
+"""Tests of commits: all or nothing, the first wins, deletions, staleness, totals. Tests of cursors on the changes."""
 
 from __future__ import annotations
 

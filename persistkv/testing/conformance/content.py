@@ -1,4 +1,4 @@
-"""Reads of payloads, and storing, listing and reading of manifests."""
+"""Tests of reading payloads, and of storing, listing and reading manifests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Eviction: order, dependencies, pins, ttl, and capacity."""
+"""Tests of eviction: order, dependencies, pins, ttl, and capacity."""
 
 from __future__ import annotations
 

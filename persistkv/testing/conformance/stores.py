@@ -1,4 +1,4 @@
-"""Opening, closing and sharing of stores: namespaces, several handles and processes, status rows."""
+"""Tests of opening, closing and sharing stores: namespaces, several handles and processes, status rows."""
 
 from __future__ import annotations
 

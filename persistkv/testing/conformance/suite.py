@@ -24,24 +24,24 @@ class RawKind(Enum):
     TABLE = "table"
     """Catalogue row of a pack, with all data that the driver adds to the table; the name is the pack id."""
     MANIFEST = "manifest"
-    """Head of a manifest; the name is its id in UTF-8."""
+    """Head of a manifest; the name is the manifest's id in UTF-8."""
     MANIFEST_KEYS = "manifest keys"
-    """Keys of a manifest; the name is its id in UTF-8."""
+    """Keys of a manifest; the name is the manifest's id in UTF-8."""
 
 
 class RawStore(ABC):
-    """Access to the medium through its own client. It works while the store is open."""
+    """Access to the stored bytes through the medium's own client, without the driver; also while the store is open."""
 
     @abstractmethod
     def get(self, kind: RawKind, namespace: bytes, name: bytes) -> bytes:
-        """Return the stored bytes."""
+        """Return the stored bytes of one item; ``RawKind`` defines its name."""
 
     @abstractmethod
     def put(self, kind: RawKind, namespace: bytes, name: bytes, data: bytes) -> None:
-        """Replace the stored bytes by others of the same length."""
+        """Replace the stored bytes of one item by ``data``, which has the same length."""
 
     def flip(self, kind: RawKind, namespace: bytes, name: bytes, offset: int) -> None:
-        """Invert one byte; a negative offset counts from the end."""
+        """Invert one stored byte of an item; a negative offset counts from the end."""
         data = bytearray(self.get(kind, namespace, name))
         data[offset] ^= 0xFF
         self.put(kind, namespace, name, bytes(data))
@@ -90,7 +90,7 @@ class BackendSuite:
 
     @pytest.fixture
     def small(self, small_url: str | None) -> Iterator[InspectableBackend]:
-        """The store of ``small_url``, as ``backend``."""
+        """The store of ``small_url``, open for writing. As for ``backend``, its totals are checked after the test."""
         yield from self.opened(small_url)
 
     @pytest.fixture
@@ -130,14 +130,14 @@ def sample_identity(number: int = 0) -> Identity:
 
 
 def read_pack(backend: InspectableBackend, namespace: bytes, table: PackTable) -> bytes | None:
-    """Return a whole payload; None if it is a miss."""
+    """Return the whole payload of a pack; None if the read is a miss."""
     buffer = bytearray(table.payload_length)
     span = ReadSpan(table.pack_id, 0, [memoryview(buffer)])
     return bytes(buffer) if backend.read(namespace, [span]) == [True] else None
 
 
 def tables(backend: InspectableBackend, namespace: bytes) -> dict[bytes, PackTable]:
-    """Return the whole catalogue, by pack id."""
+    """Return the tables of all packs of a namespace, by pack id."""
     return {table.pack_id: table for table in backend.changes(namespace, None).added}
 
 

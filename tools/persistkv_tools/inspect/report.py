@@ -83,21 +83,21 @@ class Period(msgspec.Struct):
     """One interval of the time charts. All intervals have the same length."""
 
     start: float
-    """Seconds since the epoch."""
+    """Start of the interval: seconds since the epoch."""
     requests: int = 0
     """Requests that were created in the interval, are still held, and have readable keys."""
     blocks: int = 0
     """Blocks of the requests that ``requests`` counts; a shared block counts once for each of them."""
     found_blocks: int = 0
-    """Part of ``blocks`` that an earlier request of the namespace had named."""
+    """Part of ``blocks`` that are also blocks of an earlier request of the namespace."""
     added_bytes: int = 0
-    """Raw bytes of the blocks that no earlier request had named."""
+    """Raw bytes of the part of ``blocks`` that belongs to no earlier request."""
     held_bytes: int = 0
     """Sum of ``added_bytes`` up to the end of the interval."""
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of ``blocks`` that an earlier request had named, 0 to 1; None without blocks."""
+        """Share of ``blocks`` that ``found_blocks`` counts, 0 to 1; None without blocks."""
         return self.found_blocks / self.blocks if self.blocks else None
 
 

@@ -105,13 +105,13 @@ class TreeNode(msgspec.Struct):
     key: str
     """First digits of the first block's key, hexadecimal."""
     requests: int
-    """Number of requests whose context contains the run."""
+    """Number of requests whose context contains the blocks of this node."""
     ends: int
-    """Number of requests whose context ends with the last block of the run."""
+    """Number of requests whose context ends with the last block of this node."""
     names: list[str]
     """Ids of up to 2 of the requests that ``ends`` counts."""
     chosen: bool
-    """Whether the request that the command shows contains the run."""
+    """Whether the request that the command shows contains the blocks of this node."""
     children: list[TreeNode]
     """The child with the chosen request first, then those with most requests."""
     hidden: int = 0

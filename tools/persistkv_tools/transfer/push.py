@@ -447,7 +447,7 @@ class _Receiver:
             self._commit([])
 
     def check(self) -> None:
-        """Record as lost the written requests and packs that the target no longer holds.
+        """Record, for the summary, which of the requests and packs that were written the target no longer holds.
 
         :raises StoreError: the medium failed.
         """

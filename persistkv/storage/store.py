@@ -517,7 +517,9 @@ class Store:
     # Blocking calls
 
     def put(self, request: str, keys: Sequence[bytes], block_ids: Sequence[int], depths: Sequence[int] | None) -> bool:
-        """Call ``begin_put`` and wait; return whether the rows may be reused now. If not, see ``in_flight``."""
+        """Call ``begin_put`` and wait; return whether the rows may be reused now. If not, they must not change until
+        ``in_flight`` returns none of the keys.
+        """
         ended: list[bool] = []
         self.begin_put(request, keys, block_ids, depths, lambda free, borrowed: ended.append(free))
         self.catalogue.executor.run_until(lambda: bool(ended))

@@ -82,7 +82,7 @@ class Reading(NamedTuple):
 
 
 class StoreClock(NamedTuple):
-    """A recorded reading of the store's clock; see the module docstring."""
+    """A recorded reading of the store's own clock, which measures ages and ttl and ignores jumps of the wall clock."""
 
     time: float
     """The store's time at the reading: seconds since the epoch."""

@@ -322,7 +322,7 @@ class CatalogTransaction:
     def _drop_manifest(self, name: bytes, behind: bytes | None = None) -> list[bytes]:
         """Delete a manifest.
 
-        :param behind: name of a pack.
+        :param behind: name of a pack; None: return no names.
         :returns: names of the packs after ``behind`` in the manifest's chain; empty if the chain is not ordered or does
             not contain ``behind``.
         """

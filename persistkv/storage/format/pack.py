@@ -330,7 +330,7 @@ def verify_frame(frame: Frame, stored: Buffer, seed: int) -> None:
 def decode_frame(codec: str, frame: Frame, stored: Buffer, out: memoryview) -> None:
     """Decode a frame's blocks into ``out``, one after the other.
 
-    :param codec: as in the pack's table.
+    :param codec: text form of the codec, from the pack's table.
     :param stored: the frame's stored bytes, verified.
     :param out: buffer of ``frame.raw_length`` bytes.
     :raises CorruptPackError: the bytes do not decode to that length, or this release does not know the codec. The

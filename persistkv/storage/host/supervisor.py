@@ -444,7 +444,9 @@ class Supervisor:
         return True
 
     def maybe_restart(self) -> bool:
-        """Restart a dead host if its backoff is over; return whether a start was attempted."""
+        """Restart a dead host if its backoff is over; return whether a start was attempted. A failed start is logged,
+        and the next one is delayed further.
+        """
         if self.state is not State.DOWN or not self.host.restartable or time.monotonic() < self._start_at:
             return False
         try:

@@ -34,9 +34,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0
     """Number of compared tokens, over all groups."""
     error: float = 0.0
-    """Largest ``Agreement.error`` of the comparisons."""
+    """Largest relative error of the comparisons, see ``Agreement.error``."""
     limit: float = 0.0
-    """Largest error at which two blocks agree, see ``Agreement.limit``."""
+    """Largest relative error at which two blocks agree, see ``Agreement.limit``."""
     at: float = msgspec.field(default_factory=time.time)
     """Time of the verdict: seconds since the epoch, on the clock of the machine that decided."""
 
@@ -66,7 +66,7 @@ def write_verdict(backend: SupportsNotes, ours: bytes, theirs: bytes, verdict: V
 
 
 def verdicts(backend: Backend, namespaces: Sequence[Namespace]) -> dict[tuple[bytes, bytes], Verdict]:
-    """Return all recorded verdicts of namespaces about each other: (ours, theirs) → verdict.
+    """Return all recorded verdicts of namespaces about each other: (id of ours, id of theirs) → verdict.
 
     :raises StoreError: the medium failed.
     """

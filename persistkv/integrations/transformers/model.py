@@ -40,6 +40,7 @@ def load_model(
     """Load a model for inference.
 
     :param source: a directory with a checkpoint, or the name of a model that transformers finds.
+    :param dtype: as in ``Engine.open``; ``attn_implementation`` and ``device`` likewise.
     :returns: the model and the directory of its weights. The directory is None if adapters were loaded on top of
         them; the model can then only be identified by its state dict.
     :raises ConfigurationError: if no model can be loaded from ``source``.

@@ -33,7 +33,7 @@ class VllmTierOptions(PersistentTierOptions, frozen=True, kw_only=True):
     """``request``: vLLM offers every chunk of a request to the tier, including prefix hits, and the store lists the
     whole context. ``chunk``: it offers newly computed chunks only."""
     min_tokens: int = 0
-    """Requests that have fewer tokens when their first chunks arrive are not persisted. 0: all requests are."""
+    """Requests that have fewer tokens when their first chunks arrive are not persisted. 0: no minimum."""
     labels: dict[str, str] = msgspec.field(default_factory=dict)
     """Names and values that are stored with each context and shown by tools."""
     weights: str | None = None

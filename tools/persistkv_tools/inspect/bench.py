@@ -83,9 +83,9 @@ class CodecFigure(msgspec.Struct, frozen=True):
     ratio: float
     """Raw bytes per stored byte, padding included."""
     store_bytes_per_s: float
-    """Raw bytes stored per second."""
+    """Bytes before the codec that were stored per second."""
     load_bytes_per_s: float
-    """Raw bytes loaded per second."""
+    """Bytes before the codec that were loaded per second."""
     time: float
     """Time of a store and a load with this codec, divided by the time with ``raw``."""
 

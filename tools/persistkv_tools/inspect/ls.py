@@ -35,7 +35,7 @@ class NamespaceView(msgspec.Struct, frozen=True):
     created: float
     identity: dict[str, Any]
     model: str
-    """Name or path of the model, as the engine gave it that created the namespace; may be empty."""
+    """Name or path of the model, as given by the engine that created the namespace; may be empty."""
 
     @classmethod
     def of(cls, namespace: Namespace) -> NamespaceView:

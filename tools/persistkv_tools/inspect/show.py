@@ -80,7 +80,7 @@ class ContextView(msgspec.Struct, frozen=True):
 
     url: str
     model: str
-    """Name or path of the model, as the engine gave it that created the namespace; may be empty."""
+    """Name or path of the model, as given by the engine that created the namespace; may be empty."""
     request: RequestView
     groups: list[GroupView]
     packs: list[PackView]

@@ -54,7 +54,7 @@ class NamespaceTotals(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     model: str
-    """Name or path of the model, as the engine gave it that created the namespace; may be empty."""
+    """Name or path of the model, as given by the engine that created the namespace; may be empty."""
     created: float
     requests: int
     packs: int

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     import torch
 
 OffloadKey = NewType("OffloadKey", bytes)
-"""Block hash, then the KV cache group's index, 4 bytes big-endian. Equal keys mean equal tokens, never equal models."""
+"""Key of a block: hash of its tokens and of all tokens before them, then the KV cache group's index, 4 bytes
+big-endian. Equal keys mean equal tokens; the models may differ."""
 
 GROUP_INDEX_BYTES = 4
 
@@ -61,12 +62,13 @@ class Retention(msgspec.Struct, frozen=True, array_like=True):
     """How long a store keeps the context of a request; the default is to keep it as long as there is room."""
 
     pin: bool = False
-    """Never evict the context, and let it expire only by ``ttl_s``, until it is unpinned."""
+    """True: the context is never evicted, and expires only by its own ``ttl_s``, until it is unpinned."""
     ttl_s: TtlSeconds | None = None
-    """Seconds from the last use of the whole context to its expiry; None: no ttl of its own. The store's ttl applies,
-    too, unless the context is pinned."""
+    """Seconds, above 0, after which the context expires if its last blocks were not used in them; None: no ttl of its
+    own. The store's ttl applies, too, unless the context is pinned."""
     priority: Priority = "normal"
-    """Priority of those of its blocks that no request of a higher priority uses."""
+    """Priority of the context's blocks; a block that several stored contexts share has the highest of their
+    priorities."""
 
 
 class RequestDescription:
@@ -117,11 +119,11 @@ class ReqContext:
     req_id: str
     """Request id; unique among the requests that exist at the same time in one engine."""
     kv_transfer_params: Mapping[str, Any] | None = None
-    """Parameters that the caller of the engine attached to the request."""
+    """Parameters that the caller of the engine attached to the request; None: there are none."""
     description: RequestDescription | None = None
     """Block keys of the request in order. None: the engine does not provide them; order and depth are unknown."""
     store: bool = True
-    """False: blocks are looked up and loaded for the request, but no block is passed to a tier for it."""
+    """True: the request's blocks are passed to tiers for storing. False: they are only looked up and loaded."""
 
 
 class OffloadPolicy(str, Enum):
@@ -213,7 +215,7 @@ class PrepareStoreOutput:
     store_spec: LoadStoreSpec
     """Destinations of ``keys_to_store``, in the same order."""
     evicted_keys: list[OffloadKey]
-    """Keys of the blocks that were evicted to make room."""
+    """Keys of the other blocks that were evicted to make room; they are misses now."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +228,8 @@ class OffloadingEvent:
     removed: bool
     """True: the blocks were removed and are misses there; False: they can be looked up there."""
     lost: bool = False
-    """True: earlier events of this medium were lost, so any other block may have been stored or removed, too."""
+    """True: earlier events of this medium were lost, so blocks other than ``keys`` may have been stored or removed,
+    too."""
 
 
 @dataclass(frozen=True)
@@ -267,20 +270,23 @@ class TransferResult:
     success: bool
     """False: the content of the destination is undefined."""
     num_bytes: int = 0
-    """Bytes copied."""
+    """Number of bytes copied; 0 if the transfer failed."""
     seconds: float = 0.0
-    """Duration of the copies in seconds, measured on the device or on the copying thread."""
+    """Duration of the copies in seconds, measured on the device or on the copying thread; 0 if it is unknown."""
 
 
 class OffloadingManager(ABC):
     """The scheduler's side of offloading: tracks which blocks are held and where, and evicts blocks.
 
-    Called from the scheduler's thread only. No call blocks on I/O, the network, or a lock that is held during I/O.
+    Called from the scheduler's thread only. Except for ``shutdown``, no call blocks on I/O, the network, or a lock that
+    is held during I/O.
     """
 
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """Return whether the block is held and readable; None: it is not ready yet, retry in a later step."""
+        """Return True if the block can be loaded now, False if it is a miss, and None if it is being written or
+        promoted: retry in a later step.
+        """
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         """Return the results of ``lookup`` for the keys before the first miss: True or None for each of them."""
@@ -308,7 +314,8 @@ class OffloadingManager(ABC):
     def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Allocate room for the blocks that are not held; evict other blocks if necessary.
 
-        :returns: the blocks to write and their destinations. None: eviction cannot free enough room; nothing changed.
+        :returns: the blocks to write, whose end ``complete_store`` must report, and their destinations. None: eviction
+            cannot free enough room; nothing changed.
         """
 
     def complete_store(  # noqa: B027
@@ -322,7 +329,8 @@ class OffloadingManager(ABC):
         """
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return the events since the last call. Must be called once per engine step, even if events are disabled.
+        """Return the events since the last call, none if events are disabled. Must be called once per engine step
+        either way.
 
         The call ends the step: a manager with secondary tiers processes their results and submits promotions in it.
         """
@@ -337,7 +345,7 @@ class OffloadingManager(ABC):
         """
 
     def on_request_finished(self, req_context: ReqContext) -> None:  # noqa: B027
-        """End a request: no lookup or ``prepare_store`` may follow. Its stores in flight may still complete."""
+        """End a request: no lookup or ``prepare_store`` may follow; ``complete_store`` may, for stores in flight."""
 
     def reset_cache(self, weights_changed: bool = True) -> None:
         """Forget all blocks without waiting. Memory that a transfer uses becomes free when the transfer ends.
@@ -348,7 +356,7 @@ class OffloadingManager(ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot reset its cache")
 
     def shutdown(self) -> None:  # noqa: B027
-        """Release the manager's resources; idempotent."""
+        """Release the manager's resources. May wait for jobs of secondary tiers. Idempotent."""
 
 
 class OffloadingHandler(ABC):
@@ -360,8 +368,8 @@ class OffloadingHandler(ABC):
 
         :param job_id: unique among the transfers in flight.
         :param spec: source and destination of the transfer.
-        :returns: False if the transfer could not be started. Then it is not reported and copies nothing; the same holds
-            for a call that raises.
+        :returns: False if the transfer could not be started. Then it is not reported, nothing is copied after the call,
+            and the content of the destination is undefined; the same holds for a call that raises.
         :raises ValueError: source and destination do not match each other, or the handler's direction.
         """
 
@@ -371,7 +379,9 @@ class OffloadingHandler(ABC):
 
     @abstractmethod
     def wait(self, job_ids: set[int]) -> None:
-        """Block until these transfers have ended. The next ``get_finished`` still reports them."""
+        """Block until these transfers have ended; ids that are not in flight are ignored. The next ``get_finished``
+        still reports them.
+        """
 
     def shutdown(self) -> None:  # noqa: B027
         """Wait for the transfers in flight and release all resources; idempotent."""

@@ -45,9 +45,10 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGTP]?i?B?)\s*", re.ASCII)
 
 
 def parse_size(value: int | str, *, name: str) -> int:
-    """Return the bytes of a size such as ``100GiB``, ``512 MiB`` or ``4096``.
+    """Return the bytes of a size such as ``100GiB``, ``512 MiB`` or ``4096``. 1 KiB is 1024 bytes, 1 KB is 1000.
 
-    :raises ConfigurationError: if the text is no size, or not positive; the error contains ``name``.
+    :param name: name of the setting, for the error.
+    :raises ConfigurationError: if the value is no size, or not positive.
     """
     expected = "a positive size such as 512MiB or 100GiB"
     if isinstance(value, str):
@@ -63,9 +64,10 @@ def parse_size(value: int | str, *, name: str) -> int:
 
 
 def parse_duration(value: str, *, name: str) -> float:
-    """Return the seconds of a duration such as ``30s``, ``12h`` or ``7d``.
+    """Return the seconds of a duration such as ``30s``, ``5m``, ``12h`` or ``7d``.
 
-    :raises ConfigurationError: if the text is no duration, or not positive; the error contains ``name``.
+    :param name: name of the setting, for the error.
+    :raises ConfigurationError: if the text is no duration, or not positive.
     """
     match = _DURATION.fullmatch(value)
     seconds = float(Decimal(match[1]) * _SECONDS[match[2]]) if match else 0.0
@@ -77,15 +79,17 @@ def parse_duration(value: str, *, name: str) -> float:
 def parse_durability(text: str) -> float | None:
     """Parse the durability level; return the interval in seconds, or None for ``commit``.
 
-    ``commit`` (None): a pack is written as soon as it is large enough. Store jobs of 4 MiB and more are durable when
-    they end, in a remote store soon after. Smaller ones are written when their request ends, or at the age of the store
-    option ``max_age_s`` (seconds), whichever is first.
+    ``commit`` (None): store jobs are cut into packs of at most 32 MiB, and packs of 4 MiB and more are written at once.
+    In a local store, their blocks are durable when the store job ends; in a remote store, the job may end earlier. The
+    blocks of smaller packs are copied, and their write begins when their request ends, when 16 MiB of the request wait,
+    or at the age of the store option ``max_age_s`` (seconds), whichever is first.
 
-    ``interval:5s`` (5.0): accepted blocks wait until the oldest is 5 s old, and are then written together: one
-    transaction and one sync, which cost little even if many requests end. A crash of the machine loses the blocks
-    accepted since the last write and nothing else: transactions are delayed, never left unsynced. A request counts as
-    persisted, and lookups find its blocks, only once they are on disk. Blocks are written earlier if the memory for
-    waiting blocks is full, or on ``flush``.
+    ``interval:5s`` (5.0): accepted blocks wait until the oldest is 5 s old; then one write of all of them begins, which
+    costs little even if many requests end. A request counts as persisted, and lookups find its blocks, only once they
+    are durable.
+
+    At both levels, blocks are written earlier on ``flush`` or if waiting blocks fill half of their memory. A crash of
+    the store's host or the machine loses accepted blocks whose write has not ended, and nothing else.
 
     :raises ConfigurationError: the text is neither.
     """
@@ -101,7 +105,10 @@ def parse_durability(text: str) -> float | None:
 
 
 def store_url(store: str | Path) -> str:
-    """Return the URL of a store that is given by its URL or by the path of an LMDB store."""
+    """Return the URL of an LMDB store that is given by its path: absolute, with ``~`` replaced by the home directory.
+
+    Text is returned unchanged: ``StoreUrl.parse`` accepts URLs and paths.
+    """
     return f"lmdb://{quote(str(store.expanduser().absolute()))}" if isinstance(store, Path) else store
 
 
@@ -181,7 +188,9 @@ def convert_options(kind: type[OptionsT], options: Mapping[str, Any], *, where: 
 
 
 def _expected(message: str, kind: Any) -> str:
-    """Describe what msgspec expected: its message without the words that ``ConfigurationError`` adds."""
+    """Return the expected value in words for a ``ConfigurationError``: the choices if ``kind`` is a Literal, otherwise
+    what the message of msgspec's ValidationError names.
+    """
     choices = [choice for part in (kind, *get_args(kind)) if get_origin(part) is Literal for choice in get_args(part)]
     if choices:
         return f"one of {', '.join(map(str, choices))}"
@@ -223,7 +232,7 @@ class Registry(Generic[T]):
         """Return the class of a name from the user's configuration.
 
         :raises ConfigurationError: no such name (the error lists the known ones), a plug-in that cannot be imported
-            (the error names its distribution), or one of another kind.
+            (the error names its distribution), or one that is no subclass of the base class.
         """
         if not isinstance(name, str):
             raise self._unknown(name)
@@ -278,7 +287,7 @@ class VectorLayout(msgspec.Struct, frozen=True):
 
 
 class NumberLayout(msgspec.Struct, frozen=True):
-    """Positions and dtype of the numbers in a row. Needed to compare two rows except for rounding."""
+    """Positions and dtype of the numbers in a row. Needed to compare blocks whose numbers may differ by rounding."""
 
     dtype: Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
     groups: tuple[VectorLayout, ...]
@@ -331,10 +340,10 @@ class OffloadingConfig:
     num_blocks: int
     """Rows of the primary tier."""
     region_fds: tuple[int, ...] = ()
-    """Descriptors of the files that are the primary tier's memory, one after the other, which a host process maps;
-    none if they are not available."""
+    """Descriptors of the files that are the primary tier's memory, one after the other, which a host process maps.
+    Empty: not available, so a tier cannot use a host process."""
     enable_events: bool = False
-    """Whether the engine uses the tier's events."""
+    """Whether the engine uses the events of the tier's ``take_events``; False: the tier may return none."""
 
     def __post_init__(self) -> None:
         if self.block_size <= 0:

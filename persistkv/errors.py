@@ -1,4 +1,4 @@
-"""All errors that persistkv raises, in one shallow tree.
+"""All exception classes of persistkv, in one shallow tree. Misuse may raise built-in ones such as KeyError.
 
 Vendor exceptions (LMDB, the operating system, msgspec) are translated once, in the module that calls the vendor's code.
 Other modules do not catch them by name.
@@ -27,10 +27,10 @@ class FieldDifference(NamedTuple):
 
 
 class PersistKVError(Exception):
-    """Base class of all errors that persistkv raises on purpose."""
+    """Base class of the exception classes of persistkv."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Copy and unpickle without the constructor, whose parameters differ between the subclasses."""
+        """Make copies and unpickling skip the constructor, whose parameters differ between the subclasses."""
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
@@ -142,15 +142,19 @@ class ProcessIdInUseError(StoreUnavailableError):
 
 
 class StoreBusyError(StoreError):
-    """Another process has blocked writes to the store for longer than a commit takes. Nothing was changed."""
+    """Another process or thread has held the store's lock for longer than a commit takes. Nothing was changed; the call
+    may be repeated later.
+    """
 
 
 class StoreFullError(StoreError):
-    """A commit did not fit the capacity or the disk, even after eviction; it was rolled back completely."""
+    """A write did not fit the capacity or the disk, even after eviction; its transaction was rolled back completely."""
 
 
 class CorruptStoreError(StoreError):
-    """The catalogue of a store (its tables of packs, manifests and totals) is invalid; it was not changed."""
+    """The catalogue of a store (its tables of packs, manifests, free space and totals) is invalid. The operation that
+    found this changed nothing.
+    """
 
 
 class CorruptPackError(StoreError):
@@ -166,8 +170,8 @@ class CorruptPackError(StoreError):
 
 
 class HostError(PersistKVError):
-    """The process or thread that runs a store cannot be used: it is closed, does not answer, or belongs to the process
-    that forked this one.
+    """The process or thread that runs a store cannot be used: it does not start, does not answer, is closed, or belongs
+    to the process that forked this one.
     """
 
 

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 class Isolation:
     """Logs the exceptions of one component instead of raising them. Not thread-safe.
 
-    A component that fails in every step is reported once a minute for each of its calls. Only ``Exception`` is caught:
+    Exceptions of the same call are logged at most once a minute; the others are dropped. Only ``Exception`` is caught:
     KeyboardInterrupt and SystemExit are raised.
 
     :param component: name of the component in log lines.
@@ -46,7 +46,10 @@ class Isolation:
             self.report(call, consequence, error)
 
     def attempt(self, call: str, consequence: str, default: T, function: Callable[..., T], *arguments: Any) -> T:
-        """Return the function's result, or the default if it raises; the texts are those of ``guard``."""
+        """Return the result of ``function(*arguments)``; if it raises, log the exception and return ``default``.
+
+        ``call`` and ``consequence`` are as in ``guard``.
+        """
         try:
             return function(*arguments)
         except Exception as error:
@@ -54,7 +57,10 @@ class Isolation:
             return default
 
     def report(self, call: str, consequence: str, error: Exception) -> None:
-        """Log an exception of a call, with its traceback."""
+        """Log an exception of a call with its traceback, unless one of the same call was logged less than a minute ago.
+
+        ``call`` and ``consequence`` are as in ``guard``.
+        """
         now = time.monotonic()
         if now >= self._next_report.get(call, now):
             self._next_report[call] = now + _REPORT_INTERVAL_S

@@ -1,4 +1,5 @@
-"""Allocator of pages in the segment files, and payloads of packs. Its state is rows, changed with the rows of packs.
+"""Allocator of pages in the segment files, and payloads of packs. Its state is rows in LMDB, changed in the same
+transactions as the rows of packs.
 
 1. Every page of every recorded segment belongs to exactly one extent: of a pack, free, or aging.
 2. Free extents never touch: neighbours are merged.
@@ -32,7 +33,8 @@ _SPACE = struct.Struct("<QQQ")
 
 SEGMENT_BYTES = 1 << 30  # 1 GiB
 _MOST_SEGMENTS = 64
-"""Maximum number of segments, because each takes two descriptors. A store of more than 64 GiB has larger segments."""
+"""Maximum number of segments, because each takes two file descriptors. A store of more than 64 GiB has larger
+segments."""
 _STEPS = 16  # a file grows by 1/16 of the present size, at most by 1/16 of the limit
 _STEP_BYTES = (1 << 20, 128 << 20)  # 1 MiB to 128 MiB: bounds of a step
 _LARGE_BYTES = 16 << 20  # 16 MiB
@@ -45,7 +47,9 @@ def decode_extents(row: Buffer) -> list[Extent]:
 
 
 def read_extents(rows: Rows, name: bytes) -> list[Extent] | None:
-    """Return the extents of the pack ``name`` (namespace and pack id); None if its payload is not in extents."""
+    """Return the extents of the pack ``name`` (namespace and pack id); None if its payload is not in extents, an empty
+    list if its row is damaged.
+    """
     row = rows.get(EXTENTS, name)
     return None if row is None else decode_extents(row)
 
@@ -61,7 +65,7 @@ class Space(NamedTuple):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the pages that packs occupy."""
+        """Bytes of the segment pages that payloads of packs occupy."""
         return max(0, self.total - self.free - self.aging) * PAGE_BYTES
 
 
@@ -82,7 +86,7 @@ class Allocator:
 
     @property
     def used(self) -> int:
-        """Pages that payloads of packs occupy."""
+        """Number of segment pages that payloads of packs occupy."""
         return self.total - self.free - self.aging
 
     def segments(self) -> dict[int, int]:
@@ -106,9 +110,10 @@ class Allocator:
         return self._rows.count(FREE) + self._rows.count(AGING)
 
     def take(self, pages: int) -> list[Extent]:
-        """Allocate free pages: the smallest single extent that is large enough, otherwise several extents.
+        """Allocate ``pages`` pages: from the smallest free extent that is large enough, otherwise from several extents.
 
-        :raises CorruptStoreError: fewer pages are free than the recorded counts say.
+        :raises CorruptStoreError: fewer pages are free, or a free extent is outside of its segment. The caller must
+            roll the transaction back.
         """
         taken: list[Extent] = []
         while pages:
@@ -117,7 +122,8 @@ class Allocator:
         return taken
 
     def take_before(self, pages: int, place: Extent) -> list[Extent]:
-        """Allocate free pages before ``place``: the first large enough extent, otherwise several from the start on.
+        """Allocate ``pages`` pages before ``place`` (by segment, then page): from the first free extent that is large
+        enough, otherwise from several, from the start on.
 
         :returns: an empty list, with nothing changed, if too few pages are free there.
         """
@@ -151,7 +157,10 @@ class Allocator:
             self.free += extent.pages
 
     def retire(self, name: bytes) -> bool:
-        """Release the extents of the pack ``name``: they age before they are free. Return False if it has none."""
+        """Release the extents of the pack ``name``: they age before they are free. Return False if it has none.
+
+        Extents of a damaged row that are outside of their segment are ignored.
+        """
         extents = read_extents(self._rows, name)
         if extents is None:
             return False
@@ -185,7 +194,7 @@ class Allocator:
 
         :param before: present number of pages.
         :param pages: new number of pages.
-        :raises CorruptStoreError: the pages to remove are not free.
+        :raises CorruptStoreError: the pages to remove are not free. The caller must roll the transaction back.
         """
         self._rows.put(SEGMENTS, _SEGMENT.pack(segment), _PAGES.pack(pages))
         self.total += pages - before
@@ -204,7 +213,7 @@ class Allocator:
         return tail.pages if tail is not None and tail.end == pages else 0
 
     def finish(self) -> None:
-        """Record the counts of pages if they changed."""
+        """Record the numbers of all, free and aging pages in LMDB if they changed."""
         totals = (self.total, self.free, self.aging)
         if totals != self._before:
             self._rows.put(META, SPACE_ROW, _SPACE.pack(*totals))
@@ -236,7 +245,7 @@ class Allocator:
         return Extent(segment, page, size)
 
     def _first_fit(self, pages: int) -> Extent | None:
-        """Return the first free extent, by segment and page, with at least ``pages`` pages.
+        """Return the first free extent, by segment and page, with at least ``pages`` pages; None: there is none.
 
         It examines only the first extent of each size.
         """
@@ -307,6 +316,9 @@ class Payloads:
         """Store a pack's payload of up to ``at_most`` bytes inline or in extents, according to the placement.
 
         File writes may end after the call: the buffers of the stream are in use until ``SegmentFiles.sync`` returns.
+
+        :raises StoreFullError: too few pages are free, and the limit or the disk keeps the segments from growing. The
+            caller must roll the transaction back.
         """
         if self._is_inline:
             self._inline.write(name, stream, at_most)

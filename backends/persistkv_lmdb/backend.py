@@ -55,9 +55,11 @@ class Reads(enum.Enum):
     """How payloads in extents are read if the page cache does not hold them."""
 
     DIRECT = "direct"
-    """With O_DIRECT, straight into CPU memory: at the disk's speed, without displacing pages from the page cache."""
+    """With O_DIRECT, straight into CPU memory: at the disk's speed, without displacing pages from the page cache. Where
+    the file system refuses O_DIRECT: through the page cache."""
     CACHED = "cached"
-    """With the page cache: payloads that one or several engines promote repeatedly are read from a slow disk once."""
+    """Through the page cache: payloads that one or several engines read repeatedly are read from a slow disk once, as
+    long as the cache holds them."""
 
 
 class LmdbOptions(msgspec.Struct, frozen=True):
@@ -75,7 +77,7 @@ class LmdbOptions(msgspec.Struct, frozen=True):
     """Where a new store puts payloads. None: ``extents``. An existing store keeps its placement."""
 
     reads: Reads = Reads.DIRECT
-    """How payloads in extents are read; see ``Reads``."""
+    """How payloads in extents are read if the page cache does not hold them: ``direct`` (O_DIRECT) or ``cached``."""
 
     def __post_init__(self) -> None:
         if (given := self.given).capacity is not None and not is_capacity(given.capacity):
@@ -83,7 +85,7 @@ class LmdbOptions(msgspec.Struct, frozen=True):
 
     @property
     def given(self) -> Policy:
-        """Capacity in bytes, ttl in seconds and placement; None for options that were not given.
+        """Policy that the URL states: capacity in bytes, ttl in seconds, placement; None for each that it omits.
 
         :raises ConfigurationError: capacity is not a valid size, or ttl not a valid duration.
         """
@@ -95,7 +97,7 @@ class LmdbOptions(msgspec.Struct, frozen=True):
 
     @property
     def policy(self) -> Policy:
-        """Policy of a store that is created with these options; defaults for those that were not given."""
+        """Policy of a store that is created with these options. Defaults: 10 GiB, no ttl, placement ``extents``."""
         given = self.given
         return replace(
             given,
@@ -105,9 +107,9 @@ class LmdbOptions(msgspec.Struct, frozen=True):
 
 
 class LmdbBackend(CatalogBackend):
-    """Handle on a store. Handles of one process on the same store share its environment.
+    """Handle on a store. Handles of one process on the same store share its LMDB environment.
 
-    Any thread may call ``read`` and ``tables``; only one thread at a time may call the other methods.
+    Any thread may call ``read``, ``scan`` and ``tables``; only one thread at a time may call the other methods.
     """
 
     capabilities = Capabilities(placements=tuple(placement.value for placement in Placement))
@@ -122,7 +124,7 @@ class LmdbBackend(CatalogBackend):
 
     @property
     def environment(self) -> Environment:
-        """The store's environment, shared by all handles of the process.
+        """The store's LMDB environment, shared by all handles of the process.
 
         :raises StoreError: the handle is closed.
         """
@@ -258,7 +260,10 @@ class LmdbBackend(CatalogBackend):
     def publish_status(self, engine: str, row: bytes | None) -> None:
         """Replace the content of an engine's status file by ``row``, or remove the file (None).
 
-        The file is not synced, and its bytes do not count towards the capacity.
+        The file is not synced, and its bytes do not count towards the capacity. Creating an engine's file
+        deletes those that other engines last wrote over a day ago.
+
+        :raises StoreError: the handle is read-only, or the file cannot be written; its content is unchanged.
         """
         self._check_writable()
         directory = self.environment.path / STATUS_DIRECTORY

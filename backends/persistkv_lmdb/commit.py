@@ -44,15 +44,16 @@ _EVICTED_AT_ONCE = 512
 """Maximum number of packs and manifests that one transaction evicts, or of manifests that it deletes for a deleted
 pack. Such a transaction takes tens of milliseconds."""
 _TRANSACTIONS = 8
-"""Maximum number of transactions that evict for one batch. After the capacity was lowered, many commits shrink the
-store."""
+"""Maximum number of transactions that evict for one batch and one entry of ``_MORE``. After the capacity was lowered,
+many commits shrink the store."""
 _MORE = (0, 2, 8, 32)
 """Amounts to evict, tried in order, for a batch that does not fit. 0: as much as the capacity requires. Others:
 additionally this multiple of the batch's bytes, because free pages may be too fragmented."""
 _WIDER_BY = 8  # at least 1/8 more
 _TURN_S = 0.01  # pause between transactions: another process that waits for the lock polls every 5 ms
 _PATIENCE_S = 0.5
-"""Maximum wait of a commit for readers: a read takes about 20 ms."""
+"""Maximum wait, in seconds, of an attempt to commit for readers that still see evicted packs. A read takes about
+20 ms."""
 _MAX_AHEAD = 256 << 20  # 256 MiB: a commit of 128 MiB, plus the previous one, whose pages are not reusable yet
 _NO_LIMIT = 1 << 62
 
@@ -91,8 +92,8 @@ class BatchCommit:
 
         If many manifests name a pack that the batch deletes, short transactions delete these manifests first.
 
-        :raises StaleError: another commit has followed the cursor ``CommitBatch.seen``.
-        :raises StoreFullError: the batch does not fit; ``write_after_eviction`` makes room for it.
+        :raises StaleError: another commit has followed the cursor ``CommitBatch.seen``; the batch was not written.
+        :raises StoreFullError: the batch does not fit and was not written; ``write_after_eviction`` makes room for it.
         """
         environment, batch = self._environment, self._batch
         self._drop_shared_manifests(_EVICTED_AT_ONCE)
@@ -122,7 +123,8 @@ class BatchCommit:
 
         :param full: the error that ``write`` raised.
         :raises StaleError: another commit has followed the cursor ``CommitBatch.seen``.
-        :raises StoreFullError: nothing evictable is left, or a reader's snapshot still needs the evicted packs.
+        :raises StoreFullError: nothing evictable is left, the free pages are too fragmented, or a reader's snapshot
+            still needs the evicted packs. After either error the batch is not written; evicted packs stay evicted.
         """
         environment = self._environment
         try:
@@ -185,7 +187,9 @@ class BatchCommit:
         return commit, room
 
     def _note(self, commit: CatalogTransaction) -> None:
-        """Remember the packs that a committed transaction evicted, and its position in the change log."""
+        """Remember the packs that a committed transaction evicted, and the namespace's position in the change log after
+        it.
+        """
         self._evicted += commit.evicted
         if self._seen is not None:
             self._seen = commit.cursor
@@ -218,7 +222,9 @@ class BatchCommit:
         return more
 
     def _widen(self) -> bool:
-        """Raise the bound of ``data.mdb`` after LMDB found no free page; return False if the segments leave no space.
+        """Raise the bound of ``data.mdb`` after LMDB found no free page.
+
+        :returns: False, with nothing changed: the segments or the disk leave no space, or payloads are stored inline.
 
         A large batch rewrites many pages, which are reusable only two transactions later.
         """
@@ -235,7 +241,8 @@ class BatchCommit:
         :param more: 0: evict as much as the capacity requires. Otherwise the free pages were not usable: additionally
             evict this multiple of the batch's bytes, and assume that no file can grow.
         :param at_most: maximum number of packs and manifests to evict.
-        :raises StoreFullError: nothing evictable is left.
+        :raises StoreFullError: nothing evictable is left, or the disk has no space for these deletions; nothing
+            changed.
         """
         with self._environment.transaction(write=True) as transaction:
             commit, room = self._begin(transaction, as_it_is=more > 0)
@@ -343,7 +350,8 @@ class Room:
             self.payloads.shrink(self._segments - lacks)
 
     def widen_by(self, count: int) -> bool:
-        """Raise the catalogue's limit by at least ``count`` bytes, from the next transaction on.
+        """Raise the bound of ``data.mdb`` by at least ``count`` bytes: in ``limit`` at once, in LMDB's map from the
+        next transaction on.
 
         :returns: False, with nothing changed, if the segments leave too little, or if payloads are stored inline.
         """
@@ -389,11 +397,13 @@ class Room:
 
 
 def compact(environment: Environment) -> Iterator[CompactProgress]:
-    """Return free space of the segments to the file system while engines use the store.
+    """Return free space of the segments to the file system while engines use the store. Yield the progress of each
+    step.
 
-    Packs at the end of the segments are moved to free extents before them, a few per step and transaction, byte for
-    byte, until no free extent precedes the remaining ones; then the free ends of the files are truncated. Catalogue,
-    eviction order and totals do not change. A killed compaction leaves a valid store; the next one continues.
+    Packs at the end of the segments are moved, byte for byte, to free extents before them, a few per step and
+    transaction; then the free ends of the files are truncated. At most four passes do this, until no pack can be moved.
+    Catalogue, eviction order and totals do not change. A killed compaction leaves a valid store; the next one
+    continues.
 
     :raises StoreFullError: the catalogue has no space for the rows; packs that were moved stay moved.
     """
@@ -436,7 +446,11 @@ def _packs_by_place(environment: Environment) -> list[tuple[bytes, int]]:
 
 
 def _truncate(environment: Environment) -> None:
-    """Remove free pages at the ends of the segments, once readers no longer see them, and truncate the files."""
+    """Remove free pages at the ends of the segments, and truncate the files.
+
+    First wait up to 5 s for readers that still see freed pages; pages that they see afterwards stay. Do nothing if the
+    disk has no space for a transaction.
+    """
     try:
         environment.wait_for_readers(environment.age(), _COMPACTION_PATIENCE_S)
     except StoreFullError:

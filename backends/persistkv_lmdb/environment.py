@@ -58,8 +58,9 @@ _MAX_HEADROOM = 64 << 20  # 64 MiB
 _BEGIN_ATTEMPTS = 8
 _POLL_S = 0.002
 _COURTESY_S = 0.05
-"""Maximum wait of new transactions for a pending remap, which overlapping transactions could otherwise delay for ever.
-It is bounded because a thread inside a transaction may begin another one while the remap waits for that thread."""
+"""Maximum wait, in seconds, of new transactions for a pending remap, which overlapping transactions could otherwise
+delay for ever. It is bounded because a thread inside a transaction may begin another one while the remap waits for that
+thread."""
 _COMMITS = 16  # remembered: with varying sizes, one commit in so many exceeds those before it, and waits for space
 
 
@@ -121,6 +122,7 @@ class Environment:
 
     :param policy: recorded if the store is created; an existing store keeps its own.
     :raises StoreUnavailableError: the store cannot be opened.
+    :raises StoreBusyError: another process holds a lock of the store for too long.
     :raises CorruptStoreError: the directory holds something else, which was not changed.
     """
 
@@ -162,7 +164,8 @@ class Environment:
 
     @contextmanager
     def transaction(self, *, write: bool = False) -> Iterator[Transaction]:
-        """Run a transaction: committed with its payloads when the ``with`` block ends, aborted if the block raises.
+        """Run a transaction. A write transaction is committed durably, with its payloads, when the ``with`` block ends,
+        and aborted if the block raises or the commit fails.
 
         :raises StoreFullError: the changes do not fit.
         :raises StoreBusyError: another process has held the writer lock for too long.
@@ -202,13 +205,18 @@ class Environment:
 
     @property
     def shares(self) -> Shares:
-        """Capacity and other values that determine the bound of ``data.mdb``. Valid within a write transaction."""
+        """Capacity and other values that determine the bound of ``data.mdb``. Valid within a write transaction.
+
+        :raises StoreError: the environment is open read-only.
+        """
         if self._fitted is None:
             raise StoreError(f"{self.path} is open read-only")
         return self._fitted
 
     def set_policy(self, policy: Policy) -> None:
-        """Record another capacity and ttl, and apply them. If the content exceeds them, the next commits remove it."""
+        """Record another capacity and ttl, and apply them; the placement is kept. The next commits remove content that
+        exceeds them.
+        """
         with self.transaction(write=True) as transaction:
             write_policy(transaction, policy)
         with translated(self.path):
@@ -275,7 +283,8 @@ class Environment:
         return True
 
     def _oldest_snapshot(self, newest: int) -> int:
-        """Return the transaction number of the oldest snapshot of any process; ``newest`` if there is no older one.
+        """Return the transaction number of the oldest snapshot that a reader of any process holds; ``newest`` if there
+        is no older one.
 
         LMDB's list has a header line, then process, thread and transaction per reader; ``-`` for an idle one.
         """
@@ -464,7 +473,9 @@ class _MapLock:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Hold the lock shared within the ``with`` statement."""
+        """Hold the lock shared within the ``with`` statement, after waiting at most 50 ms for threads that want it
+        exclusively, and until an exclusive holder releases it.
+        """
         with self._changed:
             self._changed.wait_for(lambda: not self._wanted, _COURTESY_S)
             self._inside += 1
@@ -477,7 +488,9 @@ class _MapLock:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Hold the lock exclusively within the ``with`` statement; the thread must not hold it shared."""
+        """Hold the lock exclusively within the ``with`` statement, after waiting without a timeout until no thread
+        holds it shared. The calling thread must not hold it shared.
+        """
         with self._changed:
             self._wanted += 1
             try:
@@ -551,7 +564,7 @@ class Environments:
             slot.lock.release()
 
     def release(self, environment: Environment) -> None:
-        """Release one use of an environment; the last release closes it."""
+        """Release one use of an environment that ``acquire`` returned; the release of the last use closes it."""
         with self._lock:
             found = [slot for slot in self._slots.values() if environment in slot.environments]
         for slot in found:  # one, or none in a fork

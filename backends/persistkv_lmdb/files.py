@@ -126,7 +126,8 @@ def _reason(error: lmdb.Error) -> str:
 
 
 def free_disk_bytes(path: Path) -> int:
-    """Return the bytes by which ``data.mdb`` may grow: free disk space, within the process's file size limit.
+    """Return the bytes by which ``data.mdb`` of a store may grow: free disk space, within the process's file size
+    limit.
 
     64 MiB, which counts as nearly full, if the directory or the file cannot be read.
     """
@@ -147,7 +148,7 @@ def allocated_bytes(status: os.stat_result) -> int:
 
 
 def open_regular(path: str | Path, flags: int, *, dir_fd: int | None = None) -> int:
-    """Open a regular file; return its descriptor.
+    """Open a regular file; return its descriptor. A file that ``O_CREAT`` creates has mode 0600.
 
     :raises OSError: it cannot be opened; ``ELOOP`` for a symbolic link, ``EINVAL`` for other non-regular files.
     """
@@ -167,8 +168,8 @@ def prepare_directory(store: Path, *, read_only: bool) -> None:
     """Create a store's directory and its parents durably unless ``read_only``, and check its content.
 
     :raises StoreUnavailableError: it cannot be created, or another user may have prepared its content: it belongs to
-        another user and is opened for writing, or a file of a store is a link, a FIFO or of another type. Also if the
-        directory holds other files and no store, or is empty and ``read_only``.
+        another user (except root) and is opened for writing, or a file of a store is a link, a FIFO or of another type.
+        Also if the directory holds other files and no store, or is empty and ``read_only``.
     """
     with translated_at_open(store):
         if not read_only:
@@ -239,7 +240,7 @@ def is_cut_short(directory: Path) -> bool:
     """Return whether ``data.mdb`` ends before the last page that LMDB has allocated: reading it would raise SIGBUS.
 
     LMDB may have allocated pages at the end without ever writing them; ``fsck.inspect`` distinguishes this. Other
-    processes may write meanwhile.
+    processes may write meanwhile. False also if the file cannot be opened: the caller's own opening reports the reason.
     """
     try:
         with (directory / DATA_FILE).open("rb") as file:
@@ -261,7 +262,8 @@ def rewrite_meta_pages(directory: Path) -> None:
     After a failed write, the kernel may hold the bytes and consider them written: a sync alone succeeds and does
     nothing.
 
-    :raises OSError: they cannot be read or written, or the disk failed; their content as read is unchanged.
+    :raises OSError: they cannot be read or written, or the disk failed: they may not be durable. A later call may
+        repeat the rewrite.
     """
     with (directory / DATA_FILE).open("rb") as file:
         found = _end_of(file.read(_META_BYTES))
@@ -372,7 +374,9 @@ class WriterLock:
             return os.pread(self._fd, 1, 0) == _BEGUN
 
     def mark(self, *, begun: bool) -> None:
-        """Record that a commit starts, or that it has completed. The caller must hold the lock.
+        """Record for all processes that a commit starts (``begun``), or that it has completed. Not synced.
+
+        The caller must hold the lock.
 
         :raises StoreError: its file cannot be written.
         """

@@ -29,9 +29,10 @@ _META_PAGES = 2
 
 # Databases of the allocator, in addition to those of ``persistkv.storage.catalog.rows``.
 EXTENTS = "extents"
-"""Table: namespace, pack id → extents of the payload, for packs whose payload is stored in extents."""
+"""Table: namespace, pack id → extents (page ranges of segment files) that hold the payload. Packs with an inline
+payload have no row."""
 SEGMENTS = "segments"
-"""Table: number of a segment → number of its pages."""
+"""Table: number of a segment file → number of its 4 KiB pages."""
 FREE = "free"
 """Table of the free extents, ordered by place: segment, first page → number of pages."""
 SIZES = "sizes"
@@ -47,7 +48,7 @@ _CAPACITY_ROW, _CATALOGUE_ROW, _BYTES = b"capacity", b"catalogue", struct.Struct
 _TTL_ROW, _TTL = b"ttl", struct.Struct("<d")
 _PLACEMENT_ROW = b"placement"
 SPACE_ROW = b"space"
-"""Key of the row with the allocator's totals: all, free and aging pages of the segments."""
+"""Key, in the table ``meta``, of the row with the numbers of all, free and aging pages of the segment files."""
 
 
 class Placement(enum.Enum):
@@ -56,7 +57,7 @@ class Placement(enum.Enum):
     INLINE = "inline"
     """In LMDB, as values."""
     EXTENTS = "extents"
-    """In segment files; LMDB holds their extents."""
+    """In segment files; LMDB holds the extents (page ranges) of each payload."""
 
 
 class OtherReleaseError(CorruptStoreError):
@@ -64,7 +65,8 @@ class OtherReleaseError(CorruptStoreError):
 
 
 class Transaction(Rows):
-    """One running transaction. Buffers that it returns are in mapped pages and are invalid after it ends.
+    """One running LMDB transaction. Buffers that it returns are in mapped pages: they are invalid after its next change
+    of a row, and after it ends.
 
     Each ``table`` is the name of an LMDB database.
     """
@@ -88,20 +90,24 @@ class Transaction(Rows):
             yield from cursor.iternext()
 
     def first(self, table: str, start: bytes) -> bytes | None:
-        """Return the first key from ``start`` on, or None. Closes its cursor: the caller may change rows next."""
+        """Return the first key of a table that is at least ``start``; None: there is none. No cursor stays open, so the
+        caller may change rows next.
+        """
         with self.cursor(table) as cursor:
             return bytes(cursor.key()) if cursor.set_range(start) else None
 
     def cursor(self, table: str) -> lmdb.Cursor[memoryview]:
-        """Return a cursor on a database."""
+        """Return a cursor on the rows of a table, valid until the transaction ends."""
         return self.txn.cursor(self._databases[table])
 
     def count(self, table: str) -> int:
-        """Return the number of rows of a database."""
+        """Return the number of rows of a table."""
         return int(self.txn.stat(self._databases[table])["entries"])
 
     def used_bytes(self) -> int:
-        """Return the bytes of the pages in use, without free pages."""
+        """Return the bytes of the pages of ``data.mdb`` that this transaction's snapshot uses; free pages do not
+        count.
+        """
         stats = [self.txn.stat(), *map(self.txn.stat, self._databases.values())]
         pages = sum(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats)
         return int((_META_PAGES + pages) * stats[0]["psize"])

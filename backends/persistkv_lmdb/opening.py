@@ -80,7 +80,7 @@ class _State(str, enum.Enum):
     OPEN = "open"
     """A writer has the store open, or the last one exited without closing it."""
     SUSPECT = "suspect"
-    """As ``OPEN``, and LMDB or a row could not be read."""
+    """A process could not read a row or a page of LMDB; closing the store keeps this state."""
 
 
 class Guard:
@@ -146,7 +146,11 @@ class Guard:
             self._write(_State.SUSPECT)
 
     def close(self) -> None:
-        """Close both files. The last process records a clean shutdown unless the store is suspect. Idempotent."""
+        """Close the lock file and the guard file; idempotent.
+
+        The last process that has the store open for writing records a clean shutdown, unless the store is suspect or an
+        interrupted commit cannot be made durable: the next opening then checks the store.
+        """
         if self._joined and self._fd >= 0 and self._locked(fcntl.LOCK_EX):
             with suppress(OSError, StoreError):  # the next opening runs the check
                 if self.lock.interrupted:
@@ -156,14 +160,20 @@ class Guard:
         self.forget()
 
     def forget(self) -> None:
-        """Close the files without recording a shutdown, as a forked child does with those of its parent."""
+        """Close the lock file and the guard file without recording a clean shutdown; idempotent. A forked child does so
+        with the files of its parent.
+        """
         self.lock.close()
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
 
     def _open_alone(self, opened: Callable[[], None]) -> None:
-        """Open the environment while this process excludes all other writers."""
+        """Open the environment while this process excludes all other writers: check it after an unclean shutdown, and
+        quarantine it if it is damaged.
+
+        :param opened: as in ``open``. If it fails, the recorded state is the one from before the call.
+        """
         before = self._read()
         exists = (self._directory / DATA_FILE).exists()
         if before in (_State.OPEN, _State.SUSPECT) and exists:
@@ -244,6 +254,8 @@ class Guard:
         """Take a shared lock on the guard file and record that the store is open.
 
         A process that closed the store meanwhile may have recorded a clean shutdown.
+
+        :raises StoreBusyError: another process has held the file exclusively for 5 s.
         """
         deadline = time.monotonic() + CLOSING_PATIENCE_S
         while not self._locked(fcntl.LOCK_SH):
@@ -344,7 +356,7 @@ class Quarantined(NamedTuple):
 
 
 def quarantined(store: Path) -> list[Quarantined]:
-    """Return the directories of damaged environments that were set aside in a store, oldest first."""
+    """Return the quarantined environments of a store, one directory each, oldest first."""
     found = []
     for entry in sorted(store.glob(f"{_QUARANTINE_PREFIX}*")):
         if entry.is_dir() and not entry.is_symlink():
@@ -354,7 +366,7 @@ def quarantined(store: Path) -> list[Quarantined]:
 
 
 def delete_quarantined(store: Path) -> int:
-    """Delete the damaged environments that were set aside in a store; return the bytes on disk that they took.
+    """Delete the quarantined environments of a store; return the bytes on disk that they took.
 
     :raises StoreError: one cannot be deleted; those before it have been deleted.
     """
@@ -372,7 +384,7 @@ def _quarantine(store: Path) -> Quarantined:
 
     ``data.mdb`` is renamed last: after an interruption, the integrity check fails again and renames the rest.
 
-    :raises OSError: the files cannot be renamed.
+    :raises OSError: a file cannot be renamed; those before it have been.
     """
     name = f"{_QUARANTINE_PREFIX}{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
     names = (name, *(f"{name}-{number}" for number in range(2, 100)))

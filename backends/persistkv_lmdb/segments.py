@@ -67,7 +67,8 @@ class BatchSizes(NamedTuple):
     later: int = 32 << 20
     """Bytes of every other batch: 32 MiB hold the remainder of a pack of typical size."""
     small: int = 128 << 10
-    """Buffers count as small if their mean length is at most this. Adjacent rows of CPU memory are one buffer."""
+    """Buffers count as small if their mean length is at most this number of bytes. Adjacent rows of CPU memory are one
+    buffer."""
     bounce: int = 4 << 20
     """Bytes of the memory through which unaligned buffers are copied."""
     buffers: int = _MOST_BUFFERS - 1
@@ -98,7 +99,7 @@ class _Descriptors(NamedTuple):
 
 
 class SegmentFiles:
-    """Segment files of a store. ``read`` is thread-safe; the rest needs the writer lock."""
+    """Segment files of a store. ``read`` and ``lengths`` are thread-safe; methods that write need the writer lock."""
 
     def __init__(self, path: Path, *, read_only: bool) -> None:
         """Open the store's directory. Segment files are opened on first use.
@@ -123,7 +124,7 @@ class SegmentFiles:
         """Extend a segment file to ``pages`` pages, and allocate disk space for all of them.
 
         :param before: present number of pages of the segment, as LMDB records it.
-        :raises StoreFullError: the disk has no space for them; the file has ``before`` pages.
+        :raises StoreFullError: the disk has no space for them; the file is truncated to ``before`` pages.
         """
         with translated_io(self._path):
             fd = self._descriptors(segment, create=True).buffered
@@ -240,10 +241,10 @@ class SegmentFiles:
         """Read parts of payloads into buffers. Parts that are contiguous in a file are read together.
 
         :param wanted: per part: the extents of the payload, the part's byte offset in the payload, the buffers to fill.
-        :param cached: always read through the page cache; by default, only if it holds the bytes or O_DIRECT fails.
+        :param cached: always read through the page cache; False: only if it holds the bytes or O_DIRECT is impossible.
         :param bypass: read with O_DIRECT, if possible, even if the page cache holds the bytes.
         :returns: per part, True if all of its buffers were filled; False if the payload is too short or lost.
-        :raises StoreError: the disk failed.
+        :raises StoreError: the disk failed; the buffers have undefined content.
         """
         lengths = [sum([buffer.nbytes for buffer in buffers]) for _, _, buffers in wanted]
         pieces = [
@@ -495,9 +496,10 @@ def write_all(fd: int, buffers: Sequence[memoryview], offset: int, unit: int = 1
 
 
 def read_all(fd: int, buffers: Sequence[memoryview], offset: int, unit: int = 1) -> bool:
-    """Fill the buffers from byte ``offset`` of a file on; return False if the file ends too early.
+    """Fill the buffers from byte ``offset`` of a file on; return False, with undefined content in the buffers, if the
+    file ends too early or a system call reads a number of bytes that is not a multiple of ``unit``.
 
-    Also return False if a system call reads a number of bytes that is not a multiple of ``unit``.
+    :raises OSError: the read failed.
     """
     rest = list(buffers)
     while rest:

@@ -2,8 +2,8 @@
 
 1. The bytes of a frame are served only with their tag. It covers the bytes, their place in the pack, and the pack's
    whole table: identity (as namespace), keys, codec, checksums.
-2. The head, identities, commits, feed objects, snapshots and keys of manifests are accepted only with their tag. It
-   covers their kind and name, so that none can replace another.
+2. The head, identities, notes, commits, feed objects, snapshots with their segments, and keys of manifests are accepted
+   only with their tag. It covers their kind and name, so that none can replace another. Statuses of engines have none.
 
 Without a key nothing is authenticated: there are no tags.
 """
@@ -41,13 +41,15 @@ class Authenticator:
         """Return the pieces of an object, followed by its authentication tag; without a key, no tag follows.
 
         :param namespace: id of the object's namespace; ``NO_NAMESPACE`` for the head and for identities.
-        :param name: name of the object, relative to the namespace's prefix.
+        :param name: name that the tag covers; ``opened`` needs the same one.
         """
         return [*pieces, self._object_tag(namespace, name, pieces)] if self._key else [*pieces]
 
     def opened(self, namespace: bytes, name: str, data: Buffer) -> memoryview:
         """Verify the authentication tag of an object; return the object without it. Without a key, return it unchanged.
 
+        :param namespace: id of the object's namespace; ``NO_NAMESPACE`` for the head and for identities.
+        :param name: name under which ``signed`` made the tag.
         :raises CorruptPackError: the object was written without the key, or under another name.
         """
         view = memoryview(data)
@@ -64,9 +66,8 @@ class Authenticator:
         return self._tag(b"object", [namespace, _NUMBER.pack(len(encoded)), encoded, *pieces])
 
     def pack_tags(self, table: PackTable, payload: Sequence[Buffer]) -> bytes:
-        """Return the tags between payload and table of a pack: one per frame, then one of the table and the frame tags.
-
-        Without a key, return no bytes.
+        """Return the tags between payload and table of a pack, of 32 bytes each: one per frame, then one of the table
+        and the frame tags. Without a key, return no bytes.
         """
         if not self._key:
             return b""
@@ -94,7 +95,8 @@ class Authenticator:
         return self._tag(b"frame", [digest, _NUMBER.pack(number), *stored])
 
     def _tag(self, kind: bytes, parts: Iterable[Buffer]) -> bytes:
-        """Return the HMAC of ``kind`` and parts. A tag of one kind is never valid for content of another kind.
+        """Return the HMAC, with the key, of ``kind`` and ``parts``. A tag of one kind is never valid for content of
+        another kind.
 
         Within a kind, all parts except the last have a fixed or encoded length.
         """
@@ -105,7 +107,8 @@ class Authenticator:
 
 
 class SignedObjects:
-    """Reads and writes whole objects of one namespace, each followed by its authentication tag. Thread-safe.
+    """Reads and writes whole objects of one namespace, each followed by its authentication tag if there is a key.
+    Thread-safe.
 
     :param names: constructs the S3 keys.
     """
@@ -128,6 +131,7 @@ class SignedObjects:
     def get(self, name: str, limit: int) -> memoryview:
         """Download and verify an object; return it without its authentication tag. See ``Bucket.get``.
 
+        :raises ObjectMissingError: there is no such object.
         :raises CorruptPackError: the object is larger than ``limit`` bytes, or not written with the key.
         """
         return self.authenticator.opened(self.namespace, name, self.bucket.get(self.names.base + name, limit))
@@ -138,7 +142,9 @@ def _digest(table: PackTable) -> bytes:
 
 
 def slices(buffers: Iterable[Buffer], ranges: Iterable[tuple[int, int]]) -> Iterator[list[memoryview]]:
-    """Yield the bytes of each range (offset, length) in the joined buffers, without a copy. Ranges must ascend."""
+    """Yield the bytes of each range (offset, length) in the joined buffers, without a copy. Ranges must ascend
+    and be within the buffers.
+    """
     parts = (memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes)
     part, begin = memoryview(b""), 0
     for offset, length in ranges:

@@ -134,10 +134,12 @@ class S3Backend(InspectableBackend):
         clock: Clock | None = None,
         background: bool = True,
     ) -> S3Backend:
-        """Open a store through ``transport``, which the handle then owns; otherwise like ``open``.
+        """Open a store through ``transport``, which is closed with the handle; otherwise like ``open``.
 
         :param clock: time and randomness of the handle; None: those of the machine.
         :param background: True: a thread of the handle calls ``step``; False: the caller must do so.
+        :raises StoreError: the server rejects requests, the head cannot be used, or ``read_only`` and the server does
+            not answer. The handle is closed.
         """
         backend = cls(place, options, transport, read_only=read_only, clock=clock or Clock())
         try:
@@ -231,7 +233,8 @@ class S3Backend(InspectableBackend):
             session.sync()
 
     def refresh(self) -> None:
-        """Apply all commits of all engines to the local catalogues, including those that are not in the feed yet.
+        """Apply the commits of all engines to the local catalogues of open namespaces, including commits that are not
+        in the feed yet.
 
         :raises StoreError: the server or a catalogue failed; the catalogues have a consistent earlier state.
         """
@@ -243,7 +246,9 @@ class S3Backend(InspectableBackend):
                 session.read_inbox(infos)
 
     def _is_dark(self) -> bool:
-        """Retry the opening if the server has not answered yet; return whether it still has not."""
+        """Retry the opening of the store if the server has not answered this handle yet; return whether it still has
+        not.
+        """
         if self._dark is not None:
             try:
                 self._head.open(self._options.policy, create=not self._read_only)

@@ -75,14 +75,14 @@ _WAIT_S = 60.0  # for another thread's transaction, which may load a snapshot
 OBJECTS = "objects"
 """Table: namespace, pack id → nonce, u64 bytes in the bucket (object, and table in the feed), tags."""
 PENDING = "pending"
-"""Table of commits that are not in the feed yet: u64 big-endian row number → writer, u64 number, f64 time,
-sealed commit."""
+"""Table of commits that are not in the feed yet: u64 big-endian row number → writer id, u64 number of the commit, f64
+time at which it was applied here, sealed commit."""
 UNDO = "undo"
 """Table: u64 big-endian row number → a table row before a pending commit changed it, see ``_Before``."""
 WRITERS = "writers"
 """Table: writer id → u64 number of its last merged commit, f64 time of the merge."""
 GARBAGE = "garbage"
-"""Table of objects that the feed has removed: f64 big-endian removal time, object name → empty."""
+"""Table of the bucket's objects that the feed has removed: f64 big-endian removal time, object name → empty."""
 KEY_OBJECTS = "key_objects"
 """Table of the manifests whose keys are in an object: object name, ``\\0``, digest of a manifest's id → empty."""
 _TABLES = (*(name for name in TABLES if name != PIECES), OBJECTS, PENDING, UNDO, WRITERS, GARBAGE, KEY_OBJECTS)
@@ -103,7 +103,7 @@ class Position(msgspec.Struct, frozen=True, array_like=True):
     """Position in the feed, up to which a catalogue has applied the feed objects."""
 
     generation: bytes = b""
-    """Random id of the feed."""
+    """Random id of the feed; empty: no feed object was applied."""
     position: int = 0
     """Number of the last applied feed object, from 1; 0: none."""
     term: bytes = b""
@@ -111,7 +111,8 @@ class Position(msgspec.Struct, frozen=True, array_like=True):
     time: float = 0.0
     """Time of the last applied feed object: seconds since the epoch, by the server's clock."""
     damaged: bool = False
-    """A feed object was unreadable: the catalogue may lack packs."""
+    """Whether a feed object, or a part of the snapshot from which the catalogue was last loaded, was unreadable: the
+    catalogue may lack packs."""
 
 
 class _Before(msgspec.Struct, frozen=True, array_like=True):
@@ -157,9 +158,9 @@ class Removals(NamedTuple):
     """Packs and manifests to evict."""
 
     gone: list[tuple[bytes, bytes]]
-    """(pack id, nonce) of the packs."""
+    """(pack id, nonce) of the packs to evict."""
     manifests: list[bytes]
-    """Digests of manifest ids."""
+    """Digests of the ids of the manifests to evict."""
 
 
 class LocalRows(Rows):
@@ -244,7 +245,8 @@ class LocalRows(Rows):
             self.discard(name.decode("ascii", "replace"))
 
     def discard(self, name: str) -> None:
-        """Record an object as garbage for later deletion, with the removal time ``garbage_at``.
+        """Record an object of the bucket as garbage for later deletion, with the removal time ``garbage_at``; do
+        nothing if that is None.
 
         :param name: name of the object below the namespace's prefix.
         """
@@ -297,7 +299,7 @@ class _Objects:
 
 class Catalogue(Catalog):
     """Local catalogue of one namespace, see the top of this file. Thread-safe. Each parameter ``at`` is the present
-    time by the server's clock.
+    time by the server's clock, in seconds since the epoch.
 
     :param path: SQLite file, in an existing directory; created if missing, replaced if damaged or foreign.
     """
@@ -338,9 +340,11 @@ class Catalogue(Catalog):
 
     @contextmanager
     def rows(self, *, write: bool = False, rollback: bool = False) -> Iterator[LocalRows]:
-        """See ``Catalog.rows``.
+        """Run an SQL transaction on the file, as ``Catalog.rows`` does.
 
-        :param rollback: roll the transaction back at the end of the ``with`` block.
+        :param rollback: roll the transaction back at the end of the ``with`` block, instead of committing it.
+        :raises StoreError: the catalogue is closed, or SQLite failed; the transaction was rolled back. A file that
+            SQLite reports as damaged is deleted, and created again when the store is next opened.
         """
         if self._closed:
             raise StoreError("the store is closed")
@@ -417,7 +421,7 @@ class Catalogue(Catalog):
 
     def keys_place(self, manifest_id: str) -> tuple[str, int, int] | None:
         """Return where a manifest's keys are: name of the object below the namespace's prefix, byte offset and length.
-        None if the catalogue lacks the manifest.
+        None if the catalogue lacks the manifest, or the row of its keys is damaged.
         """
         with self.rows() as rows:
             row = rows.get(MANIFEST_KEYS, manifest_row(self._namespace, manifest_id))
@@ -438,18 +442,23 @@ class Catalogue(Catalog):
 
     @property
     def oldest(self) -> float:
-        """Time, by the server's clock, of the oldest use of a pack or manifest that may be evicted; 0: none may."""
+        """Time of the oldest use of a pack or manifest that may be evicted, in seconds since the epoch by the server's
+        clock; 0 if none may be evicted.
+        """
         with self.rows() as rows:
             return _oldest(rows)
 
     @property
     def expires(self) -> float:
-        """Earliest time, by the server's clock, at which a manifest expires by its own ttl; infinity if none does."""
+        """Earliest time at which a manifest expires by its own ttl, in seconds since the epoch by the server's clock;
+        infinity if none does.
+        """
         with self.rows() as rows:
             return next_expiry(rows)
 
     def garbage(self, until: float, at_most: int) -> list[tuple[float, str]]:
-        """Return (removal time, name) of objects removed at ``until`` or earlier, oldest first.
+        """Return (removal time, name) of the bucket's objects that the feed removed at ``until`` or earlier, oldest
+        first.
 
         :param at_most: maximum number, except that objects with the same time as the last one are included.
         """
@@ -463,7 +472,7 @@ class Catalogue(Catalog):
         return found
 
     def names_pack(self, pack_id: bytes, nonce: bytes) -> bool:
-        """Return whether the catalogue refers to this object of a pack, with or without pending commits."""
+        """Return whether the catalogue, with or without its pending commits, refers to this object of a pack."""
         name = self._namespace + pack_id
         with self.rows() as rows:
             undone = (row for row in _undo_log(rows) if (row.table, row.key) == (OBJECTS, name))
@@ -471,7 +480,9 @@ class Catalogue(Catalog):
             return nonce in (_nonce(rows, name), *before)
 
     def names_keys(self, name: str) -> bool:
-        """Return whether any manifest has its keys in the object ``name``, with or without pending commits."""
+        """Return whether any manifest of the catalogue, with or without its pending commits, has its keys in the object
+        ``name``.
+        """
         prefix = name.encode() + b"\0"
         with self.rows() as rows:
             if next(rows.starting_with(KEY_OBJECTS, prefix), None) is not None:
@@ -503,7 +514,7 @@ class Catalogue(Catalog):
         """Return packs and manifests that have expired, and those to evict to free ``excess`` bytes; change nothing.
 
         :param ttl_s: content expires this many seconds after its last use; None: manifests by their own ttl only.
-        :param until: evict nothing that was used later than this.
+        :param until: eviction for ``excess`` also ends when nothing evictable was used at this time or earlier.
         :param at_most: maximum number of expired packs and manifests; also the maximum number of evicted ones.
         """
         with self.rows(write=True, rollback=True) as rows:
@@ -520,7 +531,9 @@ class Catalogue(Catalog):
             return Removals(objects.deleted, rows.dropped)
 
     def apply_pending(self, entry: Entry, at: float) -> tuple[bytes, bytes]:
-        """Apply a commit that is not in the feed, unless it is already applied; return ``cursor`` before and after."""
+        """Apply a commit that is not in the feed, unless it is already applied. Return the cursors of the log of
+        changes before and after it.
+        """
         with self.rows(write=True) as rows:
             before = _cursor(rows, self._namespace)
             known = any(
@@ -594,7 +607,9 @@ class Catalogue(Catalog):
         rows.put(STATES, self._namespace, state.encode())
 
     def skip_to(self, position: Position) -> None:
-        """Advance ``position`` without applying feed objects: they are unreadable, or a snapshot contains them."""
+        """Advance the position without applying feed objects: they are unreadable, or a snapshot contains them. Do
+        nothing if ``position`` is earlier than the present one.
+        """
         with self.rows(write=True) as rows:
             if position.position >= rows.position.position:
                 rows.position = position

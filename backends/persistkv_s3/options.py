@@ -31,13 +31,15 @@ class S3Options(msgspec.Struct, frozen=True):
     endpoint_url: str | None = None
     """Address of the server, ``https://host:port``. None: AWS, or the endpoint of the AWS configuration."""
     region: str | None = None
-    """Region. None: that of the AWS configuration, or ``us-east-1``."""
+    """AWS region. None: that of the AWS configuration, or ``us-east-1``."""
     path_style: bool | None = None
     """Whether the bucket is in the path instead of the host name. None: yes if there is an ``endpoint_url``."""
     checksum: Literal["when_required", "crc32"] = "when_required"
-    """``crc32``: requests carry a CRC32 that the server verifies. Our own checksums cover bytes at rest in any case."""
+    """``crc32``: all uploads carry a CRC32 that the server verifies; ``when_required``: only those for which S3
+    requires it. persistkv's own checksums cover bytes at rest in any case."""
     unsigned_payload: bool | None = None
-    """Whether bodies are left out of the signature (a third of the CPU time of an upload). None: over https only."""
+    """Whether bodies are left out of the signature, which saves a third of the CPU time of an upload. None: they are
+    left out over https only."""
     sse: Literal["AES256", "aws:kms"] | None = None
     """Server-side encryption to request. None: the bucket's default."""
     sse_kms_key_id: str | None = None
@@ -48,20 +50,23 @@ class S3Options(msgspec.Struct, frozen=True):
     expected_bucket_owner: str | None = None
     """Account that must own the bucket; the server refuses requests to a bucket of another account. None: any."""
     read_only: bool = False
-    """Look up and promote only: nothing is ever written, and permission to list and get is sufficient."""
+    """Whether the store is only looked up and read: nothing is ever written, and permission to list and get
+    suffices."""
     deadline_s: float = msgspec.field(default=30.0, name="deadline")
-    """Maximum time of one operation in seconds, including retries."""
+    """Seconds within which one operation (upload, download, page of a listing) ends, including retries. The last
+    attempt may exceed it by a socket timeout: a third of it, at least 1 s."""
     slow_s: float = msgspec.field(default=10.0, name="slow")
     """Seconds, plus 1 for each MiB, after which even a correct answer counts as bad: bad answers stop requests for a
     while (see ``bucket``)."""
     refresh_s: float = msgspec.field(default=1.0, name="refresh")
-    """Seconds between polls for packs that others stored; each interval is 75 % to 125 % of it, and 30 s in an idle
-    engine. 0: at every call, and commits that no leader has merged are read, too."""
+    """Seconds between polls for packs that others stored, at least 30 in an idle engine; each interval is 75 % to 125 %
+    of it. 0: also at every commit and every query of changes, manifests or totals, which then include commits that no
+    leader has merged."""
     touch_s: float = msgspec.field(default=600.0, name="touch")
-    """Maximum time in seconds for which uses of packs wait for the next commit. Then they are published by a commit of
-    their own."""
+    """Seconds for which uses of packs wait for a commit that stores content. Afterwards the next use publishes them in
+    a commit of their own; so does the closing of the store."""
     connections: int = 8
-    """Maximum number of concurrent requests per call."""
+    """Maximum number of concurrent requests per call of the driver, from 1 to 64."""
     capacity: int | None = None
     """Bound on the bytes of a new store, enforced within seconds. None: unbounded. An existing store
     keeps its recorded capacity (``persistkv set`` changes it)."""
@@ -69,7 +74,7 @@ class S3Options(msgspec.Struct, frozen=True):
     """Seconds from its last use until content of a new store expires. None: never. An existing store keeps its recorded
     ttl (``persistkv set`` changes it)."""
     grace_s: float = msgspec.field(default=3600.0, name="grace")
-    """Seconds for which removed and superseded objects are kept; must be longer than any read."""
+    """Seconds for which removed and superseded objects stay in the bucket; must be longer than any read."""
     status_s: float | None = msgspec.field(default=None, name="status")
     """Seconds between publications of this engine's status, with one PUT each. None: never."""
     key_file: str | None = None
@@ -78,8 +83,8 @@ class S3Options(msgspec.Struct, frozen=True):
     key_env: str | None = None
     """Name of an environment variable with the key that authenticates the store, instead of ``key_file``."""
     cache: str | bool | None = None
-    """Directory of the local catalogues, which are kept between runs; ``no``: a temporary one. None: ``persistkv/s3``
-    in the user's cache directory."""
+    """Directory of the local catalogues, which are kept between runs; ``no``: a temporary one. None or ``yes``:
+    ``persistkv/s3`` in the user's cache directory."""
 
     def __post_init__(self) -> None:
         if self.endpoint_url is not None:
@@ -138,7 +143,7 @@ class Place(msgspec.Struct, frozen=True):
 
     bucket: str
     prefix: str
-    """Empty, or ending in a slash."""
+    """Start of the S3 keys of all objects of the store: empty, or ending in a slash."""
 
     def __str__(self) -> str:
         return f"s3://{self.bucket}/{self.prefix}".rstrip("/")

@@ -26,7 +26,9 @@ _GAP_BYTES = 128 << 10  # 128 KiB: less than the bytes transferred in the latenc
 
 
 class UploadBudget:
-    """Limit on the memory of encoded packs during uploads. A larger pack reserves all of the limit; raw packs none."""
+    """Limit on the memory of encoded packs during uploads, in bytes. A pack that is larger reserves all of the limit; a
+    pack that is uploaded from its existing memory reserves none.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         self._free = self._all = num_bytes
@@ -50,7 +52,7 @@ class UploadBudget:
 class PackObjects:
     """Uploads and reads the pack objects of one namespace. Thread-safe.
 
-    :param missing: called with id and nonce of a pack whose object is missing or too short.
+    :param missing: called, in any thread, with id and nonce of a pack whose object is missing or too short.
     """
 
     def __init__(self, objects: SignedObjects, catalogue: Catalogue, missing: Callable[[bytes, bytes], None]) -> None:
@@ -63,7 +65,7 @@ class PackObjects:
     def upload(self, writer: NewPack) -> PackRow:
         """Upload a pack; return its row for the commit. Errors of the pack's stream are raised unchanged.
 
-        :raises S3Error: the object may exist, but no commit refers to it.
+        :raises S3Error: the upload failed. The object may exist; a sweep deletes it, because no commit refers to it.
         """
         payload: list[Buffer] = list(writer.stream())
         nonce = self._bucket.clock.random.randbytes(NONCE_BYTES)
@@ -164,7 +166,9 @@ class _RangedGet:
         """(index among the requested spans, offset of the first byte in the payload, offset after the last byte)."""
 
     def add(self, index: int, span: ReadSpan, length: int) -> None:
-        """Append requested span ``index``, of ``length`` bytes. Bytes after the previous span are discarded."""
+        """Append requested span ``index``, of ``length`` bytes. Bytes between the previous span and this one are
+        downloaded and discarded.
+        """
         self._skip(span.offset - self.end)
         self.buffers += span.buffers
         self.end = span.offset + length

@@ -117,7 +117,10 @@ class NamespaceSession:
         return CommitResult(after if before == plan.cursor else plan.cursor, plan.removed)
 
     def _upload(self, batch: CommitBatch, plan: Plan) -> Entry:
-        """Upload packs, and an object with the keys of the manifests; return the commit, which is not yet published."""
+        """Upload packs, and an object with the keys of the manifests; return the commit, which is not yet published.
+
+        :raises Exception: the first error of an upload. A sweep deletes the uploaded objects; the writer id is renewed.
+        """
         number, started = self._number + 1, self._bucket.now()
         keys_name, keys = f"keys/{self.writer.hex()}-{number:012x}", list[bytes]()
         manifests, offset = list[ManifestRow](), 0
@@ -147,7 +150,11 @@ class NamespaceSession:
         return Entry(writer=self.writer, number=number, time=started, packs=packs, manifests=manifests, pins=plan.pins)
 
     def _publish(self, entry: Entry) -> tuple[bytes, bytes]:
-        """Write a commit to the inbox and apply it to the catalogue; return ``Changes.cursor`` before and after."""
+        """Write a commit to the inbox and apply it to the local catalogue; return ``Changes.cursor`` before and after.
+
+        :raises StoreError: the commit is too large, took over 12 hours, or was not written; it is not applied here. If
+            its outcome stayed unknown, or only the local catalogue failed, the leader may still merge it.
+        """
         name = InboxName(self._namespace, entry.writer, entry.number)
         data = self.objects.authenticator.signed(self._namespace, _signed_as(name), [seal(entry)])
         if sum(len(memoryview(piece)) for piece in data) > MAX_INBOX_BYTES:
@@ -191,7 +198,9 @@ class NamespaceSession:
     # Uses
 
     def _touch(self, pack_ids: Sequence[bytes]) -> None:
-        """Record a use of packs. The next commit publishes it; after ``touch_s`` seconds, a commit of its own does."""
+        """Record a use of packs, which the next commit with content publishes. If recorded uses have waited for
+        ``touch_s`` seconds, publish them now in a commit of their own.
+        """
         held = self.catalogue.objects(pack_ids) if pack_ids else {}
         if held:
             self._moments += 1
@@ -210,7 +219,10 @@ class NamespaceSession:
         return [b"".join(moments[moment]) for moment in sorted(moments)]
 
     def write_uses(self) -> None:
-        """Publish the unpublished uses in a commit of their own; do nothing if there are none."""
+        """Publish the unpublished uses of packs in a commit of their own; do nothing if there are none.
+
+        :raises StoreError: the commit failed; the uses remain unpublished.
+        """
         if self._uses:
             number, now = self._number + 1, self._bucket.now()
             uses = [*self._pending_uses(), b""]
@@ -218,7 +230,8 @@ class NamespaceSession:
             self._written_at = self._clock.monotonic()
 
     def _mark_missing(self, pack_id: bytes, nonce: bytes) -> None:
-        """Remove a pack whose object is missing: now from the local catalogue, with the next commit from the feed.
+        """Remove a pack whose object is missing: now from the local catalogue, with this session's next commit from the
+        feed.
 
         Thread-safe.
         """
@@ -317,7 +330,10 @@ class NamespaceSession:
             self.catalogue.apply_feed(feed)
 
     def snapshot(self, target: NamespaceHead) -> Snapshot | None:
-        """Return the snapshot that the head names for this namespace; None if it names none, or it is unreadable."""
+        """Return the snapshot that the head names for this namespace; None if it names none, or it is unreadable.
+
+        :raises ObjectMissingError: there is no such object any more: a newer head names another one.
+        """
         if not target.snapshot:
             return None
         try:
@@ -327,7 +343,9 @@ class NamespaceSession:
             return None
 
     def _load_snapshot(self, target: NamespaceHead) -> Position:
-        """Replace the catalogue by the newest snapshot, without its unreadable parts; return the new position."""
+        """Replace the catalogue by the newest snapshot, without its unreadable parts; empty the catalogue if the whole
+        snapshot is unreadable. Return the new position.
+        """
         generation, name = target.generation, target.snapshot
         found = self.snapshot(target)
         if found is None:  # the feed objects that it covers are lost, too
@@ -373,7 +391,9 @@ class NamespaceSession:
     # Inbox
 
     def inbox(self) -> list[ObjectInfo]:
-        """List the commits of this namespace in the inbox; the leader deletes them some time after merging them."""
+        """Return listing entries of this namespace's commits in the inbox. The leader deletes them some time after
+        merging them.
+        """
         return list(self._bucket.list(f"{self._store_names.inbox_prefix}{self._namespace.hex()}-"))
 
     def read_inbox(self, found: Iterable[ObjectInfo]) -> None:

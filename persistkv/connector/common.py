@@ -40,7 +40,7 @@ class TransferJob(NamedTuple):
 
 @dataclass(frozen=True)
 class ConnectorMetadata:
-    """Transfers that the worker must start in this step."""
+    """Transfers that the worker must start in this step, loads first."""
 
     loads: Sequence[TransferJob] = ()
     """Transfers from the primary tier to the device; requests wait for them."""
@@ -55,7 +55,7 @@ class LoadProgress:
     success: bool
     """False: the content of the device blocks is undefined, and the tokens must be computed."""
     num_tokens: int
-    """Tokens that the load covered."""
+    """Number of tokens that the load was to fill, also if it failed."""
     num_bytes: int
     """Bytes copied; 0 if the load failed."""
 
@@ -83,6 +83,7 @@ class ConnectorStats:
     loaded_blocks: int = 0
     """Offloaded blocks whose load succeeded."""
     failed_loads: int = 0
-    """Load jobs that failed, and loads whose blocks were evicted after the match."""
+    """Loads that failed, and loads that were not started because their blocks had been evicted since the match."""
     late_lookups: int = 0
-    """Requests that stopped waiting for blocks that were being promoted or written, and computed them instead."""
+    """Requests for which ``give_up_waiting`` was called: they stop waiting for blocks that are being promoted or
+    written, and compute them instead."""

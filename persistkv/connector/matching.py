@@ -71,7 +71,8 @@ class GroupBlocks(NamedTuple):
     is_available: Callable[[Any], bool]
     """Function that returns whether the block of a key can be loaded."""
     prefix: Callable[[Sequence[Any]], int] | None = None
-    """Function that returns how many of the first keys have loadable blocks; faster than calls of ``is_available``."""
+    """Function that returns how many of the passed keys, from the first on without a gap, have loadable blocks; faster
+    than calls of ``is_available``. None: there is no such function."""
 
 
 def longest_match(groups: Sequence[GroupBlocks], unit: int, start: int, limit: int) -> int:
@@ -103,9 +104,11 @@ def longest_match(groups: Sequence[GroupBlocks], unit: int, start: int, limit: i
 
 
 def longest_that_fits(geometries: Sequence[GroupGeometry], unit: int, start: int, limit: int, max_blocks: int) -> int:
-    """Return the longest prefix that needs at most ``max_blocks`` offloaded blocks of all groups after ``start``.
+    """Return the longest prefix that needs at most ``max_blocks`` offloaded blocks, of all groups together, for its
+    tokens from ``start`` on.
 
-    :returns: number of tokens, a multiple of ``unit`` and at most ``limit``.
+    :param limit: maximum length in tokens.
+    :returns: number of tokens, a multiple of ``unit``; ``start`` rounded down to one if no longer prefix fits.
     """
 
     def num_blocks(units: int) -> int:

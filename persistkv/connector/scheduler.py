@@ -85,7 +85,8 @@ class _Request:
     num_computed_tokens: int = 0
     """Number of leading tokens whose KV is in the device blocks."""
     promoted: set[OffloadKey] = field(default_factory=set)
-    """Blocks that were not ready at their first lookup, and so were promoted from a secondary tier."""
+    """Keys whose lookup returned None, because their blocks were being promoted from a secondary tier or, rarely,
+    written for another request. They count as promoted."""
     jobs: set[int] = field(default_factory=set)
     """Ids of the request's transfers in flight."""
     gave_up_waiting: bool = False
@@ -160,7 +161,7 @@ class _Request:
         return GPULoadStoreSpec(block_ids, sizes, indices)
 
     def num_promoted_tokens(self) -> int:
-        """Return the number of tokens of the load that were promoted from a secondary tier.
+        """Return the number of tokens of the load whose blocks are in ``promoted``; 0 if the load failed.
 
         Counts the blocks of the first full-attention group, or of the first group if there is none. A sliding-window
         group loads only the blocks of its window; the tokens before them count like the first loaded block.
@@ -269,10 +270,11 @@ class OffloadingConnectorScheduler:
         """Announce a request, and return the context for calls of the manager. Must be the first call for each request.
 
         :param kv_transfer_params: parameters that the caller of the engine attached to the request.
-        :param labels: name-value pairs that are stored with the request's manifest.
+        :param labels: name-value pairs that are stored with the request's manifest; None: no labels.
         :param store: False: the request's blocks are looked up and loaded, but not stored.
         :param retention: how long the stored context is kept; None: as long as there is room.
         :raises ValueError: a request of this id exists. A finished request exists until its transfers have ended.
+        :raises ConfigurationError: a label is not text.
         """
         if req_id in self._requests:
             raise ValueError(f"request {req_id!r} already exists")
@@ -284,7 +286,7 @@ class OffloadingConnectorScheduler:
         return context
 
     def update_keys(self, req_id: str, group_idx: int, keys: Iterable[OffloadKey], num_tokens: int) -> None:
-        """Append the keys of a group's next offloaded blocks. The KV of their tokens need not be computed yet.
+        """Append the keys of a request's next offloaded blocks of one group. Their KV need not be computed yet.
 
         :param num_tokens: number of all tokens of the request now, including those of an unfinished block.
         """
@@ -342,13 +344,17 @@ class OffloadingConnectorScheduler:
         return [geometry.device_blocks(start + num_external_tokens, start) for geometry in self._geometries]
 
     def give_up_waiting(self, req_id: str) -> None:
-        """Make ``get_num_new_matched_tokens`` count only ready blocks of this request, and never return None."""
+        """Make later calls of ``get_num_new_matched_tokens`` for this request count only blocks that can be loaded now,
+        and never return None.
+        """
         state = self._requests[req_id]
         self.stats.late_lookups += not state.gave_up_waiting
         state.gave_up_waiting = True
 
     def num_promoted_tokens(self, req_id: str) -> int:
-        """Return how many tokens of the last load were promoted from a secondary tier."""
+        """Return how many tokens of the request's last load were promoted from a secondary tier, or waited for while
+        another request wrote them; 0 if the load failed.
+        """
         return self._requests[req_id].num_promoted_tokens()
 
     def update_state_after_alloc(
@@ -387,7 +393,7 @@ class OffloadingConnectorScheduler:
 
         :param device_block_ids: for each group, the request's device blocks from its first token on; None if the
             group no longer has the block, or never had it: it is not stored.
-        :raises ValueError: if the blocks do not cover the tokens.
+        :raises ValueError: if the blocks do not cover the tokens; nothing changed.
         """
         state = self._requests[req_id]
         state.check_tables(device_block_ids, num_computed_tokens)
@@ -396,7 +402,8 @@ class OffloadingConnectorScheduler:
         self._to_plan[req_id] = state
 
     def request_finished(self, req_id: str) -> None:
-        """End a request: no further tokens are computed or loaded. Its full blocks that are not stored yet are stored.
+        """End a request: no further tokens are computed or loaded. The next ``build_connector_meta`` plans the store of
+        its full blocks that were not offered yet.
 
         Its device blocks must not be reused until ``ConnectorOutput.released`` contains its id.
         """
@@ -414,9 +421,10 @@ class OffloadingConnectorScheduler:
         return ConnectorMetadata(loads, stores)
 
     def update_connector_output(self, results: Iterable[TransferResult]) -> ConnectorOutput:
-        """Process the results of transfers.
+        """Process the results of ended transfers, and return the ends of loads and of requests.
 
-        :raises KeyError: if a result names a job that is not in flight; the results before it were processed.
+        :raises KeyError: if a result names a job that is not in flight. The results before it were processed, and the
+            ends of their loads are not returned.
         """
         output = ConnectorOutput()
         for result in results:
@@ -485,7 +493,9 @@ class OffloadingConnectorScheduler:
         return LoadProgress(True, num_tokens, result.num_bytes)
 
     def _release_if_done(self, state: _Request) -> None:
-        """If a request is finished and has no transfer left, end it at the manager and report it as released."""
+        """If a request is finished and has no transfer in flight or to plan, end it at the manager, and let the next
+        ``update_connector_output`` report it as released.
+        """
         req_id = state.context.req_id
         if state.finished and not state.jobs and req_id not in self._to_plan:
             del self._requests[req_id]

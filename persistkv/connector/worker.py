@@ -33,6 +33,8 @@ class OffloadingConnectorWorker:
     def start(self, metadata: ConnectorMetadata) -> None:
         """Start the transfers of one step, loads first because requests wait for them. Does not wait for their ends.
 
+        ``get_finished`` reports a transfer that does not start as failed.
+
         :raises KeyError: a transfer's direction has no handler; no transfer was started.
         """
         jobs = (*metadata.loads, *metadata.stores)
@@ -49,7 +51,7 @@ class OffloadingConnectorWorker:
     def get_finished(self) -> list[TransferResult]:
         """Return the transfers that ended since the last call, each once, including those that did not start.
 
-        If a handler raises, wait for its transfers to end, and report them as failed.
+        If a handler raises, wait for the ends of its transfers in flight, and report them as failed.
         """
         finished, self._not_started = self._not_started, []
         for handler, isolation in self._isolations.items():

@@ -191,7 +191,7 @@ def row_addresses(ids: IntArray, tensor: torch.Tensor) -> IntArray:
 
 
 def consecutive_runs(*sides: IntArray) -> list[slice]:
-    """Return the runs in which, on every side, each number is the previous one plus 1.
+    """Return the longest runs, as slices in order, in which each number of every array is the previous one plus 1.
 
     :param sides: arrays of equal length.
     """
@@ -201,6 +201,8 @@ def consecutive_runs(*sides: IntArray) -> list[slice]:
 
 
 def _check_bounds(what: str, ids: IntArray, count: int) -> None:
-    """Raise ValueError if a number is out of range: a wrong one would become an address outside the memory."""
+    """Raise ValueError unless all ``ids`` are from 0 to ``count - 1``: others would become addresses outside the
+    memory.
+    """
     if len(ids) and (ids.min() < 0 or ids.max() >= count):
         raise ValueError(f"{what} {ids.min() if ids.min() < 0 else ids.max()} is not one of {count}")

@@ -40,7 +40,7 @@ class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
 
 
 class CPUOffloadingManager(OffloadingManager):
-    """Allocates and evicts the rows of the primary tier. A call that raises changes nothing.
+    """Allocates and evicts the rows of the primary tier. A call that raises KeyError changes nothing.
 
     :param num_blocks: number of rows.
     :param cache_policy: ``lru``, ``arc``, or the name of an installed policy.
@@ -156,7 +156,7 @@ class CPUOffloadingManager(OffloadingManager):
         """Do the work of ``complete_store`` and return the blocks whose writes ended.
 
         :returns: distinct blocks that were being written: those allocated since the last ``reset_cache``, which are
-            readable now if ``success``, and those allocated before it, which are misses.
+            readable now if ``success`` and misses if not, and those allocated before it, which are misses.
         :raises KeyError: a block is not held; nothing changed.
         """
         distinct, writing = dict.fromkeys(keys), self._being_written
@@ -188,7 +188,9 @@ class CPUOffloadingManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def reset_cache(self, weights_changed: bool = True) -> None:
-        """Forget all blocks. A row that a job uses becomes free when the job is completed with its keys, as usual."""
+        """Forget all blocks. A row that a load or store uses becomes free when ``complete_load`` or ``complete_store``
+        reports its end. ``weights_changed`` has no effect.
+        """
         refs, rows, earlier = self._refs, self._rows, self._earlier
         self._record([key for key, row in rows.items() if refs[row] >= 0 and key not in earlier], removed=True)
         self._rows = {key: row for key, row in rows.items() if refs[row]}
@@ -245,7 +247,8 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
     A cascade to a secondary tier reads rows (``prepare_read``), a promotion writes them (``prepare_write``).
 
     :param mmap_region: holds the bytes; must have ``num_blocks`` rows. Owned by the manager: ``shutdown`` releases it.
-    :raises ConfigurationError: if the region has another number of rows, and as ``CPUOffloadingManager`` does.
+    :raises ConfigurationError: the region has another number of rows, ``num_blocks`` is not positive, or there is no
+        such policy.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def evict(self, count: int) -> list[tuple[OffloadKey, int]]:
-        """Choose ``count`` blocks to evict and forget them.
+        """Choose ``count`` blocks with ``refs`` 0 to evict, and forget them.
 
         :returns: key and row of each, in eviction order; fewer than ``count`` only if fewer can be evicted.
         """

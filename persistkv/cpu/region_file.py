@@ -68,10 +68,13 @@ class RegionFile:
     def open(cls, path: str, size: int, timeout_s: float) -> RegionFile:
         """Create the file with ``size`` bytes allocated, or attach to the file of another process.
 
-        A leftover is replaced. If another process is creating the file, the call waits until the file has its size.
+        A file that no process has locked is replaced. If another process is creating the file, the call waits until the
+        file has its size.
 
-        :raises ConfigurationError: if there is too little space; the file is removed.
-        :raises RegionError: if the file did not reach its size in time, or the directory cannot be used.
+        :param timeout_s: seconds to wait for that process.
+        :raises ConfigurationError: ``size`` bytes are not free, also after a wait of 25 s if the directory is large
+            enough; the file is removed.
+        :raises RegionError: the file did not reach its size in time, or the directory cannot be used.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -136,7 +139,9 @@ class RegionFile:
 def _allocate(fd: int, path: str, size: int) -> None:
     """Allocate memory for every byte now. In a sparse file, an access without free memory kills a process by SIGBUS.
 
-    Waits for memory that the host process of a killed engine is about to release.
+    Waits up to 25 s for memory that the host process of a killed engine is about to release.
+
+    :raises ConfigurationError: ``size`` bytes are not free; the file was unlinked.
     """
     directory = os.path.dirname(path)
     deadline = time.monotonic() + _PREDECESSOR_S

@@ -147,11 +147,12 @@ class SharedOffloadRegion:
     def pin(self, runtime: CudaRuntime | None = None) -> bool:
         """Register the mapping with CUDA, so that the GPU accesses it directly, until ``cleanup``.
 
-        Ranges end between two rows, since a single copy must not touch two registrations. If CUDA refuses a range, the
-        ranges before it are unregistered, one warning is logged, and copies use unpinned memory, which is slower.
+        Several calls of CUDA register one range of rows each, which ends between two rows, since a single copy must not
+        touch two registrations. If CUDA refuses a range, the ranges before it are unregistered, one warning is logged,
+        and copies use unpinned memory, which is slower.
 
         :param runtime: for tests; by default the CUDA runtime of torch.
-        :returns: whether the region is pinned.
+        :returns: whether the region is pinned; False also without a CUDA device.
         """
         if self._pinned:
             return True
@@ -198,7 +199,9 @@ class SharedOffloadRegion:
             self._file = None
 
     def _unpin(self) -> None:
-        """Unregister all ranges from CUDA, the last one first. If one fails, log it and continue with the others."""
+        """Unregister all ranges of the mapping from CUDA, the last one first. Log a failure and continue with the
+        others.
+        """
         failed = False
         while self._pinned and self._cuda is not None:
             address = self._pinned.pop()

@@ -31,17 +31,19 @@ class CPUOffloadingOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of the primary tier."""
 
     cpu_bytes_to_use: int | str
-    """Size of the primary tier for all workers together, such as ``100GiB``."""
+    """Size of the primary tier for all workers together, in bytes or as text such as ``100GiB``; rounded down to whole
+    rows."""
     block_size: int | None = None
     """Tokens in an offloaded block, a multiple of the GPU block size. None: the GPU block size."""
     eviction_policy: str = "lru"
     """``lru``, ``arc``, or the name of an installed policy."""
     enable_events: bool = False
-    """Whether to report stored and evicted blocks."""
+    """Whether the manager's ``take_events`` returns the stored and removed blocks."""
     store_threshold: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Lookups before a block is stored; 0 stores every block. See ``FilterReusedOffloadingManager``."""
     max_tracker_size: Annotated[int, msgspec.Meta(ge=1)] = MAX_TRACKER_SIZE
-    """Blocks whose lookups are counted for ``store_threshold``."""
+    """Maximum number of blocks whose lookups are counted for ``store_threshold``; the least recently counted are
+    forgotten."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +139,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         return self._manager
 
     def make_manager(self) -> OffloadingManager:
-        """Build the manager without the filter of ``store_threshold``; called once. Subclasses add tiers."""
+        """Return a new manager without the filter of ``store_threshold``, for ``get_manager``. Subclasses add tiers."""
         return CPUPrimaryTierOffloadingManager(
             self.num_blocks, self.get_region(), self.options.eviction_policy, self.options.enable_events
         )
@@ -165,7 +167,9 @@ class CPUOffloadingSpec(OffloadingSpec):
         )
 
     def shutdown(self) -> None:
-        """Shut down the handlers, the manager and the region; idempotent. Exceptions of the first two are logged."""
+        """Shut down the handlers, the manager and the region; idempotent. Exceptions of the handlers and of the manager
+        are logged, and the others are still shut down.
+        """
         if self._handlers is not None:
             self._handlers.shutdown()
         if self._manager is not None:

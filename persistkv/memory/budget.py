@@ -28,7 +28,7 @@ class MemoryShares(NamedTuple):
     """Memory limits in bytes, one per use."""
 
     staged: int
-    """Limit of staged blocks, waiting or being written."""
+    """Limit of the raw bytes of staged blocks, which wait to be written or are being written."""
     ends: int
     """Limit of the keys of ended requests whose manifests are not written yet."""
     transaction: int
@@ -38,7 +38,7 @@ class MemoryShares(NamedTuple):
 
     @classmethod
     def of(cls, bound: int) -> MemoryShares:
-        """Return the limits for a budget of ``bound`` bytes."""
+        """Return the limits for a budget of ``bound`` bytes, the value of ``staging_bytes``."""
         return cls(
             bound // 2, bound // 16, min(MAX_PACK_BYTES, bound // 4), min(_PART_BYTES, bound // (8 * MAX_IO_THREADS))
         )

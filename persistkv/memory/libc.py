@@ -16,12 +16,17 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def madvise(address: int, num_bytes: int, advice: int) -> int:
-    """Call ``madvise`` without the GIL; return 0, or the errno if the kernel refuses."""
+    """Call ``madvise`` for ``num_bytes`` bytes at ``address``, with the GIL released; return 0, or the errno if the
+    kernel refuses.
+
+    :param advice: an ``MADV_`` constant.
+    """
     return ctypes.get_errno() if _libc().madvise(address, num_bytes, advice) else 0
 
 
 def map_shared(files: Sequence[tuple[int, int]], alignment: int) -> int:
-    """Map files one after the other, shared and writable; return the address, 0 if they cannot be mapped.
+    """Map files one after the other, shared and writable; return the address, or 0 if one cannot be mapped. Then no
+    file stays mapped.
 
     :param files: descriptors, and the bytes to map from the start of each: whole pages, except for the last.
     :param alignment: of the address; a multiple of the page size.

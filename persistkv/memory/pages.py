@@ -34,8 +34,11 @@ def use_huge_pages(fds: Sequence[int], num_bytes: int, *, threads: int = _MAX_TH
     so call this before. Half a gigabyte takes one thread 0.3 s, or 0.3 ms if it is in huge pages already.
 
     :param fds: as in ``map_aligned``; their memory is allocated.
+    :param num_bytes: size of all files together.
+    :param threads: maximum number of threads to use.
     :returns: whether the memory is in huge pages now, except for a last part that is smaller than one. If False, the
-        kernel is too old or has too little contiguous memory; then all or part of it is unchanged.
+        files cannot be mapped, or the kernel is too old or has too little contiguous memory; then all or part of the
+        memory is unchanged.
     """
     whole = num_bytes - num_bytes % HUGE_PAGE_BYTES
     try:
@@ -53,7 +56,7 @@ def collapse(address: int, num_bytes: int, *, threads: int = _MAX_THREADS) -> bo
 
     :param address: a multiple of ``HUGE_PAGE_BYTES``. A last part that is smaller than a huge page is unchanged.
     :param threads: maximum number of threads to use.
-    :returns: as ``use_huge_pages``.
+    :returns: whether the memory is in huge pages now. If False, all or part of it is unchanged.
     """
     whole = num_bytes - num_bytes % HUGE_PAGE_BYTES
     steps = [(address + begin, min(_STEP_BYTES, whole - begin)) for begin in range(0, whole, _STEP_BYTES)]
@@ -124,7 +127,7 @@ def prefault(memory: memoryview, first: int, length: int, stride: int) -> None:
 
     def populate(thread: int) -> int:
         """Make every part whose index is ``thread`` modulo ``threads`` resident. Return 0, or the errno of the first
-        part that the kernel refused.
+        part that the kernel refused; that part and the ones after it are read instead.
         """
         problem = 0
         for begin, end in parts[thread::threads]:

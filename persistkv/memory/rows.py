@@ -36,7 +36,7 @@ class Rows:
         return len(self.array)
 
     def check(self, block_ids: Sequence[int]) -> None:
-        """Raise ValueError unless each of these row numbers is in the array.
+        """Check that each of these row numbers is in the array.
 
         :raises ValueError: a row does not exist. The message names the lowest and the highest of ``block_ids``.
         """
@@ -44,14 +44,16 @@ class Rows:
             raise ValueError(f"rows {min(block_ids)} to {max(block_ids)} do not exist: there are {len(self)} rows")
 
     def places(self, group: int, block_id: int) -> list[memoryview]:
-        """Return writable views of the bytes that a block of the group uses in row ``block_id``, in ascending order."""
+        """Return writable views of the bytes that a block of the group uses in row ``block_id``: one view per byte
+        range of the group's layout, ascending.
+        """
         base = block_id * self.layout.row_stride
         return [self._flat[base + offset : base + offset + size] for offset, size in self.layout.groups[group].ranges]
 
     def pieces(self, group: int, block_ids: Sequence[int]) -> list[memoryview]:
         """Return writable views of the bytes that blocks of the group use in their rows, in the order of ``block_ids``.
 
-        If a block uses its whole row, consecutive rows are returned as one view.
+        If a block uses its whole row, consecutive rows are returned as one view; ``block_ids`` must not be empty then.
         """
         layout, stride = self.layout.groups[group], self.layout.row_stride
         if layout.ranges == ((0, stride),):
@@ -62,7 +64,7 @@ class Rows:
         """Return blocks of the group as an array of shape (len(block_ids), block_bytes).
 
         It is a view if the group uses one byte range of a row, and the blocks are one block or consecutive whole
-        rows. Otherwise it is a copy.
+        rows. Otherwise it is a copy. ``block_ids`` must not be empty.
         """
         layout = self.layout.groups[group]
         first, count = block_ids[0], len(block_ids)
@@ -76,7 +78,9 @@ class Rows:
         return np.concatenate([self.array[ids, start : start + size] for start, size in layout.ranges], axis=1)
 
     def scatter(self, group: int, block_ids: Sequence[int], blocks: ByteArray) -> None:
-        """Copy ``blocks``, an array of shape (len(block_ids), block_bytes), into the rows ``block_ids``."""
+        """Copy ``blocks``, an array of shape (len(block_ids), block_bytes), into the byte ranges that the group uses in
+        the rows ``block_ids``.
+        """
         ids = np.asarray(block_ids)
         start = 0
         for offset, size in self.layout.groups[group].ranges:

@@ -14,7 +14,7 @@ BACKENDS = Registry[Backend]("persistkv.backends", "url scheme", Backend)
 
 
 def open_backend(url: str, *, read_only: bool = False) -> Backend:
-    """Open the store at a URL, with the backend of the URL's scheme.
+    """Open the store at a URL, with the backend of the URL's scheme; create it if it is absent and not ``read_only``.
 
     :raises ConfigurationError: the URL or an option is invalid, or no working backend is installed for the scheme.
     :raises StoreError: as ``Backend.open`` raises it.
@@ -24,7 +24,7 @@ def open_backend(url: str, *, read_only: bool = False) -> Backend:
 
 
 def open_inspectable(url: str, *, read_only: bool = False) -> InspectableBackend:
-    """Open the store at a URL for tools, which list its content. Raises the errors of ``open_backend``, too.
+    """Open the store at a URL as ``open_backend`` does, for tools that list its content.
 
     :raises UnsupportedStoreError: the backend of this scheme cannot list its content; the store is closed again.
     """

@@ -4,7 +4,8 @@ Methods raise vendor exceptions as ``StoreError``s; after ``close``, they raise 
 returned objects. Any thread may call ``read`` and ``tables``, concurrently with any other call; only one thread at a
 time may call the other methods. A pack's payload is its frames as stored. *Held* means: contained in the store.
 
-**Eviction.** A store with a capacity evicts packs and manifests in ``commit``, across all its namespaces:
+**Eviction.** A store with a capacity evicts packs and manifests, across all its namespaces: in ``commit``, or, if it is
+remote, in one of its processes soon after a commit.
 
 1. Low priority is evicted first, then the least recently used. Each commit that uses something (writes it, or names it
    in ``touches``) is one moment. At the same moment, the order is: packs of unknown depth (``Frame.depth``), deeper
@@ -54,11 +55,11 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Namespace:
-    """Everything that is stored under one identity."""
+    """Namespace of a store, which contains all that is stored under one identity."""
 
     identity: Identity
     created: float
-    """Seconds since the epoch."""
+    """Time of creation: seconds since the epoch, on the clock of the process that created it."""
 
     @property
     def id(self) -> bytes:
@@ -87,15 +88,18 @@ class CommitBatch:
     manifests: Sequence[ManifestWrite] = ()
     """Manifests to write. Each replaces the manifest with the same id and keeps its pin."""
     deletions: Sequence[bytes] = ()
-    """Ids of packs to delete before ``packs`` are written. Here and below, ids that are not held are ignored."""
+    """Ids of packs to delete before ``packs`` are written. Ids that are not held are ignored."""
     bad: Sequence[bytes] = ()
-    """Ids of damaged packs (bytes do not verify) to delete. Despite module rule 3, intact packs after them are kept."""
+    """Ids of packs to delete because their bytes do not verify, with the manifests that name them. Packs after them in
+    these manifests are kept, unlike those after ``deletions``. Ids that are not held are ignored."""
     touches: Sequence[bytes] = ()
-    """Ids of packs that were used, all at one moment: name a pack together with the packs that it depends on."""
+    """Ids of packs that were used, all at one moment: name a pack together with the packs that it depends on.
+    Ids that are not held are ignored."""
     pins: Sequence[tuple[str, bool]] = ()
-    """(manifest id, True to pin or False to unpin), applied after ``manifests``."""
+    """(manifest id, True to pin or False to unpin), applied after ``manifests``; ids that are not held are ignored."""
     seen: bytes | None = None
-    """Cursor that the caller's last ``changes`` returned: newer changes make the commit stale. None: do not check."""
+    """Position up to which the caller knows the namespace's changes (``Changes.cursor``): newer changes make the commit
+    stale. None: do not check."""
     memory: int = MAX_PACK_BYTES
     """Bytes of encoded packs that a ``remote`` driver may hold at once; one pack is always allowed."""
 
@@ -109,7 +113,8 @@ class CommitResult:
     evicted: Sequence[PackTable] = ()
     """Tables of all packs that this commit removed, in any namespace, except those whose table is damaged."""
     stale: bool = False
-    """Nothing was done: another commit followed ``seen``. Apply ``changes`` and retry."""
+    """True: the batch was not written, because another commit followed ``CommitBatch.seen``; packs may have been
+    evicted. Apply ``changes`` and retry."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +131,7 @@ class Changes:
     reset: bool = False
     """``added`` is the whole catalogue: there was no cursor, or it is too old or invalid."""
     blocks: int | None = None
-    """With ``reset``: number of blocks of ``added``, if known."""
+    """Approximate number of blocks of ``added``; None: unknown, or no ``reset``."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +146,7 @@ class ReadSpan:
 
 
 class Backend(ABC):
-    """One open store."""
+    """Handle of one open store."""
 
     capabilities: Capabilities = Capabilities()
 
@@ -169,13 +174,15 @@ class Backend(ABC):
 
     @abstractmethod
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
-        """Apply the whole batch atomically. On return, it is durable, and the totals of the store are exact.
+        """Apply the whole batch atomically. On return, it is durable, and the totals of the store are exact. In a
+        remote store, a batch of only ``touches`` may become durable later.
 
         To make room, packs are evicted, except those that the batch writes or its manifests name. Three steps may
         become durable earlier: evictions, ``touches``, and the deletion of manifests that name packs to be deleted.
 
         State after a failure or a kill: as before the call, except for these steps (``changes`` reports the evicted
-        packs). Totals are exact, the handle stays usable, and the next commit may succeed.
+        packs). In a remote store, a commit whose answer was lost may also have taken effect as a whole. Totals are
+        exact, the handle stays usable, and the next commit may succeed.
 
         :raises StoreFullError: the batch does not fit, even after all possible evictions.
         :raises StoreError: no such namespace, a pack of another namespace, or a store that is open read-only. Errors of

@@ -39,7 +39,7 @@ class StagedPack:
     num_bytes: int = 0
     """Raw bytes of all segments."""
     closed: bool = False
-    """Complete: blocks are no longer added."""
+    """True: the pack is complete; no more blocks are added."""
 
 
 class Staging:
@@ -52,7 +52,7 @@ class Staging:
     def __init__(self, max_bytes: int, max_age_s: float, *, gather_all: bool) -> None:
         """Create an empty staging area.
 
-        :param max_bytes: bound that ``fits`` checks.
+        :param max_bytes: bound on the raw bytes of all copies, which ``fits`` checks.
         :param max_age_s: age in seconds at which a pack is due.
         :param gather_all: all packs become due together, when the oldest is old enough. If False, each pack becomes due
             when it is full or old enough itself.
@@ -97,8 +97,8 @@ class Staging:
             del self._open[pack.request]
 
     def of_context(self, end: RequestEnd) -> list[StagedPack]:
-        """Return the waiting packs that contain blocks of this request's context, including those that another request
-        stored. Packs that are being written are left out.
+        """Return the waiting packs of this request, and those of other requests that contain blocks of its context.
+        Packs that are being written are left out.
         """
         holders = {self._pack_of.get(key) for keys in end.group_keys for key in keys}
         return [pack for pack in self._waiting if pack.request == end.request or pack in holders]
@@ -188,7 +188,7 @@ def divide(outgoing: Iterable[Outgoing], ends: Sequence[RequestEnd], max_bytes: 
     """Divide packs in order into at least one transaction, each as large as the bound allows. The last one also commits
     the ends of requests.
 
-    :param max_bytes: bound on the raw bytes of one transaction.
+    :param max_bytes: bound on the raw bytes of one transaction; a larger pack gets a transaction of its own.
     """
     slices: list[list[Outgoing]] = [[]]
     size = 0

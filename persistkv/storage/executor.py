@@ -55,7 +55,7 @@ class Executor(ABC):
     @abstractmethod
     def ahead(self, call: Callable[[], T]) -> Callable[[], T]:
         """Start a call that may run concurrently with the caller. Return a function that waits for the call, and
-        returns its result or raises its exception. Thread-safe.
+        returns its result or raises its exception. Without threads, this function runs the call. Thread-safe.
         """
 
     @abstractmethod
@@ -98,7 +98,7 @@ class Executor(ABC):
 
     @abstractmethod
     def longest_s(self) -> float:
-        """Return for how many seconds the oldest running call has been running; 0 if there is none."""
+        """Return for how many seconds the oldest running call of this executor has been running; 0 if there is none."""
 
     def close(self) -> None:
         """Drop queued flows, wait for submitted calls, and end the threads. No flow is resumed. Idempotent."""

@@ -29,14 +29,15 @@ class RequestUse:
     reused: bool
     """Whether ``last_used`` is later than the writing of the request."""
     shared_by: int
-    """Number of other requests whose manifests name its last pack. They probably contain its whole context."""
+    """Number of other requests whose manifests name the last pack of this request. They probably contain its whole
+    context."""
     pinned: bool
     """Whether the manifest is pinned: its packs are not evicted then, and expire only by its own ttl."""
     hits: int = 0
     """Number of the requests counted by ``shared_by`` that were written later than this one. Requests that are no
     longer held do not count."""
     packs_raw_bytes: int = 0
-    """Bytes, before the codec, of all blocks in the packs that the manifest names, including blocks of others."""
+    """Bytes, before the codec, of all blocks in the packs that the manifest names, including other requests' blocks."""
     packs_stored_bytes: int = 0
     """Payload bytes of the packs that the manifest names, padding included."""
 
@@ -59,8 +60,8 @@ class BackendStats:
     capacity: int | None
     """Bound on ``disk_bytes``; None: unbounded."""
     quarantined: tuple[str, ...] = ()
-    """Renamed directories of damaged stores. They are kept until a command deletes them, and do not count towards the
-    capacity."""
+    """Paths of the renamed directories of damaged stores. They are kept until ``persistkv prune --quarantined`` deletes
+    them, and do not count towards the capacity."""
     quarantined_bytes: int = 0
     """Bytes that the directories in ``quarantined`` take on disk."""
 
@@ -100,7 +101,9 @@ class InspectableBackend(Backend):
 
     @abstractmethod
     def stats(self) -> BackendStats:
-        """Return the totals. They are exact after each commit and are read without a scan of the packs."""
+        """Return the totals over all namespaces, without a scan of the packs. They are exact for all commits that this
+        handle has read; a remote store reads those of other processes with a delay.
+        """
 
 
 @runtime_checkable
@@ -119,7 +122,7 @@ class SupportsNotes(Protocol):
     """
 
     def note(self, namespace: bytes, name: str) -> bytes | None:
-        """Return the content of a note; None if there is none.
+        """Return the content of a note; None if there is none, or if it is known to be damaged.
 
         :raises StoreError: the medium failed.
         """
@@ -141,8 +144,8 @@ class SupportsIndexFile(Protocol):
     def index_file(self, namespace: bytes) -> Path | None:
         """Return the path of a file in which an engine saves its index of a namespace for the next opening.
 
-        The file is a cache: it may be deleted at any time, and is not part of ``BackendStats.disk_bytes``. None: the
-        namespace is not read yet, because a remote store is not reachable.
+        The file is a cache: it may be deleted at any time, and is not part of ``BackendStats.disk_bytes``. None: a
+        remote store has not answered since it was opened, so there is no file yet.
         """
         ...
 
@@ -183,7 +186,7 @@ class SupportsScan(Protocol):
         ...
 
     def scan_order(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[bytes]:
-        """Return these packs in the order in which ``scan`` is fastest."""
+        """Return these ids, held or not, in the order in which ``scan`` of their packs is fastest."""
         ...
 
 
@@ -215,7 +218,7 @@ class SupportsCounters(Protocol):
 
     @property
     def requests(self) -> Mapping[str, int]:
-        """Number of requests sent so far, by HTTP method or other kind; empty if they are not counted."""
+        """Number of requests sent since the store was opened, by HTTP method or other kind; empty if not counted."""
         ...
 
     @property
@@ -272,7 +275,10 @@ class SupportsPolicy(Protocol):
         ...
 
     def policy(self) -> Policy:
-        """Return the recorded policy."""
+        """Return the store's recorded policy.
+
+        :raises StoreError: the medium failed.
+        """
         ...
 
     def set_policy(self, policy: Policy) -> None:
@@ -372,7 +378,9 @@ class SupportsPlainMedium(Protocol):
 
 
 def scan(backend: Backend, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-    """Read with ``SupportsScan.scan``, or with ``Backend.read`` if the backend lacks it."""
+    """Fill the spans' buffers with ``SupportsScan.scan``, or with ``Backend.read`` if the backend lacks it; return for
+    each span whether it was filled.
+    """
     return backend.scan(namespace, spans) if isinstance(backend, SupportsScan) else backend.read(namespace, spans)
 
 
@@ -389,7 +397,13 @@ def read_frames(
     buffer: memoryview,
     take: Callable[[int, memoryview], None],
 ) -> None:
-    """As ``SupportsFrames.read_frames``. If the backend lacks it, each frame is read with one ``Backend.read``."""
+    """Read frames of a pack with ``SupportsFrames.read_frames``, or one by one with ``Backend.read`` if it is missing.
+
+    ``take`` gets the index and the unverified stored bytes of each frame that was read; ``buffer`` is reused after it
+    returns.
+
+    :raises StoreError: the medium failed; frames that were passed to ``take`` before are complete.
+    """
     if isinstance(backend, SupportsFrames):
         backend.read_frames(namespace, pack_id, frames, buffer, take)
         return
@@ -400,5 +414,5 @@ def read_frames(
 
 
 def statuses(backend: Backend) -> dict[str, bytes]:
-    """Return the rows of ``SupportsStatus.statuses``; empty if the backend does not publish status."""
+    """Return the status rows of all engines by name (``SupportsStatus.statuses``); empty if the backend has none."""
     return backend.statuses() if isinstance(backend, SupportsStatus) else {}

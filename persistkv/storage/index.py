@@ -151,12 +151,16 @@ class LookupTable:
     contains = __contains__
 
     def __len__(self) -> int:
-        """Number of blocks in all packs of the host's index; a block in two packs counts twice."""
+        """Number of blocks in all packs of the host's index, and of usable blocks of an adopted namespace; a block in
+        two packs counts twice.
+        """
         table, slots = self._table
         return table[slots]
 
     def held(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return for each key what ``contains`` would return; several times faster than single calls."""
+        """Return for each key whether the store probably holds it (``contains``); several times faster than single
+        calls.
+        """
         if len(keys) < _FEW:
             return list(map(self.contains, keys))
         table, slots = self._table
@@ -358,14 +362,15 @@ class HeldPack:
     def __init__(self, table: PackTable, number: int) -> None:
         self.table = table
         self.number = number
-        """Number of the pack when this object was made, as in ``Index.number_of``."""
+        """Number by which the index referred to the pack when this object was made (``Index.number_of``); 0: it did not
+        hold the pack."""
         self.keys = tuple(table.keys.unpack())
         """Keys of all blocks, frame after frame."""
         self._places: dict[bytes, int] | None = None
 
     @property
     def pack_id(self) -> bytes:
-        """The pack's id."""
+        """The pack's id, 16 bytes."""
         return self.table.pack_id
 
     @property
@@ -376,8 +381,8 @@ class HeldPack:
         return self._places
 
     def start_of(self, keys: Sequence[bytes]) -> int | None:
-        """Return the position of the first key if the pack holds all keys one after the other in this order; else None.
-        Much faster than ``places``.
+        """Return the position of the first key if the pack holds all keys (at least one) one after the other in this
+        order; else None. Much faster than ``places``.
         """
         if keys[0] not in self.keys:
             return None
@@ -414,7 +419,7 @@ class Index:
         return next(self._table.packs_of(_fingerprint(key)), 0) != 0
 
     def __len__(self) -> int:
-        """Number of entries: blocks in all packs."""
+        """Number of entries: blocks in all packs, and hints."""
         return self._table.live
 
     def pack_ids(self) -> list[bytes]:
@@ -456,7 +461,8 @@ class Index:
     # Changes
 
     def reload(self, tables: Iterable[PackTable], blocks: int | None = None) -> None:
-        """Replace the whole content. If iterating over ``tables`` raises, only some of the packs are in the index.
+        """Replace the whole content, hints included. If iterating over ``tables`` raises, only some of the packs are in
+        the index.
 
         :param blocks: estimated number of blocks in ``tables``. None: they are counted, with all tables in memory.
         """
@@ -549,7 +555,8 @@ class Index:
     def remove_hints(self, fingerprints: bytes | None = None) -> None:
         """Remove the hints of keys.
 
-        :param fingerprints: as from ``PackedKeys.fingerprints``; None: remove all hints, in one pass over all slots.
+        :param fingerprints: xxh3-64 of each key (``PackedKeys.fingerprints``). None: remove all hints, in one pass over
+            all slots.
         """
         for table in (self._table,) if self._new is None else (self._table, self._new):
             if fingerprints is None:
@@ -564,8 +571,8 @@ class Index:
     # The file
 
     def save(self, path: Path, cursor: bytes) -> None:
-        """Write the index to a file for the next opening; a small one is not written. Failures are only logged. Hints
-        are removed.
+        """Write the index to a file for the next opening, unless it has fewer than 65,536 entries. Hints are removed. A
+        failure is only logged; the old file remains.
 
         :param cursor: position in the change log that the index corresponds to.
         """

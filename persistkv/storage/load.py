@@ -269,12 +269,14 @@ def _parts(reads: Iterable[FrameRead], part_bytes: int, scratch_bytes: int) -> I
 
 
 def _needs_scratch(read: FrameRead) -> bool:
-    """Whether some of the frame's stored bytes are not read straight into rows."""
+    """Return whether some of the frame's stored bytes are not read straight into rows."""
     return read.frame.encoded or not read.whole
 
 
 def make_scratch(part_bytes: int) -> Scratch:
-    """Return a pool of buffers that have room for the stored bytes of a part, one decoded frame, and padding."""
+    """Return a pool of buffers, each with room for one part: at most ``part_bytes`` stored bytes that are not read
+    straight into rows, one decoded frame, and padding.
+    """
     return Scratch(part_bytes + 2 * FRAME_BYTES)
 
 

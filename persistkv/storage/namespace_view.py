@@ -38,8 +38,8 @@ _QUARANTINE_ATTEMPTS = 3
 _MOST_RECENT_KEYS = 16_384  # keys of the packs whose tables are kept: 2 MB
 _LONG_RUN = 16  # keys with the same candidate, from which on a comparison with its table at once is faster
 _READ_AT_ONCE = 4
-"""Number of tables up to which the caller's thread reads them, in 0.1 to 0.3 ms. Another thread would begin 0.2 to
-1.8 ms later, or after all parts of queued load jobs."""
+"""Number of tables of a local store up to which the caller's thread reads them, in 0.1 to 0.3 ms. Another thread would
+begin 0.2 to 1.8 ms later, or after all parts of queued load jobs."""
 SHORTENED_AT_ONCE = 64
 """Maximum number of manifests that one commit shortens. If more manifests name a bad pack, several commits shorten
 them, and the last of these commits deletes the pack."""
@@ -87,7 +87,7 @@ class NamespaceView:
         """Whether packs were removed from the index that the store may still hold."""
         self._file: Path | None = None
         self._saved: bytes | None = None
-        """Cursor of the file's content."""
+        """``cursor`` of the index that is saved in ``_file``; None: no valid file."""
         try:
             with no_collections():
                 self._learn(self._load())
@@ -98,7 +98,7 @@ class NamespaceView:
         trim_heap()  # about 50 bytes per block
 
     def _load(self) -> Changes:
-        """Load the index from its file, if there is one, and return what changed since then."""
+        """Load the index from its file and return the changes since then; without a valid file, the whole catalogue."""
         if isinstance(self.backend, SupportsIndexFile):
             self._file = self.backend.index_file(self.namespace)
         self._saved = self.cursor = None if self._file is None else self.index.load(self._file)
@@ -109,7 +109,9 @@ class NamespaceView:
         return changes
 
     def close(self) -> None:
-        """Close the backend, then save the index for the next opening. Idempotent."""
+        """Close the backend, then save the index for the next opening, unless it may lack packs that the store holds. A
+        failure to save is logged. Idempotent.
+        """
         self.backend.close()
         is_whole = self.backend.capabilities.writable and not self._distrusted and not self._dropped
         if self._file is not None and is_whole and self.cursor is not None and self.cursor != self._saved:
@@ -269,7 +271,8 @@ class NamespaceView:
         return pack
 
     async def _drop_unread(self, packs: Mapping[bytes, int]) -> None:
-        """Remove from the index packs whose tables are damaged or no longer held: another process removed the packs.
+        """Refresh, and remove from the index the packs whose tables are damaged or no longer held. If the medium fails,
+        they stay in the index.
 
         :param packs: pack id → ``Index.number_of`` at the time of the failed read. Packs added since then are kept.
         """
@@ -291,6 +294,7 @@ class NamespaceView:
     async def committed(self, writers: Sequence[NewPack], result: CommitResult, *, followed: bool) -> None:
         """Apply the result of this store's own commit to the index, the counters and the news.
 
+        :param writers: packs of the commit's batch.
         :param followed: whether it is certain that no other process committed between the last refresh and this commit.
             If not, this method refreshes.
         """
@@ -351,8 +355,9 @@ class NamespaceView:
                 return
 
     async def _delete(self, bad: Sequence[bytes]) -> bool:
-        """Delete packs. Return False, and delete nothing, if another process has committed since the last refresh: it
-        may have replaced the packs. A failure of the store is logged, and the packs stay in ``_distrusted``.
+        """Delete packs. Return False, and delete none of them, if another process has committed since the last refresh:
+        it may have replaced them. Otherwise return True, also if the store failed: that is logged, and the packs stay
+        in ``_distrusted``.
         """
         try:
             batch: CommitBatch | None = CommitBatch()
@@ -458,7 +463,7 @@ class ManifestMaker:
 
         The manifest is None if no group has a durable prefix.
 
-        :param created: as in ``RequestManifest``; None: now.
+        :param created: time of creation in seconds since the epoch; None: now.
         """
         kept = [list(takewhile(self._pack_of.__contains__, keys)) for keys in end.group_keys]
         whole = list(map(len, kept)) == list(map(len, end.group_keys))
@@ -522,7 +527,7 @@ def shortened(requests: Iterable[NamedRequest], maker: ManifestMaker, seen: byte
     A request of which no block is left is not part of the commit: it is deleted with the bad pack.
 
     :param maker: builder for which the keys of bad packs are not durable.
-    :param seen: as in ``CommitBatch``.
+    :param seen: ``Changes.cursor`` of the last known changes: newer ones make the commit stale. None: do not check.
     """
     shorter: list[ManifestWrite] = []
     pins: list[tuple[str, bool]] = []

@@ -19,31 +19,36 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of an open namespace; not part of its identity."""
 
     codec: str = "raw"
-    """Codec of new packs; packs of any codec are read."""
+    """Codec of new packs, such as ``raw`` or ``zstd:3`` (``parse_codec``). Packs of any codec are read."""
     staging_bytes: int = 256 << 20  # 256 MiB
-    """Bound on all memory of the host process except its index; see ``persistkv.memory.budget``."""
+    """Bound in bytes on all memory of the host process except its index and the primary tier; see
+    ``persistkv.memory.budget``."""
     max_age_s: float = 2.0
-    """Longest time, in seconds, that a small pack waits in memory to be written together with others."""
+    """Age in seconds at which the write of staged blocks starts: blocks of small packs (below 4 MiB), copied to memory
+    to be written together with others. Ignored with ``interval:`` durability."""
     durability: str = "commit"
-    """See ``persistkv.config.parse_durability``."""
+    """``commit``: each pack is written when it is large enough, at the end of its request, or at ``max_age_s``.
+    ``interval:5s``: accepted blocks are written together when the oldest is 5 s old. See
+    ``persistkv.config.parse_durability``."""
     io_threads: int = 2
-    """Number of concurrent reads. Frames are encoded on the same threads."""
+    """Number of threads that read and decode frames, and encode those of new packs. A remote store uses 8 instead."""
     refresh_s: float = 1.0
-    """Seconds between refreshes, which read the changes of other processes."""
+    """Seconds between the starts of refreshes, which read the packs that other processes added or removed."""
     strict_identity: bool = False
-    """Refuse to open a store that holds only other identities."""
+    """True: refuse to open a store that holds only namespaces of other identities (an empty one is opened). False: add
+    a namespace to it."""
     adopt: Literal["canary", "never"] = "canary"
     """``canary``: use the namespace of another engine release after comparisons have proven its blocks valid.
     ``never``: use only the own namespace."""
     events: bool = False
-    """Report stored and removed keys in ``News``."""
+    """Whether ``News`` reports stored and removed keys."""
 
 
 class StoreCounters(msgspec.Struct):
-    """Counters since the store was opened."""
+    """Counters of one open ``Store`` since it was opened. Work of other processes is not counted."""
 
     stored_blocks: int = 0
-    """Blocks of packs that became durable."""
+    """Blocks of the packs that this store wrote and that became durable."""
     stored_raw_bytes: int = 0
     """Bytes of ``stored_blocks`` before the codec."""
     stored_bytes: int = 0
@@ -51,35 +56,39 @@ class StoreCounters(msgspec.Struct):
     held_blocks: int = 0
     """Blocks of store jobs that were not written again: the store already held or had accepted them."""
     dropped_blocks: int = 0
-    """Blocks dropped because their commits failed or did not begin: the engine will compute them again."""
+    """Accepted blocks that were dropped, because their commits failed or had not begun when the host ended. They are
+    misses: the engine computes them again."""
     dropped_bytes: int = 0
     """Raw bytes of ``dropped_blocks``."""
     loaded_blocks: int = 0
-    """Blocks read into rows, verified."""
+    """Blocks that load jobs read into rows and verified."""
     loaded_bytes: int = 0
     """Raw bytes of ``loaded_blocks``."""
     missed_blocks: int = 0
-    """Blocks of load jobs that were not served."""
+    """Blocks of load jobs that were not served: not held, damaged, or not readable."""
     verification_failures: int = 0
-    """Frames that failed verification."""
+    """Frames read by load jobs whose bytes failed verification or decoding."""
     evicted_blocks: int = 0
-    """Blocks of packs that commits of this process evicted or deleted from the namespace."""
+    """Blocks of this namespace's packs that were evicted or expired in successful commits of this store. Deleted
+    damaged packs are not counted."""
     commits: int = 0
-    """Transactions that succeeded."""
+    """Transactions of this store that succeeded, including those that wrote no pack."""
 
 
 class News(msgspec.Struct, array_like=True, tag=True):
-    """Changes since the last ``take_news``, as the host process sends them to the engine.
+    """Changes of the store's keys and requests since the last ``take_news``, as the host process sends them to the
+    engine.
 
     ``stored``, ``removed`` and ``lost`` are set only if ``StoreOptions.events`` is.
     """
 
     stored: list[bytes] = []
-    """Keys that became durable, including those that other processes wrote."""
+    """Keys that became durable, including those that other processes wrote and those of an adopted namespace."""
     removed: list[bytes] = []
-    """Keys that are no longer held."""
+    """Keys that can no longer be loaded: their packs were removed, or are damaged."""
     lost: bool = False
-    """Whether ``stored`` or ``removed`` is incomplete: there were too many keys, or another process removed packs."""
+    """Whether ``stored`` or ``removed`` is incomplete: more than 65,536 keys changed, or the keys of removed packs are
+    not known (mostly of packs that another process removed)."""
     persisted: list[tuple[str, bool]] = []
     """(request id, whether its whole context is durable), for each request whose end was processed."""
     collided: dict[bytes, bool] = {}
@@ -87,9 +96,9 @@ class News(msgspec.Struct, array_like=True, tag=True):
     miss. False: it was stored since, so the engine can trust the lookup table again."""
 
     def add(self, *, stored: Sequence[bytes] = (), removed: Sequence[bytes] = ()) -> None:
-        """Record keys. A key that was stored and then removed is only in ``removed``.
+        """Add keys to both lists. A key that was stored and then removed is only in ``removed``.
 
-        If there are too many keys, both lists are cleared and ``lost`` is set.
+        If the lists have more than 65,536 keys in all, both are cleared and ``lost`` is set.
         """
         gone = set(removed)
         if gone and not gone.isdisjoint(self.stored):
@@ -123,7 +132,7 @@ class RequestEnd(msgspec.Struct, frozen=True, array_like=True, tag=True):
     manifest_id: str
     """Id of the manifest to write, unique across restarts of the engine."""
     group_keys: tuple[list[bytes], ...]
-    """For each group, the keys of the whole context in order, including prefix hits."""
+    """For each KV cache group, the keys of the whole context in order, including prefix hits."""
     tokens: int
     """Tokens of the whole context; 0 if the engine did not report them."""
     block_size: int

@@ -2,8 +2,8 @@
 
 Invariants of this file:
 
-1. A key is in the index if and only if a committed pack holds it and no read has found that pack bad. Hints, which are
-   keys of an adopted namespace, are the only exception.
+1. A key is in the index if and only if, as of the last refresh, a committed pack holds it and no read has found that
+   pack bad. Hints, which are keys of an adopted namespace, are the only exception.
 2. The store may read the rows passed to ``put`` until ``put`` returns True or ``in_flight`` returns none of their keys.
 3. When ``begin_read`` reports its outcome, a row holds the bytes stored under its key, or the outcome lists the key as
    failed. The store does not write the rows after that.
@@ -119,7 +119,8 @@ class Store:
         self._when_committed: list[Callable[[], None]] = []
         self._committed_at = self._refreshed = time.monotonic()
         self.ended_packs = 0
-        """Number of packs that became durable or were dropped. Keys leave ``in_flight`` only when it changes."""
+        """Number of accepted packs that became durable or were dropped since this object was created. Keys leave
+        ``in_flight`` only when it changes."""
 
     # Index
 
@@ -135,7 +136,9 @@ class Store:
         return key in self.catalogue.index
 
     def missing(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Return the keys whose blocks are neither durable nor in staging memory, so that only a row may hold them."""
+        """Return the keys whose blocks are neither durable in this namespace nor in staging memory, so that only a row
+        may hold them.
+        """
         return [key for key in self.catalogue.index.absent(keys) if key not in self._staging]
 
     def in_flight(self, keys: Iterable[bytes]) -> set[bytes]:
@@ -154,10 +157,11 @@ class Store:
     ) -> None:
         """Start to accept blocks for storage. Keys that are held, staged or in flight are skipped.
 
-        Small packs are copied to staging memory; the next commit writes large packs from the rows. A read-only store
-        accepts nothing.
+        Packs below 4 MiB are copied to staging memory while it has room; if the store is remote or durability is an
+        interval, so are larger ones. The next commit writes all others from the rows. A read-only store accepts
+        nothing.
 
-        :param request: the engine's request id. ``end_request`` with this id writes the staged blocks.
+        :param request: the engine's request id. The commit after ``end_request`` with this id writes the staged blocks.
         :param block_ids: for each key, the row that holds its block.
         :param depths: for each key, the number of blocks of its group before it in the context; None if unknown.
         :param then: called, possibly before this method returns, with two values: whether the rows may be reused now
@@ -227,13 +231,17 @@ class Store:
         return self._staging.fits(next_one) and self._ends_bytes < self._shares.ends
 
     def drop_direct(self) -> None:
-        """Drop packs that wait to be written from rows and that no commit has begun. Count their blocks as dropped."""
+        """Drop the packs that wait to be written from rows and that no commit has taken yet; count their blocks as
+        dropped.
+        """
         outgoing, self._direct = self._direct, []
         for one in outgoing:
             self._ended(one, False)
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Record a use of blocks, for the order of eviction; ignore keys that are not held. Durable after a commit."""
+        """Record a use of blocks, for the order of eviction; the next commit stores it. Ignored for keys that are not
+        held, in a read-only store, and while 4,096 packs with a use wait for the commit.
+        """
         candidates = self.catalogue.index.first_candidates(list(keys))
         self._touch({pack_id: None for pack_id in candidates if pack_id is not None})
 
@@ -245,7 +253,9 @@ class Store:
     def end_request(self, end: RequestEnd) -> None:
         """End a request: the next commit writes its staged blocks and its manifest.
 
-        That commit reports the request in ``News.persisted``. A read-only store writes nothing and reports it at once.
+        The next ``tick`` that finds no write running starts the commit; with ``interval:`` durability, one after the
+        interval at the latest. When it has ended, ``News.persisted`` reports the request. A read-only store writes
+        nothing and reports it at once.
 
         :raises ValueError: ``end.group_keys`` has more or fewer groups than the rows; nothing was accepted.
         """
@@ -263,7 +273,7 @@ class Store:
 
     @property
     def unwritten(self) -> bool:
-        """Whether accepted work is neither durable nor dropped yet."""
+        """Whether accepted blocks or request ends are neither durable nor dropped yet."""
         return bool(self._direct or self._flying or self._ends or self._staging.num_bytes)
 
     def wants_commit(self) -> bool:
@@ -402,7 +412,8 @@ class Store:
     def begin_read(self, keys: Sequence[bytes], block_ids: Sequence[int], then: Callable[[ReadOutcome], None]) -> None:
         """Start to load blocks into rows, and verify them.
 
-        A bad pack is deleted after a refresh of the catalogue has shown that no process replaced it meanwhile.
+        A bad pack is deleted, if the store is writable, after a refresh of the catalogue has shown that no process
+        replaced it meanwhile.
 
         :param block_ids: for each key, the row to fill.
         :param then: called, possibly before this method returns, with the outcome. An error of the medium is not
@@ -506,7 +517,9 @@ class Store:
     # Blocking calls
 
     def put(self, request: str, keys: Sequence[bytes], block_ids: Sequence[int], depths: Sequence[int] | None) -> bool:
-        """Call ``begin_put`` and wait; return whether the rows may be reused now. If not, see ``in_flight``."""
+        """Call ``begin_put`` and wait; return whether the rows may be reused now. If not, they must not change until
+        ``in_flight`` returns none of the keys.
+        """
         ended: list[bool] = []
         self.begin_put(request, keys, block_ids, depths, lambda free, borrowed: ended.append(free))
         self.catalogue.executor.run_until(lambda: bool(ended))

@@ -32,11 +32,11 @@ class FaultyBackend(InspectableBackend, Generic[B]):
     inner: B
     """The wrapped backend."""
     calls: list[str]
-    """Names of the called methods, in order, including failed calls."""
+    """Names of the methods called through the wrapper since its creation, in order, including failed calls."""
 
     @classmethod
     def of(cls, inner: B) -> FaultyBackend[B]:
-        """Wrap an open backend. The wrapper's ``close`` closes it."""
+        """Return a wrapper of an open backend, without faults. The wrapper's ``close`` closes the backend."""
         kind = type(inner)
         names = [name for name in dir(kind) if not name.startswith("_") and name not in vars(FaultyBackend)]
         members = {name: _member(kind, name) for name in names}
@@ -68,7 +68,7 @@ class FaultyBackend(InspectableBackend, Generic[B]):
         self._after[method].append(call)
 
     def fail(self, method: str, error: BaseException, times: int | None = None) -> None:
-        """Raise an error instead of calling the method.
+        """Make calls of the method raise an error instead of reaching the backend.
 
         :param error: each call raises a copy, because the traceback of an error references the buffers of its call.
         :param times: number of calls that fail; None: all, until ``clear_faults``.

@@ -25,7 +25,7 @@ class MemoryOptions(msgspec.Struct, frozen=True):
     capacity: str | None = None
     """Bound on the bytes of all data, keys and payloads included, a size such as ``64MiB``; None: no bound."""
     ttl: str | None = None
-    """Time after its last use until content expires, a duration such as ``7d``; None: never."""
+    """Time after which unused packs and manifests expire, a duration such as ``7d``; None: never."""
 
 
 class MemoryRows(Rows):
@@ -70,8 +70,8 @@ class MemoryRows(Rows):
 class MemoryBackend(RowBackend):
     """Storage driver that keeps all data in this process's memory.
 
-    :param capacity: bound on the bytes of all data; None: no bound.
-    :param ttl_s: seconds after its last use until content expires; None: never.
+    :param capacity: bound on the bytes of all data, keys and payloads included; None: no bound.
+    :param ttl_s: seconds after which unused packs and manifests expire; None: never.
     """
 
     capabilities = Capabilities(persistent=False, shared=False)

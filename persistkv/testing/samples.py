@@ -95,7 +95,7 @@ def sample_pack(
 
 
 def payload_of(pack: NewPack) -> bytes:
-    """Return the bytes that the pack streams."""
+    """Return the payload of a pack: all bytes that ``NewPack.stream`` yields, joined."""
     return b"".join(map(bytes, pack.stream()))
 
 

@@ -46,7 +46,9 @@ class TierRig:
         return job.job_id
 
     def results(self, job_ids: Collection[int]) -> dict[int, JobResult]:
-        """Poll until each of the jobs has a result; return the results by job id."""
+        """Poll the tier until each of the jobs has a result; return the results by job id. Fail after 90 s, or if
+        another job gets a result.
+        """
         found: dict[int, JobResult] = {}
         deadline = time.monotonic() + TIMEOUT_S
         while len(found) < len(job_ids):
@@ -59,11 +61,13 @@ class TierRig:
         return found
 
     def run(self, job_id: int) -> JobResult:
-        """Wait for one job and return its result."""
+        """Wait for one job, with the conditions of ``results``, and return its result."""
         return self.results([job_id])[job_id]
 
     def wait_held(self, keys: Sequence[OffloadKey], req: ReqContext) -> None:
-        """Poll until lookups find all keys: a tier may need time to make them durable."""
+        """Poll the tier until lookups find all keys: it may need time to make the blocks durable. Fail after 90 s, or
+        if a job gets a result.
+        """
         deadline = time.monotonic() + TIMEOUT_S
         while not all(self.tier.lookup(key, req) for key in keys):
             assert not list(self.tier.get_finished_jobs())
@@ -73,7 +77,7 @@ class TierRig:
 
 
 def block_bytes(rows: npt.NDArray[np.uint8], key: OffloadKey, row: int) -> bytes:
-    """Return the bytes of a row that the key's block uses. They depend on the group in the key."""
+    """Return the bytes that the key's block uses in row number ``row``: the ranges of the key's KV cache group."""
     return b"".join(rows[row, offset : offset + size].tobytes() for offset, size in LAYOUT.groups[key[-1]].ranges)
 
 
@@ -81,11 +85,14 @@ class SecondaryTierConformance(ABC):
     """Tests of the contract of a secondary tier. pytest runs them in a subclass whose name begins with ``Test``."""
 
     num_blocks = 16
-    """Number of blocks that the tier must be able to hold."""
+    """Number of blocks that the tier must be able to hold; not the number of rows."""
 
     @abstractmethod
     def open_tier(self, config: OffloadingConfig, view: memoryview) -> SecondaryTierManager:
-        """Create an empty tier with the primary tier's rows: (num_blocks, row_stride) bytes, writable."""
+        """Return a new, empty tier that uses the primary tier's rows.
+
+        :param view: the rows, shape (``config.num_blocks``, row stride in bytes), writable.
+        """
 
     @pytest.fixture
     def rig(self) -> Iterator[TierRig]:

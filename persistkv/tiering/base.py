@@ -21,11 +21,11 @@ class JobMetadata:
     job_id: int
     """Unique within the manager."""
     keys: Sequence[OffloadKey]
-    """Keys of one or more KV cache groups."""
+    """Keys of the blocks, of one or more KV cache groups. May be empty."""
     block_ids: npt.NDArray[np.int64]
-    """For each key, its row; int64, shape (keys,)."""
+    """For each key, the number of its row in the primary tier; int64, shape (number of keys,)."""
     is_promotion: bool
-    """True: the tier fills the rows; False: it reads them."""
+    """True: a load, which fills the rows; False: a store, which reads them."""
     req_context: ReqContext
     """The request to which the job belongs."""
 
@@ -36,11 +36,12 @@ class JobResult:
 
     job_id: int
     success: bool
-    """Store: the tier accepted the blocks, durable or not. Load: the rows are filled."""
+    """True: except for ``failed_keys``, the tier accepted the blocks of a store, durable or not, or filled the rows of
+    a load. False: all keys have failed."""
     failed_keys: Collection[OffloadKey] = ()
     """Keys that failed although ``success`` is True. If ``success`` is False, all keys have failed."""
     num_bytes: int = field(default=0, compare=False)
-    """Raw bytes that were copied; 0 if the tier does not count them."""
+    """Raw bytes of the blocks that were stored or loaded; 0 if the tier does not count them."""
     seconds: float = field(default=0.0, compare=False)
     """Seconds from the submission to the end of the job; 0 if the tier does not measure it."""
 
@@ -104,17 +105,23 @@ class SecondaryTierManager(ABC):
 
     @abstractmethod
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Announce a request, once and before its first lookup; return which of its blocks the tier is to store."""
+        """Announce a request; called once, before its first lookup. Return which of its blocks the tier must receive to
+        store.
+        """
 
     def on_request_finished(self, req_context: ReqContext) -> None:  # noqa: B027
-        """End a request, once, after its last store was submitted."""
+        """End a request; called once, after the request's last store job was submitted."""
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return the blocks that the tier stored (durably, if it is durable) or removed since the last call."""
         return ()
 
     def reset_cache(self, weights_changed: bool) -> None:  # noqa: B027
-        """Process a reset of the engine's cache. If the weights changed, all blocks held now must become misses."""
+        """Process a reset of the engine's cache.
+
+        :param weights_changed: True: all blocks that the tier holds or is storing must become misses. False: they
+            remain valid.
+        """
 
     def has_pending_work(self) -> bool:
         """Return whether the tier has work in progress that needs engine steps even if no request runs."""
@@ -122,9 +129,9 @@ class SecondaryTierManager(ABC):
 
     @abstractmethod
     def drain_jobs(self, timeout_s: float) -> bool:
-        """Wait until every submitted job has a result.
+        """Wait until every submitted job has a result, which the next ``get_finished_jobs`` returns.
 
-        :returns: False if that took longer than ``timeout_s``.
+        :returns: False if a job has no result after ``timeout_s`` seconds; it continues.
         """
 
     def shutdown(self) -> None:  # noqa: B027

@@ -18,7 +18,7 @@ class IsolatedTier:
 
     A tier is unusable, which means that it gets no lookups and no jobs,
 
-    - while it cannot be polled, because rows of its jobs would stay reserved forever;
+    - after ``get_finished_jobs`` raised, until it succeeds, because rows of its jobs would stay reserved forever;
     - after a failed reset for changed weights, until a later one succeeds, because it may hold blocks of old weights.
     """
 
@@ -27,11 +27,11 @@ class IsolatedTier:
         self._isolation = Isolation(f"secondary tier {tier.get_tier_type()}")
         self._attempt = self._isolation.attempt
         self.num_cascading = 0
-        """Blocks that its store jobs keep from eviction."""
+        """Number of blocks that the tier's store jobs in flight keep from eviction; updated by the manager."""
         self.is_usable = True
-        """Whether it gets lookups and jobs."""
+        """Whether the tier gets lookups and jobs."""
         self.is_silent = False
-        """Whether its last poll raised."""
+        """Whether the tier's last ``get_finished_jobs`` raised."""
         self._is_stale = False
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
@@ -42,7 +42,10 @@ class IsolatedTier:
             return False
 
     def num_held(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:
-        """Return the number of keys before the first one that the tier lacks; 0 if single lookups are as fast."""
+        """Return the number of keys before the first one for which the tier's ``lookup`` does not return True.
+
+        0 also if the tier has no ``lookup_prefix`` of its own, so that single lookups are as fast, or if it raised.
+        """
         if type(self.tier).lookup_prefix is SecondaryTierManager.lookup_prefix:
             return 0
         return self._attempt("lookup_prefix", "its blocks are misses", 0, self.tier.lookup_prefix, keys, req_context)
@@ -51,7 +54,7 @@ class IsolatedTier:
         self._attempt("touch", "the use is not counted", None, self.tier.touch, keys, req_context)
 
     def submit(self, job: JobMetadata) -> bool:
-        """Submit a load or a store; return False if the tier raised."""
+        """Submit a load or store job to the tier. Return False if the tier raised: the job has failed."""
         with self._isolation.guard("submit_load" if job.is_promotion else "submit_store", "the job failed") as guard:
             if job.is_promotion:
                 self.tier.submit_load(job)
@@ -110,7 +113,7 @@ class IsolatedTier:
         return self._attempt("has_pending_work", "the tier is taken as idle", False, self.tier.has_pending_work)
 
     def shutdown(self, drain_s: float) -> None:
-        """Wait up to ``drain_s`` seconds for the tier's jobs, then shut the tier down."""
+        """Wait up to ``drain_s`` seconds for the tier's jobs, then shut the tier down, even if they have not ended."""
         with self._isolation.guard("drain_jobs", "shutting down without waiting for its jobs"):
             if not self.tier.drain_jobs(drain_s):
                 logger.warning("jobs of tier %s did not end within %.0f s", self.tier.get_tier_type(), drain_s)

@@ -51,19 +51,22 @@ class TieringStats:
     """Totals since the manager was created, in blocks."""
 
     cascaded_blocks: int = 0
-    """Blocks submitted to secondary tiers for storing; a block counts once per tier."""
+    """Blocks submitted to secondary tiers for storing; a block counts once per tier and job."""
     dropped_cascades: int = 0
-    """Blocks not submitted, because running cascades already used their share of the primary tier's rows."""
+    """Blocks not submitted to a secondary tier for storing, because the tier's running store jobs already used their
+    share of the primary tier's rows; a block counts once per tier."""
     failed_cascades: int = 0
     """Blocks submitted to a secondary tier that failed to store them."""
     promoted_blocks: int = 0
-    """Blocks loaded from a secondary tier, which are readable in the primary tier."""
+    """Blocks that a secondary tier loaded into rows of the primary tier."""
     failed_promotions: int = 0
     """Blocks whose load from a secondary tier failed."""
     declined_promotions: int = 0
-    """Blocks not loaded from a secondary tier, because the primary tier had no row for them."""
+    """Blocks not loaded from a secondary tier, because the primary tier had no row for them. A promotion for which it
+    has no row at all waits up to ``hold_s`` seconds first."""
     expired_holds: int = 0
-    """Promoted blocks that the waiting request did not load within ``hold_s`` seconds."""
+    """Promoted blocks that a waiting request did not load within ``hold_s`` seconds; a block counts once per
+    request."""
 
 
 @dataclass
@@ -72,7 +75,7 @@ class _Promotion:
 
     context: ReqContext
     keys: dict[OffloadKey, None] = field(default_factory=dict)
-    """In the order of the lookups."""
+    """Keys of the blocks in the order of their lookups; the dictionary is an ordered set."""
     since: float = field(default_factory=time.monotonic)
     """Time of creation, in seconds of ``time.monotonic``. It bounds how long the promotion waits for rows."""
 
@@ -127,11 +130,13 @@ class TieringOffloadingManager(OffloadingManager):
     :param primary_tier: owned by the manager, which shuts it down last.
     :param secondary_tiers: in the order of lookups; owned by the manager. May be empty.
     :param enable_events: whether ``take_events`` returns events. Call it in each step either way: it starts promotions.
-    :param cascade_share: part of the primary tier's rows that cascades may keep from eviction, divided evenly among the
-        tiers. A job may exceed it if its tier has no other job.
-    :param hold_s: seconds that promoted rows wait for their request, and that a promotion waits for rows.
-    :param prewarm_share: part of the primary tier's rows to fill, in the first steps, with the most recently used
-        contexts of the first tier that lists them.
+    :param cascade_share: fraction, above 0 and at most 1, of the primary tier's rows that cascades (store jobs of the
+        tiers) may keep from eviction, divided evenly among the tiers. A job that would exceed it is not submitted,
+        unless its tier has no other store job.
+    :param hold_s: seconds, above 0, that promoted rows stay referenced for their request, and that a promotion waits
+        for rows.
+    :param prewarm_share: fraction, 0 to 1, of the primary tier's rows to fill, in the first steps, with the most
+        recently used contexts of the first tier that lists them; 0: no prewarming.
     :raises ConfigurationError: a number is out of range.
     """
 
@@ -177,7 +182,9 @@ class TieringOffloadingManager(OffloadingManager):
         return self._lookup(key, req_context, None)
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """See ``OffloadingManager``. Each secondary tier is probed once, for all keys after the first primary miss."""
+        """See ``OffloadingManager``. From the first key on that is not readable in the primary tier, one call probes
+        each secondary tier for all keys, if the tier has its own ``lookup_prefix``.
+        """
         answers: list[bool | None] = []
         tier_of: dict[OffloadKey, IsolatedTier] | None = None
         for number, key in enumerate(keys):
@@ -255,7 +262,7 @@ class TieringOffloadingManager(OffloadingManager):
                 self._submit(tier, output.keys_to_store, output.store_spec, context, is_promotion=True)
 
     def _prewarm(self, prewarming: Prewarming) -> None:
-        """Queue the next recently used context once all promotions of the previous one have ended."""
+        """Queue the promotion of the next recently used context once all promotions of the previous one have ended."""
         if (
             not prewarming.is_due
             or any(req_id == _PREWARM.req_id for _, req_id in self._pending)
@@ -285,7 +292,9 @@ class TieringOffloadingManager(OffloadingManager):
         *,
         is_promotion: bool,
     ) -> bool:
-        """Submit a job. If the tier raises, finish the job as failed and return False."""
+        """Submit a load or store job to a tier, and return True. If the tier raises, finish the job as failed and
+        return False.
+        """
         block_ids = cast(CPULoadStoreSpec, rows).block_ids
         job = JobMetadata(next(self._job_ids), keys, block_ids, is_promotion, context)
         self._jobs[job.job_id] = _Job(tier, job, self._epoch)
@@ -362,7 +371,8 @@ class TieringOffloadingManager(OffloadingManager):
     def _cascade(self, tier: IsolatedTier, ready: list[OffloadKey], req_context: ReqContext) -> bool:
         """Submit readable blocks to a tier for storing, unless the tier's stores already use their share of the rows.
 
-        :returns: whether the tier accepted the job.
+        :returns: whether the blocks were submitted. False: ``ready`` is empty, the tier is unusable, its share is used,
+            or it raised; the call is not repeated.
         """
         if not ready or not tier.is_usable:
             return False
@@ -392,7 +402,10 @@ class TieringOffloadingManager(OffloadingManager):
         return request
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """End a request, and drop the pending promotions that no other request waits for."""
+        """End a request, and drop the pending promotions that no other request waits for.
+
+        The secondary tiers receive the end when no block of the request is being written to the primary tier.
+        """
         req_id = req_context.req_id
         request = self._requests.get(req_id)
         if request is None:
@@ -535,7 +548,9 @@ class TieringOffloadingManager(OffloadingManager):
             tier.reset_cache(weights_changed)
 
     def shutdown(self) -> None:
-        """Shut down the secondary tiers, then the primary tier. Waits for jobs in flight, because they use its rows."""
+        """Shut down the secondary tiers, then the primary tier. Waits up to 60 s per tier for its jobs in flight,
+        because they use the primary tier's rows.
+        """
         try:
             for tier in self._tiers:
                 tier.shutdown(_DRAIN_S)

@@ -52,42 +52,49 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Codec of new packs."""
     host: Literal["process", "thread", "inline"] = "process"
     """Where the store's I/O runs: ``process`` (a host process), ``thread`` (of the engine) or ``inline`` (the caller's
-    thread)."""
+    thread, within the tier's calls). If a host process is not possible, a warning is logged and a thread is used."""
     strict_identity: bool = False
-    """Refuse a store that contains only other identities."""
+    """True: the constructor raises IdentityMismatchError if the store contains only other identities. False: it adds a
+    namespace for this identity."""
     adopt: Literal["canary", "never"] = "canary"
-    """``canary``: the blocks of another engine release are used after they have proven equal to newly computed ones. It
-    needs an engine that describes the numbers in its rows. ``never``: each release computes its own blocks."""
+    """``canary``: the blocks of another engine release are used after they have proven equal to newly computed ones. If
+    ``RowLayout.numbers`` is None, it is as ``never``. ``never``: each release computes its own blocks."""
     queue_bytes: int | str = "1GiB"
-    """Bound on the raw bytes of stores in flight; further stores are dropped."""
+    """Bound on the raw bytes of store jobs in flight, a size such as ``1GiB``. A job that would exceed it fails, and
+    its blocks are not stored, unless no other job is in flight."""
     staging_bytes: int | str = "256MiB"
-    """Bound on all memory of the store's host beyond its index: 64MiB or more, and 32 of the largest blocks."""
+    """Bound on all memory of the store's host beyond its index, a size such as ``256MiB``. At least 64 MiB, and at
+    least the raw bytes of 32 blocks of the KV cache group with the largest blocks."""
     max_age_s: Annotated[float, msgspec.Meta(ge=0)] = 2.0
-    """Maximum seconds that a small job waits to be written together with others."""
+    """Seconds after which the write of staged blocks begins although their request has not ended; ignored if
+    ``durability`` is an interval."""
     durability: str = "commit"
-    """``commit``: store jobs of 4 MiB and more are durable when they end, in a remote store soon after. Smaller ones
-    are written when their request ends, or after ``max_age_s`` at the latest. ``interval:5s``: blocks are written every
-    5 s, and a crash loses at most those of the last 5 s."""
+    """``commit``: packs of 4 MiB and more are written at once; in a local store, their blocks are durable when the
+    store job ends. The write of smaller packs begins when their request ends, or after ``max_age_s``. ``interval:5s``:
+    a write begins when the oldest waiting block is 5 s old. A crash of the host or the machine loses the blocks that
+    are not written yet. See ``persistkv.config.parse_durability``."""
     io_threads: Annotated[int, msgspec.Meta(ge=1, le=MAX_IO_THREADS)] = 2
-    """Threads of the store's host that read, verify, encode and decode, in addition to the one that writes."""
+    """Threads of the store's host that read, verify, encode and decode, in addition to the one that writes; 1 to 8. A
+    remote store has always 8. Ignored if ``host`` is ``inline``."""
     open_timeout_s: Annotated[float, msgspec.Meta(ge=1)] = 60.0
-    """Seconds to wait at construction for the store to open. After that, a host process continues to open it, and
-    lookups miss until it is open."""
+    """Seconds, at least 1, to wait at construction for the store to open. After that, a host process continues to open
+    it, and lookups miss until it is open; if the host is a thread, the constructor raises HostError."""
     unique_request_ids: bool = False
     """Whether the engine's request ids are unique across restarts. If so, stored requests are listed under these ids,
     otherwise under generated ones."""
     watchdog_s: Annotated[float, msgspec.Meta(ge=1)] = 60.0
-    """Seconds without an answer after which the host process is killed and restarted; at least 60 while it starts.
-    Ten times as long if a call to the medium hangs, or the store does not open."""
+    """Seconds, at least 1, that the host process may send no message while an answer is due. Then it is killed, its
+    jobs fail, and it is restarted. The limit is at least 60 until the store is open. A single call to the medium may
+    take ten times the limit if the host answers pings."""
 
 
 class PersistentTier(SecondaryTierManager):
     """Secondary tier that stores the blocks of whole requests durably, so that they survive restarts of the engine.
 
-    The constructor opens the store and waits for it at most ``open_timeout_s``. Later calls never wait, unless their
-    description says so.
+    The constructor opens the store and waits for it at most ``open_timeout_s`` seconds. Later calls wait only if their
+    description says so, or if the option ``host`` is ``inline``, which runs the store's I/O within them.
 
-    :raises ConfigurationError: an option is invalid; the error names it.
+    :raises ConfigurationError: an option is invalid (the error names it), or ``config.identity`` is empty.
     :raises IdentityMismatchError: ``strict_identity`` is set and the store contains only other identities.
     :raises StoreError: the store cannot be opened.
     :raises HostError: the store's host does not start.
@@ -157,12 +164,16 @@ class PersistentTier(SecondaryTierManager):
 
     @property
     def host(self) -> str:
-        """Where the store runs: ``process``, ``thread`` or ``inline``."""
+        """Where the store runs: ``process``, ``thread`` or ``inline``; ``thread`` if the option is ``process`` and a
+        host process is not possible.
+        """
         return self._client.host.name
 
     @property
     def notices(self) -> Sequence[str]:
-        """Messages for the user from the opening of the store."""
+        """Messages for the user from the opening of the store: the fields in which the identity differs from the
+        nearest stored one. Empty if there are none.
+        """
         return self._client.notices
 
     # Lookups and jobs
@@ -198,7 +209,9 @@ class PersistentTier(SecondaryTierManager):
         self._client.submit_load(job_metadata.job_id, job_metadata.keys, job_metadata.block_ids.tolist())
 
     def loaded_elsewhere(self, keys: Sequence[OffloadKey]) -> None:
-        """Report that another tier loads these blocks, so that they do not count as computed by this engine."""
+        """Report that another tier loads the blocks of these keys, so that the option ``adopt`` does not compare them
+        as blocks that this engine has computed.
+        """
         if not self._detached:
             self._client.loaded_elsewhere(keys)
 
@@ -226,9 +239,11 @@ class PersistentTier(SecondaryTierManager):
         return bool(self._finished) or self._client.has_pending_work
 
     def drain_jobs(self, timeout_s: float) -> bool:
-        """Wait until all submitted blocks are durable or dropped, and their rows are free.
+        """Ask the host to write all accepted blocks, and wait until each submitted job has a result, so that its rows
+        are free. The next ``get_finished_jobs`` returns the results.
 
-        :returns: False if that took longer than ``timeout_s``.
+        :returns: False if a job has no result after ``timeout_s`` seconds. True does not mean that the blocks are
+            durable: see ``flush``.
         """
         deadline = time.monotonic() + timeout_s
         self._client.flush(timeout_s)
@@ -282,11 +297,14 @@ class PersistentTier(SecondaryTierManager):
     # Recently used contexts
 
     def ask_recent(self, max_blocks: int, *, only_asked: bool = False) -> bool:
-        """Ask the store for keys of recently used requests, to promote their blocks. ``take_recent`` returns the keys.
+        """Ask the store for keys of stored requests, to promote their blocks: first requests that ``persistkv warm``
+        named, then the most recently used ones. ``take_recent`` returns the keys.
 
         :param max_blocks: most keys to return, over all requests.
-        :param only_asked: ask only for requests that ``persistkv warm`` or ``prefetch`` chose.
-        :returns: False if the store is not open yet: retry later.
+        :param only_asked: ask only for the oldest entry of ``prefetch`` or, if there is none, for requests that
+            ``persistkv warm`` named.
+        :returns: False if nothing was requested: the store is not open (retry later), or ``reset_cache`` has detached
+            the tier.
         """
         choice = self._prefetches[0] if only_asked and self._prefetches else None
         if isinstance(choice, list):  # the keys are known: there is nothing to ask
@@ -310,11 +328,13 @@ class PersistentTier(SecondaryTierManager):
 
     @property
     def prefetch_waits(self) -> bool:
-        """Whether choices that ``prefetch`` queued have not been sent to the store yet."""
+        """Whether the queue of ``prefetch`` has entries that no ``ask_recent`` has taken yet."""
         return bool(self._prefetches)
 
     def take_recent(self) -> list[list[OffloadKey]] | None:
-        """Return the answer to ``ask_recent``: a list of keys per stored request. None: it has not arrived yet."""
+        """Return the answer to the last ``ask_recent`` once: a list of keys per stored request. An empty list: there is
+        no such request, or the store cannot be read. None: no answer has arrived.
+        """
         if self._known is not None:
             known, self._known = self._known, None
             return known
@@ -334,8 +354,8 @@ class PersistentTier(SecondaryTierManager):
         return events
 
     def reset_cache(self, weights_changed: bool) -> None:
-        """Detach the tier if weights changed, since its identity is no longer the engine's: it then loads and stores
-        no further blocks.
+        """Detach the tier for good if weights changed, since its identity is no longer the engine's: lookups miss, and
+        later jobs fail. The store keeps its blocks. If weights did not change, do nothing.
         """
         if weights_changed and not self._detached:
             self._detached = True
@@ -345,7 +365,8 @@ class PersistentTier(SecondaryTierManager):
     def wait_persisted(self, req_id: str, timeout_s: float) -> bool:
         """Wait until all blocks of a finished request are durable, at most ``timeout_s`` seconds.
 
-        :returns: True if they are; False if some were dropped, or at the timeout.
+        :returns: True if they are. False: some were dropped or could not be stored, the timeout passed, or the result
+            is no longer known: those of the last 4,096 requests are kept.
         """
         deadline = time.monotonic() + timeout_s
         while req_id not in self._ended and time.monotonic() < deadline:
@@ -354,23 +375,29 @@ class PersistentTier(SecondaryTierManager):
         return self._ended.get(req_id, False)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all submitted blocks are durable or dropped; return False at the timeout."""
+        """Wait until all submitted blocks are durable or dropped; return whether they are.
+
+        False: ``timeout_s`` seconds have passed, or the store is not open (then without waiting). The host continues.
+        """
         return self._client.flush(timeout_s)
 
     def store_stats(self, timeout_s: float = 5.0) -> StoreStats:
-        """Return the totals of the client and the host; waits up to ``timeout_s`` seconds for the host's answer."""
+        """Return the client's totals since the tier was created, and the host's since it opened the store.
+
+        Waits up to ``timeout_s`` seconds for the host's answer; without one, ``StoreStats.host`` is None.
+        """
         return self._client.stats(timeout_s)
 
     def glance(self) -> StoreStats:
-        """Return the totals of the client and the host without waiting.
+        """Return the totals of ``store_stats`` without waiting, and request new ones from the host for later calls.
 
-        The totals of the host may be some seconds old; None if it has sent none yet.
+        ``StoreStats.host`` may be some seconds old, or older while the host is down; None if no totals have arrived.
         """
         return self._client.glance()
 
     @property
     def num_held_blocks(self) -> int:
-        """Number of blocks that lookups can find; a block in two packs counts twice."""
+        """Number of blocks that lookups can find, 0 while the store is not open; a block in two packs counts twice."""
         return len(self._client)
 
     def shutdown(self) -> None:

@@ -31,7 +31,7 @@ def create_secondary_tier(
 ) -> SecondaryTierManager:
     """Build the tier of one entry of ``secondary_tiers``: ``{"type": NAME, option: value, …}``.
 
-    :param primary_kv_view: the primary tier's rows, (num_blocks, row_stride) bytes.
+    :param primary_kv_view: the primary tier's rows, (num_blocks, row_stride) bytes, writable.
     :raises ConfigurationError: no type, an unknown one (the error lists the known ones), or an option that the tier
         does not know. Errors of the tier's constructor are raised unchanged.
     """
@@ -53,11 +53,14 @@ class TieringOffloadingOptions(CPUOffloadingOptions, frozen=True, kw_only=True):
     secondary_tiers: tuple[dict[str, Any], ...] = ()
     """One ``{"type": NAME, option: value, …}`` per tier, in the order of lookups; none by default."""
     cascade_share: float = 0.5
-    """Part of the primary tier's rows that cascades may keep from eviction."""
+    """Fraction, above 0 and at most 1, of the primary tier's rows that running store jobs of all secondary tiers may
+    keep from eviction. Blocks beyond it are not passed to the tiers."""
     hold_s: float = 30.0
-    """Seconds that promoted rows wait for their request."""
+    """Seconds, above 0, that blocks loaded from a secondary tier stay in the primary tier until their request loads
+    them, and that such a load waits for free rows."""
     prewarm_share: float = 0.0
-    """Part of the primary tier's rows to fill, in the first steps, with the most recently used contexts."""
+    """Fraction, 0 to 1, of the primary tier's rows to fill, in the first steps, with the most recently used contexts of
+    a secondary tier; 0: none."""
 
 
 @dataclass(kw_only=True)
@@ -68,9 +71,11 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
 
     options: TieringOffloadingOptions = field(init=False)
     identity: Mapping[str, Any] = field(default_factory=dict)
-    """Everything that must match for KV bytes to be valid. A tier that outlives the process needs it."""
+    """Everything that must match for KV bytes to be valid, such as model and weights, as JSON values. Tiers that
+    outlive the process need it; empty: unknown."""
     group_layouts: tuple[GroupLayout, ...] = ()
-    """The bytes of each group in a row; by default one group, which uses the whole row."""
+    """For each KV cache group, the bytes of a row that its blocks use. Empty: one group, which uses the cells of all
+    workers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""Entry point of ``persistkv``: a child process runs the command, and a signal that ends it becomes an error message.
+"""Entry point of ``persistkv``: a child process runs the command; its end by damaged files becomes an error message.
 
 A store's catalogue may be read through a memory map. If the file is truncated or damaged meanwhile, the kernel ends the
 reader with SIGBUS, which cannot be handled within the process.
@@ -35,7 +35,9 @@ _NICENESS = 10  # a tenth of the time of an engine on the same processor
 
 
 def main() -> NoReturn:
-    """Run the command line; the exit codes are those of ``cli``."""
+    """Run the command line, and exit with its code, see ``cli``. If a signal ended the command, end by that signal; if
+    it is one that damaged files cause, print an error and exit with code 3.
+    """
     lower_priority(sys.argv[1:])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGCHLD})

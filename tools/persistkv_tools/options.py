@@ -107,17 +107,17 @@ class AdoptionView(msgspec.Struct, frozen=True, kw_only=True):
     theirs: str
     """Id of the other release's namespace."""
     verdict: str
-    """``adopted`` or ``refused``."""
+    """``adopted``: the other namespace's blocks are used up to ``depths``. ``refused``: none is used."""
     depths: tuple[int, ...]
     """For each KV cache group, the number of blocks of a context that are used, from its beginning."""
     final: bool
     """Whether a deeper block differed, so that ``depths`` do not grow any more."""
     tokens: int
-    """Compared tokens, over all groups."""
+    """Number of tokens whose KV was compared, over all groups."""
     error: float
-    """Largest error of a comparison."""
+    """Largest relative error of the compared blocks; 0: all were equal."""
     limit: float
-    """Error up to which blocks agree."""
+    """Largest value of ``error`` at which two blocks agree."""
     at: float
     """Time of the verdict: seconds since the epoch."""
 
@@ -132,7 +132,7 @@ def adoptions(backend: InspectableBackend) -> list[AdoptionView]:
 
 
 def show_adoptions(found: Iterable[AdoptionView]) -> None:
-    """Print one line for each verdict."""
+    """Print one line for each verdict of a namespace about that of another engine release."""
     for one in found:
         error = f"error {one.error:.2g}, limit {one.limit:.2g}"
         if one.verdict == "adopted":
@@ -190,7 +190,10 @@ def open_if_exists(url: str) -> Iterator[InspectableBackend | None]:
 
 @contextmanager
 def opened(url: str, *, writable: bool = False) -> Iterator[InspectableBackend]:
-    """Open an existing store until the ``with`` statement ends. An absent one is not created."""
+    """Open an existing store, read-only unless ``writable``, until the ``with`` statement ends.
+
+    :raises StoreUnavailableError: there is no store (none is created), or it cannot be reached.
+    """
     with closing(open_inspectable(url, read_only=True)) as backend:
         if not writable:
             yield backend
@@ -209,9 +212,9 @@ class RequestView(msgspec.Struct, frozen=True):
 
     id: str
     namespace: str
-    """The namespace's id, hexadecimal."""
+    """Id of the request's namespace, hexadecimal."""
     created: float
-    """Time of creation: seconds since the epoch."""
+    """Time when the request was stored: seconds since the epoch."""
     tokens: int
     blocks: int
     group_blocks: tuple[int, ...]
@@ -241,7 +244,7 @@ class RequestView(msgspec.Struct, frozen=True):
     ttl_s: float | None = None
     """The request's own ttl, in seconds from its last use; None: only the store's ttl applies."""
     priority: str = "normal"
-    """``low`` or ``normal``."""
+    """Priority of the request: ``low`` is evicted before ``normal``."""
 
     @classmethod
     def of(cls, namespace: bytes, manifest: RequestManifest, use: RequestUse | None) -> RequestView:
@@ -287,7 +290,7 @@ class Selection(msgspec.Struct, frozen=True):
     """Conditions on requests. A request must fulfil all of them; the default selects every request."""
 
     labels: tuple[tuple[str, str | None], ...] = ()
-    """(name, value); None: any value."""
+    """Labels that the request must have, as (name, value); a value of None: any value."""
     made_before: float | None = None
     """Latest time of creation, exclusive: seconds since the epoch; None: no bound."""
     made_after: float | None = None

@@ -35,7 +35,7 @@ class Packs:
         self._holders: dict[bytes, tuple[bytes, ...]] | None = None
 
     def add(self, table: PackTable) -> None:
-        """Add a pack, or replace its table."""
+        """Add the table of a pack; it replaces one with the same pack id."""
         if self._holders is not None and table.pack_id not in self.tables:
             self._note(self._holders, table)
         self.tables[table.pack_id] = table
@@ -110,19 +110,19 @@ def keys_of(
 
 
 def all_keys(keys: ManifestKeys) -> list[bytes]:
-    """Return the keys of all groups in one list."""
+    """Return the keys of a request in all KV cache groups as one list, one group after the other."""
     return list(chain.from_iterable(group.unpack() for group in keys))
 
 
 class Problem(str, enum.Enum):
-    """Kind of a defect."""
+    """Kind of a defect that ``persistkv verify`` finds."""
 
     PAYLOAD = "payload"
     """A frame's bytes are not those that were written under its keys."""
     DECODE = "decode"
     """The bytes of a frame match its checksum, but cannot be decoded."""
     SHORT = "short"
-    """The payload of a pack is absent, or ends too early."""
+    """The payload of a pack is absent, or shorter than its table states."""
     PADDING = "padding"
     """Bytes between frames are not zero. They are not used, but show that something else wrote to the file."""
     NAME = "name"

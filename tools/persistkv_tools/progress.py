@@ -70,7 +70,7 @@ class Throttle:
 
     @property
     def bounded(self) -> bool:
-        """Whether any limit is set."""
+        """Whether the rate or the share of the time is limited."""
         return self._rate is not None or self._share < 1
 
     def took(self, num_bytes: int) -> None:

@@ -188,7 +188,7 @@ def show_table(
 
 
 def is_wide() -> bool:
-    """Whether tables have room for all columns."""
+    """Return whether the terminal is wide enough for tables with all columns; True for pipes and files."""
     return console().width >= _WIDE
 
 
@@ -207,7 +207,7 @@ def table(headers: Iterable[str], rows: Sequence[Sequence[str]], *, left: str = 
 
 
 def show_pairs(rows: dict[str, str], *, title: str | None = None) -> None:
-    """Print a table of names and values."""
+    """Print a table of two columns: the names and the values of ``rows``."""
     if title is not None:
         say(title)
     made = Table(show_header=False, box=box.SIMPLE, pad_edge=False)
@@ -235,6 +235,6 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def _exit_on_closed_pipe() -> NoReturn:
-    """Exit after the reader of the output closed it, as ``head`` does; the exit code must not mean a finding."""
+    """Exit with code 141 after the reader of the output closed it, as ``head`` does; code 1 would mean a finding."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest of the buffer is discarded
     raise SystemExit(PIPE_CLOSED)

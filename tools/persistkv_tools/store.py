@@ -133,7 +133,7 @@ class StoreHandle:
         :param rate: bytes to read in a second at most, e.g. ``200MiB``.
         :param resume: file of the progress. A run that was interrupted resumes from it; the caller deletes it.
         :param progress: display that shows the progress.
-        :raises ConfigurationError: the rate is invalid, or the file is of another run or cannot be written.
+        :raises ConfigurationError: the sample or rate is invalid, or the file is of another run or cannot be written.
         """
         from persistkv_tools.maintain.verify import check_store
 
@@ -177,11 +177,12 @@ class StoreHandle:
         :param requests: ids; delete only these requests and their copies, if they fulfil ``selection``.
         :param keep_size: delete only as many requests as needed, oldest first, until packs take at most this size.
         :param orphans: also delete packs that no request names.
-        :param shared_packs: also delete packs that others use, if only deleted requests name some of their blocks.
+        :param shared_packs: also delete packs that other requests use, if only deleted requests name some of their
+            blocks. The other requests that use these packs are deleted, too.
         :param quarantined: also delete the files of damaged stores that were renamed.
         :param dry_run: only plan; ``run`` of the result deletes.
         :returns: the plan, and in ``done`` its outcome.
-        :raises ConfigurationError: the size is invalid.
+        :raises ConfigurationError: the size is invalid; nothing was deleted.
         """
         from persistkv_tools.maintain.prune import Prune
 
@@ -203,7 +204,10 @@ class StoreHandle:
         return prune
 
     def compact(self, progress: Progress | None = None) -> int:
-        """Give free space within the store back to the medium; return the number of bytes by which the store shrank."""
+        """Give free space within the store back to the medium; return the number of bytes by which the store shrank.
+
+        Returns 0 if the store's driver cannot do so, as for a bucket.
+        """
         backend = self._writable()
         before = backend.stats().disk_bytes
         shown = progress or Progress(disable=True)
@@ -251,7 +255,11 @@ class StoreHandle:
     ) -> Sent:
         """Write requests with their packs to one file, which any store can import; replaces a file of this name.
 
+        If it fails, a file of this name is unchanged. Requests with damaged or missing blocks are left out; the result
+        has their ids.
+
         :param output: the file; ``-``: standard output.
+        :param selection: requests to export; none if ``never_hit`` is set.
         :param requests: ids; export only these requests, whatever ``selection`` says.
         :param rate: bytes to read in a second at most, e.g. ``200MiB``.
         :raises ConfigurationError: the file cannot be written, or the rate is invalid.
@@ -277,9 +285,11 @@ class StoreHandle:
         dry_run: bool = False,
         progress: Progress | None = None,
     ) -> Pushed:
-        """Copy requests that another store lacks; with the default selection, also packs that no request names.
+        """Copy the selected requests that another store lacks; with the default selection, also packs that no request
+        names.
 
         :param target: URL of the other store, which is created if absent.
+        :param selection: requests to copy; none if ``never_hit`` is set.
         :param newest: if not all requests fit the capacity of the target, copy the newest ones that fit.
         :param rate: bytes to copy in a second at most, e.g. ``200MiB``.
         :param dry_run: write nothing; return what would be copied.
@@ -307,7 +317,7 @@ class StoreHandle:
             return Pushed(transfer.run(writing, took, newest=newest), place, writing.stats().capacity)
 
     def close(self) -> None:
-        """Release the store. Idempotent."""
+        """Close the store. Idempotent."""
         self._resources.close()
 
     def __enter__(self) -> StoreHandle:

@@ -1,6 +1,7 @@
 """One bucket as the driver uses it: operations with deadline, retries and breaker, and threads that run them.
 
-1. An operation ends by its deadline, including all attempts and the pauses between them.
+1. An operation, including all attempts and the pauses between them, ends by its deadline, or at most one socket timeout
+   later if the server hangs.
 2. Pauses have full jitter: each is the pause that the server requests, plus a random one below a bound that doubles.
 3. Bytes of a body that arrived are valid and are not fetched again.
 4. Every attempt counts towards the breaker; while it is open, operations fail at once, without an attempt.
@@ -84,7 +85,7 @@ class Breaker:
 
     @property
     def state(self) -> State:
-        """Present state of the breaker."""
+        """Present state of the breaker: ``half-open`` as soon as the pause of ``open`` has passed."""
         with self._lock:
             over = self._state == "open" and self._clock.monotonic() >= self._wait_until
             return "half-open" if over else self._state
@@ -92,7 +93,8 @@ class Breaker:
     def admit(self) -> bool:
         """Return whether a request may be made now.
 
-        After the pause of an open breaker, it admits one request, and refuses others until ``record`` is called.
+        After the pause of an open breaker, it admits one request, and refuses others until ``record`` is called; after
+        30 s without that call it admits another one.
         """
         with self._lock:
             if self._state == "closed":
@@ -107,7 +109,7 @@ class Breaker:
     def record(self, *, well: bool, seconds: float, num_bytes: int = 0) -> None:
         """Record that an admitted request, which took ``seconds`` and transferred ``num_bytes``, has ended.
 
-        :param well: False if it failed because of the server.
+        :param well: False: it failed because of the server.
         """
         bad = not well or seconds > self._slow_s + num_bytes / _SLOW_BYTES_PER_S
         with self._lock:
@@ -133,10 +135,11 @@ class Breaker:
 
 
 class Bucket:
-    """Operations on one bucket, see the top of this file. Thread-safe. They raise ``S3Error``s and errors of a sink.
+    """Operations on one bucket, see the top of this file. Thread-safe. A failed operation raises an ``S3Error``, or the
+    error of its sink.
 
     :param transport: makes single attempts; closed with the bucket.
-    :param deadline_s: maximum time of each operation in seconds, including retries.
+    :param deadline_s: deadline of each operation: seconds after its start, including retries.
     :param connections: maximum number of concurrent operations in one call of ``all``.
     :param clock: source of monotonic time, pauses and random numbers.
     """
@@ -163,12 +166,13 @@ class Bucket:
         return self._transport.server_time()
 
     def all(self, what: Callable[[A], R], things: Iterable[A], *, writes: bool = False) -> list[R]:
-        """Call ``what`` with each thing, concurrently; return the results in the order of the things.
+        """Call ``what`` with each thing, at most ``connections`` at a time; return the results in the order of the
+        things.
 
         All calls have ended when it returns or raises a ``StoreError``.
 
         :param writes: use other threads, so that reads do not wait behind uploads.
-        :raises StoreError: the error of the first thing whose call failed.
+        :raises StoreError: the error of the first thing whose call failed. Other calls may have succeeded.
         :raises KeyboardInterrupt: at once. Queued calls never start; running ones end by their deadline.
         """
         todo = list(things)
@@ -188,6 +192,7 @@ class Bucket:
 
         :raises ConditionFailedError: the condition does not hold. If the error is ``uncertain``, an earlier attempt of
             this call may be the reason.
+        :raises S3Error: the upload failed. If the error is ``uncertain``, the object may have been written.
         """
         uncertain = False
 
@@ -209,6 +214,7 @@ class Bucket:
 
         :param known: ETag that the caller knows; None: download in any case.
         :raises UnchangedError: the object still has the ETag ``known``.
+        :raises ObjectMissingError: there is no such object.
         :raises CorruptPackError: the object is larger than 1 MiB.
         """
 
@@ -230,12 +236,16 @@ class Bucket:
     def fill(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
         """Download bytes of an object, from byte ``start`` on, into buffers, one after the other.
 
-        :raises ObjectMissingError: there is no such object, or it ends too early; the buffers have undefined content.
+        :raises ObjectMissingError: there is no such object, or it ends too early. After this and any other error the
+            buffers have undefined content.
         """
         self._get(key, start, start + sum(buffer.nbytes for buffer in buffers), RowSink(buffers))
 
     def download_into(self, key: str, sink: FrameSink) -> None:
-        """Download ranges of an object into a sink, with one request; errors as in ``fill``."""
+        """Download the ranges of a sink from an object, with one request unless it is retried.
+
+        :raises ObjectMissingError: there is no such object, or it ends too early; the sink may have taken some ranges.
+        """
         self._get(key, sink.start, sink.stop, sink)
 
     def _get(self, key: str, start: int | None, stop: int | None, sink: SinkT) -> SinkT:
@@ -253,7 +263,7 @@ class Bucket:
         return sink
 
     def head(self, key: str) -> ObjectInfo:
-        """Return size and time of an object; raise ``ObjectMissingError`` if it does not exist."""
+        """Return size and modification time of an object; raise ``ObjectMissingError`` if it does not exist."""
         return self._run(partial(self._transport.head, key))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -265,7 +275,10 @@ class Bucket:
             yield from page.objects
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects; missing ones are ignored."""
+        """Delete objects, 1,000 per request; missing ones are ignored.
+
+        :raises S3Error: a request failed; some of the objects may be deleted.
+        """
         for start in range(0, len(keys), MOST_DELETED):
             self._run(partial(self._transport.delete, keys[start : start + MOST_DELETED]))
 

@@ -29,7 +29,7 @@ class S3Error(StoreUnavailableError):
     uncertain = False
     """Whether the server may have carried out the request."""
     pause_s = 0.0
-    """Minimum pause in seconds that the server requests."""
+    """Minimum pause in seconds that the server requests before the next attempt."""
 
 
 class ObjectMissingError(S3Error):
@@ -45,7 +45,7 @@ class ConditionFailedError(S3Error):
 
 
 class UnchangedError(S3Error):
-    """The object still has the ETag that the caller knows."""
+    """The object still has the ETag that the caller knows, so nothing was downloaded."""
 
     healthy = True
 
@@ -161,7 +161,7 @@ class Body:
         return self.tell()
 
     def tell(self) -> int:
-        """Return the number of bytes read."""
+        """Return the number of bytes before the current position."""
         return sum(map(len, self._pieces[: self._next]))
 
 
@@ -248,7 +248,9 @@ class FrameSink(Sink):
 
 
 class WholeSink(Sink):
-    """Download of a whole object of at most ``limit`` bytes: the content of a bucket is untrusted."""
+    """Download of a whole object into ``data``. A larger object than ``limit`` bytes raises ``CorruptPackError`` before
+    its download: the content of a bucket is untrusted.
+    """
 
     def __init__(self, limit: int) -> None:
         super().__init__(0)
@@ -268,7 +270,7 @@ class WholeSink(Sink):
 
 
 class ObjectInfo(NamedTuple):
-    """An object in a listing."""
+    """S3 key, size in bytes and modification time of an object, from a listing or a HEAD request."""
 
     key: str
     size: int
@@ -281,7 +283,7 @@ class ListPage(NamedTuple):
 
     objects: Sequence[ObjectInfo]
     next: str | None
-    """Identifies the next page; None: this is the last one."""
+    """Identifies the next page, for ``Transport.list``; None: this is the last one."""
 
 
 class Transport(ABC):
@@ -292,7 +294,9 @@ class Transport(ABC):
 
     @property
     def requests(self) -> dict[str, int]:
-        """Number of requests sent so far, by HTTP method; empty if they are not counted."""
+        """Number of requests sent since this object was created, retries included, by HTTP method; empty if they are
+        not counted.
+        """
         return {}
 
     def server_time(self) -> float:
@@ -324,7 +328,7 @@ class Transport(ABC):
 
     @abstractmethod
     def head(self, key: str, deadline: Deadline) -> ObjectInfo:
-        """Return size and time of an object; raise ``ObjectMissingError`` if it does not exist."""
+        """Return size and modification time of an object; raise ``ObjectMissingError`` if it does not exist."""
 
     @abstractmethod
     def list(self, prefix: str, page: str | None, deadline: Deadline) -> ListPage:
@@ -335,7 +339,9 @@ class Transport(ABC):
 
     @abstractmethod
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
-        """Delete objects, at most ``MOST_DELETED`` (1,000); missing ones are ignored."""
+        """Delete objects, at most ``MOST_DELETED`` (1,000); missing ones are ignored. After an error some may be
+        deleted.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -75,7 +75,7 @@ class Names:
         self.snapshots_prefix = f"{self.base}snapshots/"
 
     def pack(self, pack_id: bytes, nonce: bytes) -> str:
-        """Return the S3 key of a pack, see ``pack_name``."""
+        """Return the S3 key of a pack's object; ``nonce`` is that of its upload."""
         return self.base + pack_name(pack_id, nonce)
 
 
@@ -94,7 +94,11 @@ def feed_name(position: int, term: bytes) -> str:
 
 
 class StoreNames:
-    """Constructs the S3 keys of the objects that all namespaces share; parameters as in ``Names``."""
+    """Constructs the S3 keys outside of the namespaces' prefixes: head, inbox, identities, notes, statuses.
+
+    :param prefix: prefix of the store; empty, or ending in a slash.
+    :param key_id: id of the authentication key, part of most of these S3 keys; empty: no key.
+    """
 
     def __init__(self, prefix: str, key_id: str = "") -> None:
         suffix = f"-{key_id}" if key_id else ""
@@ -199,7 +203,7 @@ class Feed(msgspec.Struct, array_like=True, kw_only=True):
     """Time of all uses and removals in this feed object: the server's clock at the merge, never less than in the
     previous feed object."""
     merged: dict[bytes, int]
-    """For each writer, the number of its last merged commit. Rejected commits count."""
+    """For each writer (by id) with commits in this feed object, the number of the last one. Rejected commits count."""
     entries: list[Entry] = []
     retired: list[_Name] = []
     """Names, relative to the namespace's prefix, of objects that no reader needs after this feed object."""
@@ -218,10 +222,10 @@ class Snapshot(msgspec.Struct, array_like=True, kw_only=True):
     term: _Term
     time: _Time
     base: list[_Name] = []
-    """Names of segments with ``Dump`` records."""
+    """Names, relative to the namespace's prefix, of segments with ``Dump`` records."""
     base_bytes: int = 0
     tails: list[_Name] = []
-    """Names of segments with feed objects, in order."""
+    """Names, relative to the namespace's prefix, of segments with feed objects, in order."""
     tail_bytes: int = 0
 
 
@@ -236,19 +240,20 @@ class NamespaceHead(msgspec.Struct, array_like=True, kw_only=True):
 
     generation: _Nonce
     position: _Number = 0
-    """Last position of the feed."""
+    """Position of the last published feed object; 0: none."""
     spans: list[tuple[_Number, _Number, _Term]] = []
     """The latest feed objects, ascending: (first position, last position, their term)."""
     snapshot: str = ""
-    """Name of the newest snapshot; empty: none."""
+    """Name, relative to the namespace's prefix, of the newest snapshot; empty: none."""
     snapshot_position: _Number = 0
     num_bytes: int = 0
-    """Total bytes of the namespace's packs, pack tables and manifests."""
+    """Total bytes of the namespace's packs, pack tables and manifests in the bucket."""
     oldest: _Time = 0.0
-    """Time of the least recent use of a pack or manifest that may be evicted; 0: nothing may be evicted."""
+    """Time of the least recent use of a pack or manifest that may be evicted, in seconds since the epoch by the
+    server's clock; 0: nothing may be evicted."""
     swept: _Time = 0.0
-    """Start of the last complete sweep (deletion of objects that nothing refers to). Until there was one: time at which
-    a leader first published the namespace."""
+    """Start of the last complete sweep (deletion of objects that nothing refers to), in seconds since the epoch by the
+    server's clock. Until there was one: time at which a leader first published the namespace."""
     expires: _Time = LATEST
     """Earliest time at which a manifest expires by its own ttl, unless it is used again: seconds since the epoch, by
     the server's clock; ``LATEST`` if no manifest has one."""
@@ -259,12 +264,12 @@ class NamespaceHead(msgspec.Struct, array_like=True, kw_only=True):
 
 
 class Head(msgspec.Struct, array_like=True, kw_only=True):
-    """Head of a store, the only object that is overwritten. Conditional writes publish feeds and fence leaders."""
+    """Head of a store: the object whose conditional writes publish feeds and fence former leaders."""
 
     store: bytes = b""
-    """Random bytes, drawn when the head was created or rebuilt."""
+    """Random bytes, drawn when the head was created or rebuilt: local catalogues from before are loaded again."""
     epoch: _Number = 0
-    """Number of elections of a leader so far."""
+    """Number of the latest election of a leader, counted from 1; 0: none."""
     leader: bytes = b""
     """Term of the leader: id of its election, see ``TERM_BYTES``; empty: no leader."""
     beat: _Number = 0
@@ -272,13 +277,13 @@ class Head(msgspec.Struct, array_like=True, kw_only=True):
     capacity: int | None = None
     ttl_s: float | None = None
     unquoted: bool = False
-    """The server accepts ``If-Match`` only with ETags without quotes."""
+    """Whether the server accepts ``If-Match`` only with ETags without quotes."""
     namespaces: dict[bytes, NamespaceHead] = {}
     """By namespace id."""
 
     @property
     def policy(self) -> Policy:
-        """Capacity and ttl of the store."""
+        """Recorded capacity in bytes and ttl in seconds of the store; None for each: none."""
         return Policy(self.capacity, self.ttl_s)
 
 
@@ -351,7 +356,9 @@ def split_ids(joined: Buffer) -> list[bytes]:
 
 
 def tags_before(body: bytes) -> bytes:
-    """Return the authentication tags before the table in ``PackRow.body``. Parse the table first, to validate it."""
+    """Return the authentication tags before the table in ``PackRow.body``; empty if the store has no key. Parse the
+    table first, to validate it.
+    """
     (length,) = _TABLE_LENGTH.unpack_from(body, len(body) - _TRAILER_BYTES)
     return body[: len(body) - _TRAILER_BYTES - length]
 

@@ -1,4 +1,4 @@
-"""The head of a store: the only object that is overwritten.
+"""The head of a store: the only object of the feed that is overwritten.
 
 1. Every write is conditional on the ETag of the version that it is based on: one write both publishes feed objects and
    fences former leaders.
@@ -108,6 +108,7 @@ class StoreHead:
 
         :raises ObjectMissingError: there is no head.
         :raises CorruptPackError: the head is damaged, or was not written with the key.
+        :raises CorruptStoreError: the object is not a head of this format. After each error ``self.head`` is unchanged.
         """
         with self._lock:
             try:
@@ -119,7 +120,8 @@ class StoreHead:
             return True
 
     def write(self, head: Head) -> bool:
-        """Replace the head if ``self.head`` is still its version; otherwise read the newer version and return False.
+        """Replace the head if ``self.head`` is still the version in the bucket, and return True; otherwise read the
+        newer version and return False.
 
         :param head: new version; this method sets its ``beat``.
         :raises S3Error: the write failed or its outcome is unknown; ``self.head`` is the newest version that was read.

@@ -77,7 +77,7 @@ class _Publication(NamedTuple):
     """Name of the new snapshot; empty: none."""
     snapshot_position: int = 0
     swept: float = 0.0
-    """Start of the sweep that this round completes; 0: none."""
+    """Start, by the server's clock, of the sweep that this round completes; 0: none."""
 
 
 class _Dumping(NamedTuple):
@@ -88,7 +88,7 @@ class _Dumping(NamedTuple):
     replaced: Snapshot
     """The earlier snapshot, whose base and tails the new one replaces."""
     done: list[tuple[str, int]]
-    """(name, bytes) of each segment written so far."""
+    """(name, bytes) of each segment that was written for this snapshot."""
 
 
 class Leader:
@@ -143,7 +143,10 @@ class Leader:
         return not self._head.head.leader or silent_s > TAKEOVER_S
 
     def elect(self) -> bool:
-        """Try to become the leader; return whether this succeeded."""
+        """Try to become the leader; return whether this succeeded.
+
+        :raises S3Error: a request failed. This handle leads if a later poll finds that its write took effect.
+        """
         head = msgspec.structs.replace(self._head.head, epoch=self._head.head.epoch + 1)
         term = head.epoch.to_bytes(4, "big") + self._clock.random.randbytes(TERM_BYTES - 4)
         head.leader = term
@@ -208,7 +211,7 @@ class Leader:
             self._clear_inbox(by_namespace)
 
     def resign(self) -> None:
-        """Do a last round, and give up the leadership. This handle is not elected again.
+        """Do a last round, and give up the leadership. For a handle that closes: every later round resigns, too.
 
         :raises StoreError: the head still names this handle; another one takes over after ``TAKEOVER_S``.
         """
@@ -376,7 +379,11 @@ class Leader:
                 self._evict_from(namespace, now, None, 0, now)
 
     def _evict_from(self, namespace: bytes, now: float, ttl_s: float | None, excess: int, until: float) -> None:
-        """Add evictions to the next feed object of a namespace; parameters as for ``Catalogue.plan_eviction``."""
+        """Add evictions to the next feed object of a namespace.
+
+        :param now: present time by the server's clock, in seconds since the epoch.
+        :param ttl_s, excess, until: see ``Catalogue.plan_eviction``.
+        """
         session = self._session(namespace)
         if session is None:
             return
@@ -392,7 +399,8 @@ class Leader:
             logger.info("evicting %d packs", len(gone))
 
     def _fresh(self, namespace: bytes, held: NamespaceHead) -> tuple[int, float, float]:
-        """Return bytes, time of the oldest use and earliest expiry by a manifest's own ttl of a namespace.
+        """Return bytes, time of the oldest use and earliest expiry by a manifest's own ttl of a namespace; both times
+        in seconds since the epoch.
 
         They are from the local catalogue if it has the position of the head, else from the head.
         """
@@ -486,7 +494,9 @@ class Leader:
         self._unpublished[namespace] = held._replace(snapshot=name, snapshot_position=snapshot.position)
 
     def _collect(self, namespace: bytes, session: NamespaceSession) -> None:
-        """Delete objects whose removal was published at least ``grace`` ago, unless something refers to them again."""
+        """Delete a namespace's objects whose removal was published at least ``grace`` seconds ago, at most about 1,000,
+        unless something refers to them again.
+        """
         garbage = session.catalogue.garbage(self._confirmed - self._grace_s, _DELETED_AT_ONCE)
         if not garbage:
             return
@@ -520,7 +530,10 @@ class Leader:
         self._unpublished[namespace] = held._replace(swept=began)
 
     def _is_named(self, namespace: bytes, session: NamespaceSession, name: str) -> bool:
-        """Return whether the catalogue, an unpublished feed object or the head refers to an object; True if unsure."""
+        """Return whether the catalogue, an unpublished feed object or the head refers to an object; True if unsure.
+
+        :param name: name of the object, relative to the namespace's prefix.
+        """
         kind = name.partition("/")[0]
         held = self._unpublished.get(namespace)
         entries = [] if held is None else held.feed.entries

@@ -20,7 +20,7 @@ class Direction(Enum):
 
 
 class CopyEngine(ABC):
-    """Runs the copies of one direction on a device, in the order of submission. Called from one thread."""
+    """Runs the copies of one direction (store or load) on a device, in order of submission. Called from one thread."""
 
     def __init__(self, memory: KVMemory, direction: Direction) -> None:
         self.memory = memory
@@ -30,12 +30,13 @@ class CopyEngine(ABC):
     def submit(self, job_id: int, copies: Sequence[PageCopies]) -> bool:
         """Start the copies of a job. They see everything that the model computed before this call.
 
-        :returns: False if the job could not be started. Then it copies no further byte and is not reported.
+        :returns: False if the job could not be started. Then it copies no further byte and is not reported, and the
+            content of its destination is undefined.
         """
 
     @abstractmethod
     def finished(self) -> list[TransferResult]:
-        """Return the jobs that ended since the last call, in order. Does not wait."""
+        """Return the results of the jobs that ended since the last call, in the order of submission. Does not wait."""
 
     @abstractmethod
     def wait(self, job_ids: set[int]) -> None:
@@ -43,4 +44,4 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def drain(self) -> None:
-        """Block until all jobs have ended; later jobs are not accepted. Idempotent."""
+        """Block until all submitted jobs have ended. The last call: no job may be submitted afterwards. Idempotent."""

@@ -39,9 +39,9 @@ class CPUCopyEngine(CopyEngine):
     """Copies between CPU tensors on one thread, or on the caller's. torch splits large copies over its own threads."""
 
     def __init__(self, memory: KVMemory, direction: Direction, *, in_place: bool = False) -> None:
-        """:param in_place: copy in ``submit`` instead of a thread. If the engine polls without a pause, a thread may
-        wait a thousand times as long for the GIL as its copy takes, because its wait restarts whenever another thread
-        briefly releases the GIL.
+        """:param in_place: True: ``submit`` copies on the caller's thread and returns when the copies have ended.
+        False: a separate thread copies. If the engine polls without a pause, that thread may wait a thousand times as
+        long for the GIL as its copy takes, because its wait restarts whenever another thread briefly releases the GIL.
         """
         super().__init__(memory, direction)
         self._copies = _InPlace() if in_place else futures.ThreadPoolExecutor(1, f"persistkv-{direction.value}")
@@ -144,7 +144,7 @@ class CPUCopyEngine(CopyEngine):
 
 
 class _InPlace(futures.Executor):
-    """Executor that runs each call in ``submit``; the calls must not raise."""
+    """Executor that runs each submitted call within ``submit``, on the caller's thread; the calls must not raise."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
         future: futures.Future[Any] = futures.Future()
@@ -211,9 +211,8 @@ def _rectangles(sub_blocks: IntArray, rows: torch.Tensor) -> Iterator[tuple[int,
 
 
 def widened(types: Sequence[torch.dtype], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return views of byte tensors in the first type whose size divides all addresses, strides and last dimensions.
-
-    If there is no such type, return the tensors unchanged.
+    """Return views of byte tensors in the first of ``types`` whose size divides all addresses, strides and last
+    dimensions. If there is no such type, return the tensors unchanged.
     """
     for dtype in types:
         if all(

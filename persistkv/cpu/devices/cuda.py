@@ -49,7 +49,7 @@ class CUDACopyEngine(CopyEngine):
     An error that breaks the device, such as a failed assertion in a kernel of the model, fails the jobs in flight. No
     copy runs after it, and no method of this class raises it: the engine gets the error from its own kernels.
 
-    :param copier: by default the batched one if memory is pinned and a trial copy succeeds, else one copy at a time.
+    :param copier: None: a ``DriverBatchCopier`` if memory is pinned and a trial copy succeeds, else a ``TorchCopier``.
     """
 
     def __init__(self, memory: KVMemory, direction: Direction, copier: PageCopier | None = None) -> None:
@@ -148,7 +148,8 @@ class Batch:
         source: torch.Tensor,
         registrations: IntArray | None = None,
     ) -> Batch:
-        """Merge copies of one size, in the order given.
+        """Return a batch of copies of ``page_bytes`` bytes each, in which successive ones that are adjacent on both
+        sides are merged.
 
         :param registrations: for each copy, the number of the registration with CUDA that holds its host memory. Copies
             of different registrations are not merged: CUDA refuses a copy that touches two. None: there is only one.
@@ -190,12 +191,13 @@ class CopyAttributes(ctypes.Structure):
 
 
 class DriverBatchCopier(PageCopier):
-    """``cuMemcpyBatchAsync`` of the driver. Memory must be pinned.
+    """Copier that enqueues a whole batch with one call of the driver's ``cuMemcpyBatchAsync``. CPU memory must be
+    pinned.
 
     It is called through ctypes with arrays of addresses. cuda-bindings takes lists; their conversion takes time per
     page and holds the GIL. The driver reads the arrays during the call.
 
-    :param library: the driver's library.
+    :param library: file name of the driver's library.
     :param flags: ``PREFER_OVERLAP_WITH_COMPUTE``, or 0.
     :raises OSError: if there is no driver.
     :raises AttributeError: if the driver is older than the function.
@@ -236,7 +238,7 @@ class DriverBatchCopier(PageCopier):
 
 
 class TorchCopier(PageCopier):
-    """One ``copy_`` for each copy of the batch; memory need not be pinned."""
+    """Copier that enqueues each copy of the batch with a call of torch's ``copy_``; memory need not be pinned."""
 
     def copy(self, batch: Batch, stream: torch.cuda.Stream) -> None:
         target, source = _flat(batch.target), _flat(batch.source)
@@ -247,7 +249,10 @@ class TorchCopier(PageCopier):
 
 
 def choose_copier(device: torch.device, pinned: bool) -> PageCopier:
-    """Return the batched copier if memory is pinned and a trial copy succeeds, else one that copies one at a time."""
+    """Return a ``DriverBatchCopier`` if memory is pinned and a trial copy succeeds, else a ``TorchCopier``.
+
+    :param pinned: whether all CPU memory that will be copied is pinned.
+    """
     if not pinned:
         return TorchCopier()
     try:

@@ -32,7 +32,7 @@ FIRST = (
     "Which exception does textwrap raise for a bad width?",
     "Why does bisect_right differ from bisect_left?",
 )
-"""Questions that both processes answer."""
+"""Questions of the demo that both of its processes answer, and whose contexts the first one stores."""
 FURTHER = (
     "Show how wrap() treats words longer than the line.",
     "What does merge() cost for k inputs of n items?",
@@ -166,7 +166,7 @@ class Answer(msgspec.Struct, frozen=True):
     tokens: list[int]
     """Ids of the generated tokens."""
     logits: list[float]
-    """Logits from which the first token was chosen."""
+    """Logits from which the first generated token was chosen, one for each token of the vocabulary."""
     logits_digest: str
     """xxh3-128 checksum of the bytes of ``logits``, hexadecimal."""
     stats: RequestStats
@@ -185,7 +185,7 @@ class Report(msgspec.Struct, frozen=True):
     start_to_first_token_s: float = 0.0
     """Seconds from the start of the process to the first token of its first answer."""
     notices: list[str] = []
-    """Second process: ``Engine.notices``."""
+    """Second process: ``Engine.notices``, messages of its store for the user. First process: empty."""
     error: str = ""
     """Why the process failed; empty if it did not."""
 
@@ -213,20 +213,22 @@ class RequestReport(msgspec.Struct, frozen=True):
 
 
 class DemoReport(msgspec.Struct, frozen=True):
-    """All results of the demo; times in seconds, sizes in bytes. ``tokens_identical``, ``logits_identical`` and
-    ``agrees_with_cold`` hold for all ``requests``, the first two only with ``same_split``. Sizes: see ``BackendStats``.
+    """All results of the demo: times in seconds, sizes of the store's content in bytes.
+
+    ``tokens_identical`` and ``logits_identical`` are True if they are, like ``same_split``, True for each of
+    ``requests``; ``agrees_with_cold`` is True if it is False for none of them.
     """
 
     url: str
     model: str
     codec: str
     prompt_tokens: int
-    """Number of tokens of the first prompt."""
+    """Number of tokens of each prompt: the shared tokens and the question."""
     shared_tokens: int
     restored_tokens: int
     """Tokens restored for the new process's first prompt: device and primary tier are empty at that time."""
     restored_shared_share: float
-    """Share of the shared tokens that was restored for the first prompt."""
+    """Share of ``shared_tokens`` that was restored for the first prompt of the new process, 0 to 1."""
     cold_ttft_s: float
     """Time to first token of the cold runs: median over their prompts."""
     warm_ttft_s: float
@@ -241,12 +243,13 @@ class DemoReport(msgspec.Struct, frozen=True):
     agrees_with_cold: bool
     max_logit_difference: float
     pages_identical: bool
-    """Whether all restored device pages (KV of one GPU block each) equal those of the first process."""
+    """Whether all restored device pages (KV of one GPU block each) equal those of the first process. False if no page
+    was restored."""
     pages_compared: int
     raw_bytes: int
     stored_bytes: int
     codec_ratio: float
-    """``raw_bytes`` divided by ``stored_bytes``."""
+    """``raw_bytes`` (KV before the codec) divided by ``stored_bytes`` (encoded); 1 if nothing is stored."""
     disk_bytes: int
     requests: list[RequestReport]
     notices: list[str]
@@ -256,7 +259,7 @@ class DemoReport(msgspec.Struct, frozen=True):
 def _build_report(
     cold: Report, warm: Report, stats: BackendStats, *, url: str, model: str, codec: str, shared_tokens: int
 ) -> DemoReport:
-    """Compare the reports of the two processes, and add the totals of the store."""
+    """Compare the reports of the first (``cold``) and the new process (``warm``); add the totals of the store."""
     computed = {answer.question: answer for answer in cold.answers}
     requests = [
         _compare(computed.get(answer.question), resident, answer)

@@ -51,7 +51,10 @@ def make_checkpoint(directory: Path) -> None:
 
 
 def main() -> None:
-    """Run the task and write a report. Then the first process waits to be killed; the second one exits."""
+    """Run the task and write a report. Then the first process waits to be killed; the second one exits.
+
+    If the task fails, write a report with the reason in ``error``, and exit.
+    """
     task = msgspec.json.decode(sys.argv[1], type=Task)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -125,7 +128,10 @@ def _answer_warm(engine: Engine, task: Task) -> Report:
 def _generate(
     engine: Engine, task: Task, prompts: dict[str, list[int]], *, load: bool
 ) -> tuple[dict[str, GenerateResult], float]:
-    """Answer the prompts. Return the results by question, and seconds from the process's start to its first token."""
+    """Answer the prompts. Return the results by question, and seconds from the process's start to its first token.
+
+    :param load: False computes the prompts in full and restores no KV.
+    """
     results: dict[str, GenerateResult] = {}
     since_start = 0.0
     for question, token_ids in prompts.items():

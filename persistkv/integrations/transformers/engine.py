@@ -175,7 +175,7 @@ class Engine:
     def wait_persisted(self, request: GenerateResult | str, timeout_s: float = 60.0) -> bool:
         """Wait until the whole context of a request is durable in every store.
 
-        :returns: False if the timeout passed first, part of the context was dropped, or there is no store.
+        :returns: False if the timeout passed first, a store dropped part of the context, or the engine has no store.
         """
         self._check_open()
         req_id = request if isinstance(request, str) else request.req_id
@@ -187,7 +187,10 @@ class Engine:
         )
 
     def flush(self, timeout_s: float = 60.0) -> bool:
-        """Wait until all submitted blocks are durable; return False if the timeout passed first."""
+        """Wait until all submitted blocks are durable or dropped in every store.
+
+        :returns: False if the timeout passed first, or a store is not open.
+        """
         self._check_open()
         deadline = time.monotonic() + timeout_s
         if not self._tiers.drain(deadline):
@@ -196,7 +199,7 @@ class Engine:
         return all(flushed)
 
     def stats(self) -> EngineStats:
-        """Return totals since the engine was opened. Waits for the stores' answers, some seconds at most."""
+        """Return totals since the engine was opened. Waits up to 5 s for the answer of each store."""
         pools = [group.pool for group in self._device.groups]
         return EngineStats(
             self._num_requests,
@@ -232,7 +235,9 @@ class Engine:
         return {block_hash: group.pages[index] for block_hash, index in group.pool.resident().items()}
 
     def forget_device(self) -> None:
-        """Wait for all transfers, then drop the device's blocks of finished requests; the tiers keep their copies."""
+        """Wait for all transfers, without a time limit. Then drop the blocks of finished requests from the device; the
+        tiers keep their copies.
+        """
         self._check_open()
         self._tiers.drain(math.inf)
         for group in self._device.groups:
@@ -242,7 +247,7 @@ class Engine:
         """Flush all stores, then release all resources. Idempotent.
 
         :param timeout_s: timeout of the flush. A store that hangs takes up to two minutes more, until its process is
-            killed, because it may use rows until then.
+            killed, because it may use rows until then. Blocks that are not durable then may be lost.
         """
         if self._closed:
             return

@@ -24,7 +24,7 @@ class KVGroupGeometry:
     layers: tuple[int, ...]
     """Indices of the model's layers, ascending."""
     num_heads: int
-    """KV heads of a layer."""
+    """Number of KV heads of a layer."""
     head_dim: int
     sliding_window: int | None
     """Number of tokens that a token attends to, including itself; None: full attention."""
@@ -149,7 +149,7 @@ class RequestCache(Cache):  # type: ignore[misc]
         ]
 
     def set_length(self, length: int) -> None:
-        """Set the number of tokens in every layer."""
+        """Set the number of tokens whose KV every layer contains; the buffers must hold it already."""
         for layer in self.layers:
             layer.set_length(length)
 

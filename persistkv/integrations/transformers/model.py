@@ -40,6 +40,9 @@ def load_model(
     """Load a model for inference.
 
     :param source: a directory with a checkpoint, or the name of a model that transformers finds.
+    :param dtype: data type of the weights; ``auto``: that of the checkpoint.
+    :param attn_implementation: attention of transformers; None: its default.
+    :param device: device to move the model to; None: it stays where transformers loads it.
     :returns: the model and the directory of its weights. The directory is None if adapters were loaded on top of
         them; the model can then only be identified by its state dict.
     :raises ConfigurationError: if no model can be loaded from ``source``.

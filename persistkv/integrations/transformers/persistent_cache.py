@@ -66,7 +66,7 @@ class PersistentCache(RequestCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append the KV of new tokens to a layer, and enlarge the buffers if they are full; called by the model.
 
-        :raises ConfigurationError: there is more than one sequence, as in a batch or beam search.
+        :raises ConfigurationError: there is more than one sequence, as in a batch or beam search; nothing was appended.
         """
         if key_states.shape[0] != 1:
             raise ConfigurationError("past_key_values", f"{key_states.shape[0]} sequences", "one sequence")
@@ -225,8 +225,8 @@ def save(
     """Store the full blocks of a cache in the store that was passed to ``load``. They are durable on return.
 
     :param cache: a cache of ``load``, after ``model.generate`` or a forward pass.
-    :param token_ids: the tokens in the cache, in order, such as a row of ``generate``'s output; the last one, whose KV
-        was not computed, is ignored.
+    :param token_ids: the tokens in the cache, in order, such as a row of ``generate``'s output. Tokens after those with
+        KV in the cache are ignored: the last one of ``generate``'s output.
     :param labels: stored with the context and shown by ``persistkv ls``.
     :param codec: codec of new packs, as in ``Engine.open``.
     :returns: the id of the request in ``persistkv ls``. A context shorter than a block stores nothing.

@@ -138,6 +138,7 @@ class Request:
 
         :param stop: ids of the tokens that end the generation.
         :param load: False computes the whole prompt and restores no KV.
+        :raises PersistKVError: too few blocks of the device cache are free.
         """
         begin = time.perf_counter()
         self._stats.prompt_tokens = len(prompt)

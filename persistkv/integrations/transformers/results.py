@@ -27,19 +27,19 @@ class RequestStats:
     computed_tokens: int = 0
     """Prompt tokens that the model computed; at least one."""
     bytes_loaded: int = 0
-    """Bytes copied from the primary tier to the device."""
+    """Bytes copied from the primary tier to the device for this request."""
     lookup_s: float = 0.0
-    """Seconds until the restorable prefix was known, including the wait for promotions."""
+    """Seconds from the call until the restorable prefix was known, including the wait for promotions."""
     load_s: float = 0.0
     """Seconds of the load from the primary tier to the device."""
     ttft_s: float = 0.0
     """Seconds from the call to the first token: lookup, promotion, load and prefill."""
     total_s: float = 0.0
-    """Seconds from the call to the last token."""
+    """Seconds from the call of ``Engine.generate`` to the last token."""
 
     @property
     def restored_tokens(self) -> int:
-        """Prompt tokens that were not computed."""
+        """Number of prompt tokens whose KV was restored instead of computed."""
         return self.device_tokens + self.cpu_tokens + self.persistent_tokens
 
 
@@ -48,7 +48,7 @@ class GenerateResult:
     """Result of one call of ``Engine.generate``."""
 
     req_id: str
-    """Id of the request, also in ``persistkv ls``."""
+    """Id of the request; ``persistkv ls`` lists its context under this id."""
     tokens: Sequence[int]
     """Ids of the generated tokens; a stop token that ended the generation is included."""
     logits: torch.Tensor = field(repr=False)
@@ -60,13 +60,13 @@ class GenerateResult:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Totals since the engine was opened."""
+    """Totals since the engine was opened, and the numbers of blocks that it has now."""
 
     requests: int
     device_blocks: int
     """Number of blocks of the device cache, summed over all KV cache groups."""
     resident_blocks: int
-    """Device blocks that hold reusable KV."""
+    """Number of device blocks whose KV later requests can reuse, summed over all KV cache groups."""
     cpu_blocks: int
     """Number of rows of the primary tier; a row holds one block."""
     block_bytes: int

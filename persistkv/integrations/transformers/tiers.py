@@ -89,7 +89,9 @@ class Tiers:
         self._live: dict[str, Callable[[], None]] = {}
 
     def prewarm(self) -> None:
-        """Promote the stores' most recently used contexts to the primary tier; return after one minute at most."""
+        """Promote the stores' most recently used contexts until ``prewarm_share`` of the primary tier is full, or all
+        are promoted. After one minute, return with those promoted by then.
+        """
         deadline = time.monotonic() + _PREWARM_S
         while self._tiering and self._tiering.has_pending_work() and time.monotonic() < deadline:
             self.step()
@@ -103,10 +105,10 @@ class Tiers:
         self._live[req_id] = on_released
 
     def step(self, *, wait: bool = False) -> dict[str, LoadProgress]:
-        """Start planned transfers, process finished ones, and end the connector's step.
+        """Start planned transfers between device and primary tier, process finished ones, and end the connector's step.
 
         :param wait: wait until all transfers have ended; False: only for the loads that this step starts.
-        :returns: the loads that ended, by request id.
+        :returns: results of the loads that ended since the last step, failed ones included, by request id.
         """
         metadata = self.scheduler.build_connector_meta()
         self._worker.start(metadata)
@@ -137,6 +139,7 @@ class Tiers:
         """Load ``num_tokens``, a result of ``match``, into device blocks, and wait for the load.
 
         :param tables: for each KV cache group, the request's device blocks from its first token on.
+        :returns: the result; if it is a failure, the content of the device blocks is undefined.
         """
         if not self.scheduler.update_state_after_alloc(req_id, tables, num_tokens):
             return LoadProgress(success=True, num_tokens=0, num_bytes=0)
@@ -147,8 +150,9 @@ class Tiers:
         return loads[req_id]
 
     def drain(self, deadline: float, req_id: str | None = None) -> bool:
-        """Repeat ``step`` until the transfers of one finished request, or (None) of all requests, have ended.
+        """Repeat ``step`` until the transfers of a finished request have ended.
 
+        :param req_id: the request; None: all requests.
         :param deadline: a ``time.monotonic`` time.
         :returns: False if the deadline passed first.
         """

@@ -82,7 +82,7 @@ class MetricsReader:
     def is_due(self, observed: Observed, now: float) -> bool:
         """Return whether to read the metrics now: the tier's own totals changed, or the last reading is 1 s old.
 
-        Cheap, because it is called in every step, and most steps change nothing.
+        True counts as a reading: the caller calls ``read`` next. Cheap, because it is called in every step.
 
         :param now: seconds of a monotonic clock.
         """

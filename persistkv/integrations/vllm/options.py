@@ -21,9 +21,11 @@ class VllmTierOptions(PersistentTierOptions, frozen=True, kw_only=True):
 
     host: Literal["process", "thread"] = "process"
     capacity: int | str | None = None
-    """Maximum bytes of the store; may be set in the URL instead. None: as in the URL."""
+    """Maximum bytes on disk of a store that this engine creates; ``persistkv set`` changes that of an existing one. May
+    be set in the URL instead. None: as in the URL."""
     ttl: str | None = None
-    """Time from the last use of stored content to its expiry; may be set in the URL instead. None: as in the URL."""
+    """Duration such as ``7d`` from the last use of content to its expiry, for a store that this engine creates;
+    ``persistkv set`` changes that of an existing one. May be set in the URL instead. None: as in the URL."""
     deadline: str | None = None
     """Time limit of one operation of a remote store, including retries; may be set in the URL instead. None: as in the
     URL."""
@@ -31,7 +33,7 @@ class VllmTierOptions(PersistentTierOptions, frozen=True, kw_only=True):
     """``request``: vLLM offers every chunk of a request to the tier, including prefix hits, and the store lists the
     whole context. ``chunk``: it offers newly computed chunks only."""
     min_tokens: int = 0
-    """Requests that have fewer tokens when their first chunks arrive are not persisted."""
+    """Requests that have fewer tokens when their first chunks arrive are not persisted. 0: no minimum."""
     labels: dict[str, str] = msgspec.field(default_factory=dict)
     """Names and values that are stored with each context and shown by tools."""
     weights: str | None = None

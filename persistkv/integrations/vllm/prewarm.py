@@ -105,4 +105,4 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]  # vLLM is n
         return RequestOffloadingContext(OffloadPolicy.CHUNK_LEVEL)
 
     def drain_jobs(self) -> None:
-        """Do nothing: there are no jobs."""
+        """Do nothing: store jobs end when they are submitted, and there are no loads."""

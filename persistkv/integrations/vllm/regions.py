@@ -91,7 +91,8 @@ def ready(rows: memoryview) -> None:
     page tables of all processes, and the engine's next copy to each small page would take a fault of some microseconds.
     If the rows are in huge pages by then, nothing is moved.
 
-    :param rows: as in ``open_region``. They may be used during the call; no byte changes.
+    :param rows: the whole region, contiguous, writable. They may be used during the call; no byte changes. If they are
+        not mapped from whole files, nothing is done.
     """
     fds = open_region(rows)
     if not fds:
@@ -107,7 +108,7 @@ def remove_leftovers(directory: str = SHARED_MEMORY_DIRECTORY, *, sees_all_proce
     """Remove the files of vLLM's primary tiers that no process uses.
 
     :param sees_all_processes: whether ``/proc`` shows every process that may use the files; None: detect it.
-    :returns: the removed paths.
+    :returns: the removed paths. Files that cannot be removed are kept.
     """
     sees_all = _is_in_first_namespace() if sees_all_processes is None else sees_all_processes
     left = [path for path in sorted(Path(directory).glob(_PATTERN)) if _may_be_removed(path, sees_all)]

@@ -27,11 +27,11 @@ class Prefetch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Contexts to promote for later requests, chosen by exactly one of ``request``, ``labels`` and ``token_ids``."""
 
     request: str | None = None
-    """See ``Choice``."""
+    """Id of a stored context, as ``persistkv ls --json`` shows it, or the start of the id. None: not chosen by id."""
     labels: dict[str, str] = {}
-    """See ``Choice``."""
+    """Labels that the contexts have, with these values. Empty: not chosen by labels."""
     token_ids: list[Annotated[int, msgspec.Meta(ge=0)]] = []
-    """Tokens of the context from its beginning on."""
+    """Tokens of the context from its beginning on. Empty: not chosen by tokens."""
     cache_salt: str | None = None
     """The ``cache_salt`` of the context's requests; only with ``token_ids``."""
 

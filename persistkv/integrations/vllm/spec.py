@@ -88,7 +88,7 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is no
         return self._submit(self._stores, job_id, src_spec, dst_spec)
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
-        """Copy before returning, whether the load is expedited or not."""
+        """Copy rows to pages before returning, even if ``expedited`` is False. Return False after ``shutdown``."""
         return self._submit(self._loads, job_id, dst_spec, src_spec)
 
     def _submit(self, engine: CPUCopyEngine, job_id: int, blocks: Any, chunks: Any) -> bool:

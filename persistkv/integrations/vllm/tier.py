@@ -62,7 +62,7 @@ _DRAIN_S = 60.0
 _NO_REQUEST = ours.ReqContext("prefetch")
 
 CONFIG_INFO = ("store", "namespace", "codec", "durability", "policy", "host")
-"""Names of the labels that ``config_info`` returns."""
+"""Names of the labels of vLLM's metric ``kv_offload_config_info`` that this tier sets."""
 
 
 class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not installed where types are checked
@@ -226,8 +226,10 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         return request
 
     def _prefetch(self, prefetch: Prefetch) -> None:
-        """Queue contexts for promotion: those of the first store that the filter includes, or, if token ids are given,
-        the blocks of their context that a store holds.
+        """Queue contexts for the tier ``persistkv-prewarm`` to promote: those of the first store that the filter
+        includes, or, if token ids are given, the blocks of their context that any store holds.
+
+        If the keys of token ids cannot be computed, log the error and queue nothing.
         """
         if not prefetch.token_ids:
             self._tier.prefetch(prefetch.choice)
@@ -269,15 +271,18 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         return dict(zip(CONFIG_INFO, values, strict=True))
 
     def get_stats(self) -> Any:
-        """Return vLLM's metrics object; None if the tier's own totals are unchanged and were read under 1 s ago."""
+        """Return vLLM's metrics object, with the growth of the counters since the last one. None if the last one is
+        less than 1 s old, and the totals that the tier itself counts have not changed since.
+        """
         if not self._metrics.is_due(self._observed, time.monotonic()):
             return None
         return self._metrics.read(self._observed, self._tier.glance(), self._tier.num_held_blocks)
 
     def shutdown(self) -> None:
-        """Wait until the store's process has committed the submitted blocks and ended; idempotent.
+        """End unfinished requests, and wait until the store's process has committed all blocks and ended; idempotent.
 
-        After a minute the process is killed. Unfinished requests are ended: the store lists their contexts so far.
+        The store lists the part of each unfinished request that was stored. After a minute, a process that still uses
+        rows is killed, and its uncommitted blocks are lost; one that only commits continues for a bounded time.
         """
         for request in self._requests.values():
             with self._isolation.guard("on_request_finished", "the context of a request is not listed"):

@@ -145,7 +145,7 @@ class Catalog(ABC):
         return self._each([manifest_row(namespace, manifest_id) for manifest_id in manifest_ids], read)
 
     def _each(self, names: Sequence[bytes], read: Callable[[Rows, bytes], T]) -> list[T]:
-        """Return what ``read`` returns for each name. Some hundred names share a transaction."""
+        """Return what ``read`` returns for each name. Up to 256 names share a read transaction."""
         found: list[T] = []
         for start in range(0, len(names), _AT_ONCE):
             with self.rows() as rows:
@@ -211,7 +211,7 @@ class RowBackend(CatalogBackend):
 
     @abstractmethod
     def has_room(self, rows: Rows, num_bytes: int) -> bool:
-        """Return whether the transaction of ``rows`` may add ``num_bytes``. Called only if there is a ``capacity``."""
+        """Return whether the transaction of ``rows`` may add ``num_bytes`` within ``capacity``, which is not None."""
 
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
         check_batch(namespace, batch)
@@ -243,7 +243,11 @@ class RowBackend(CatalogBackend):
 
 
 def totals(states: Sequence[NamespaceState], disk_bytes: int, capacity: int | None) -> BackendStats:
-    """Return the totals of a store from those of its namespaces; the other parameters as in ``BackendStats``."""
+    """Return the totals of a store from those of its namespaces.
+
+    :param disk_bytes: bytes that the store takes on the medium.
+    :param capacity: bound on ``disk_bytes``; None: unbounded.
+    """
     return BackendStats(
         packs=sum(state.packs for state in states),
         blocks=sum(state.blocks for state in states),

@@ -82,7 +82,7 @@ class Reading(NamedTuple):
 
 
 class StoreClock(NamedTuple):
-    """A recorded reading of the store's clock; see the module docstring."""
+    """A recorded reading of the store's own clock, which measures ages and ttl and ignores jumps of the wall clock."""
 
     time: float
     """The store's time at the reading: seconds since the epoch."""
@@ -149,7 +149,7 @@ def read_clock(rows: Rows) -> tuple[int, StoreClock]:
 
 
 def write_clock(rows: Rows, moment: int, clock: StoreClock) -> None:
-    """Record the number of the last moment, as in ``read_clock``, and the clock at that moment."""
+    """Record the number of the last moment (batch that used a pack or manifest) and the clock at that moment."""
     seconds, at, unconfirmed, since = clock
     row = _CLOCK.pack(moment, seconds, at.wall, at.since_boot, at.boot, unconfirmed, since)
     rows.put(META, _CLOCK_ROW, row)
@@ -197,7 +197,9 @@ class Candidate(NamedTuple):
 
 
 class EvictionOrder:
-    """The eviction order within one write transaction. Names of packs and manifests are as in ``Candidate``."""
+    """The eviction order within one write transaction. A *name* is a namespace's id followed by a pack id or by the
+    digest of a manifest's id.
+    """
 
     def __init__(self, rows: Rows, at: float | None = None) -> None:
         """:param at: present time of a store that several machines share, in seconds since the epoch; None: read the
@@ -217,17 +219,22 @@ class EvictionOrder:
 
     @property
     def time(self) -> float:
-        """The store's time."""
+        """The store's time in this transaction: seconds since the epoch, later than every recorded use."""
         return self._clock.time
 
     def add_pack(self, name: bytes, depth: int, pins: int) -> None:
-        """List a new pack as used now. ``depth`` and ``pins`` are as in ``Use``."""
+        """List a new pack as used now.
+
+        :param depth: smallest depth of its frames in blocks; UNKNOWN_DEPTH if it is not known.
+        :param pins: number of pinned manifests that name the pack.
+        """
         self._put(name, Use(self.moment, self.time, depth, pins, named=0))
 
     def touch(self, name: bytes, named: int = 0) -> bool:
         """Record that a pack was used now; return False if it is not listed.
 
-        :param named: new value of ``Use.named``, unless the present one is greater.
+        :param named: ``NAMED_LOW`` or ``NAMED`` if a manifest of low or normal priority names the pack now, else 0.
+            ``Use.named`` becomes this value, unless it is greater already.
         """
         use = self.use(name)
         if use is None:
@@ -257,7 +264,12 @@ class EvictionOrder:
             self._rows.delete(USES, name)
 
     def add_manifest(self, name: bytes, flags: int, ttl_s: float, packs: tuple[bytes, ...]) -> None:
-        """List a new manifest as written now. ``flags``, ``ttl_s`` and ``packs`` are as in ``Chain``."""
+        """List a new manifest as written now.
+
+        :param flags: ``PINNED``, ``ORDERED`` and ``LOW`` (priority), or 0.
+        :param ttl_s: seconds from the last use of its last pack to its expiry; 0: no ttl of its own.
+        :param packs: ids of the packs that it names, from the beginning of the context on.
+        """
         chain = Chain(self.moment, self.time, flags, ttl_s, self.time + ttl_s if ttl_s else 0.0, packs)
         self._put(name, chain)
         if ttl_s:

@@ -88,7 +88,7 @@ class Rows(ABC):
             yield key, value
 
     def first(self, table: str, start: bytes) -> bytes | None:
-        """Return the first key from ``start`` on; None if there is none."""
+        """Return the first key of a table from ``start`` on; None if there is none."""
         return next((bytes(key) for key, _ in self.range(table, start)), None)
 
 
@@ -110,11 +110,11 @@ NAMED_LOW, NAMED = 1, 2
 PACK, MANIFEST = 0, 1
 NAME_BYTES = 2 * ID_BYTES  # namespace, and pack id or digest of a manifest's id
 ORDER_KEY = struct.Struct(">?QIB32s")
-"""False for low priority, moment, UNKNOWN_DEPTH minus the depth, ``PACK`` or ``MANIFEST``, and the key of the row in
-``USES`` or ``CHAINS``.
+"""Key in the table ``ORDER``: False for low priority, moment, UNKNOWN_DEPTH minus the depth, ``PACK`` or ``MANIFEST``,
+and the key of the row in ``USES`` or ``CHAINS``.
 """
 EXPIRY_KEY = struct.Struct(">d32s")
-"""``Chain.expires`` and the key of the row in ``CHAINS``."""
+"""Key in the table ``EXPIRIES``: ``Chain.expires`` and the key of the manifest's row in ``CHAINS``."""
 
 
 class Use(NamedTuple):
@@ -163,7 +163,7 @@ class Chain(NamedTuple):
     """A manifest's packs, flags and ttl, and the commit that wrote it."""
 
     moment: int
-    """Number of the commit that wrote the manifest, counted as in ``Use.moment``."""
+    """Number of the commit that wrote the manifest; only commits that use anything are counted."""
     time: float
     """Time at which the manifest was written: seconds since the epoch, on the store's clock."""
     flags: int
@@ -229,7 +229,7 @@ class NamespaceState:
 
     @property
     def cursor(self) -> bytes:
-        """Current position in the change log."""
+        """Current position in the namespace's change log: the argument for ``Backend.changes``, 16 bytes."""
         return self.generation + self.sequence.to_bytes(8, "big")
 
     def encode(self) -> bytes:
@@ -335,7 +335,10 @@ class RowPayloads:
         self._rows = rows
 
     def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
-        """See ``Payloads``."""
+        """Write a whole pack's payload as rows; ``at_most`` is not used. Errors of the stream are raised unchanged.
+
+        :raises StoreFullError: there is no room for the payload.
+        """
         index = filled = 0
         buffer = memoryview(bytearray(PIECE_BYTES))
         for part in stream:
@@ -356,7 +359,7 @@ class RowPayloads:
             self._rows.put(PIECES, name + _PIECE.pack(index), buffer[:filled])
 
     def delete(self, name: bytes, length: int) -> None:
-        """See ``Payloads``."""
+        """Delete all pieces of a pack's payload; ``length`` is not used."""
         for key in [bytes(key) for key, _ in self._rows.starting_with(PIECES, name)]:
             self._rows.delete(PIECES, key)
 

@@ -96,10 +96,11 @@ class CatalogTransaction:
         :raises StoreError: there is no such namespace, or the row of its totals or of the clock is damaged.
         """
         self.evicted: list[PackTable] = []
-        """Tables of the packs that were removed so far, in all namespaces, except those whose table is damaged."""
+        """Tables of the packs that this transaction has removed, in all namespaces, except those whose table is
+        damaged."""
         self._payloads = payloads
         self.grew = False
-        """Whether a pack or manifest was written so far."""
+        """Whether this transaction has written a pack or manifest."""
         self._rows = rows
         self._namespace = namespace
         self._keep = keep
@@ -110,7 +111,7 @@ class CatalogTransaction:
 
     @property
     def cursor(self) -> bytes:
-        """Current position in the namespace's change log."""
+        """Position in the namespace's change log after this transaction's changes so far."""
         return self._state.cursor
 
     def remove(self, batch: CommitBatch) -> None:
@@ -321,7 +322,7 @@ class CatalogTransaction:
     def _drop_manifest(self, name: bytes, behind: bytes | None = None) -> list[bytes]:
         """Delete a manifest.
 
-        :param behind: name of a pack.
+        :param behind: name of a pack; None: return no names.
         :returns: names of the packs after ``behind`` in the manifest's chain; empty if the chain is not ordered or does
             not contain ``behind``.
         """
@@ -390,7 +391,10 @@ class CatalogTransaction:
 
 
 def kept_names(namespace: bytes, batch: CommitBatch) -> set[bytes]:
-    """Return the names (see ``Candidate``) of the packs and manifests that a batch writes or its manifests name."""
+    """Return the names of the packs and manifests that a batch writes, and of the packs that its manifests name.
+
+    A name is the namespace's id followed by a pack id or by the digest of a manifest's id.
+    """
     named = [pack_id for write in batch.manifests for pack_id in write.packs]
     kept = {namespace + pack_id for pack_id in [*named, *(pack.pack_id for pack in batch.packs)]}
     return kept | {manifest_row(namespace, write.manifest.id) for write in batch.manifests}

@@ -121,7 +121,7 @@ class Frame(NamedTuple):
     """Consecutive blocks of one group: the unit of codec and checksum."""
 
     group: int
-    """KV cache group."""
+    """Number of the KV cache group."""
     block_count: int
     block_bytes: int
     """Raw bytes of one block."""
@@ -187,7 +187,7 @@ class PackTable(msgspec.Struct, frozen=True):
     namespace: bytes
     """16 bytes: the digest of the identity."""
     pack_id: bytes
-    """16 bytes."""
+    """Id of the pack: 16 bytes, the digest that the function ``pack_id`` returns."""
     codec: str
     """Text form of the codec that encoded the frames; frames that it did not make shorter are raw."""
     payload_length: int
@@ -243,7 +243,7 @@ class PackTable(msgspec.Struct, frozen=True):
         """Parse a table that was valid when it was stored. Only its checksum and lengths are verified, which takes half
         the time of ``parse``.
 
-        :raises CorruptPackError: as in ``parse``.
+        :raises CorruptPackError: checksum or lengths are wrong; the error names the field.
         """
         table = _checked_table(data)
         version, key_length, frame_count, block_count, codec_length, payload, raw, namespace, name = (
@@ -330,7 +330,7 @@ def verify_frame(frame: Frame, stored: Buffer, seed: int) -> None:
 def decode_frame(codec: str, frame: Frame, stored: Buffer, out: memoryview) -> None:
     """Decode a frame's blocks into ``out``, one after the other.
 
-    :param codec: as in the pack's table.
+    :param codec: text form of the codec, from the pack's table.
     :param stored: the frame's stored bytes, verified.
     :param out: buffer of ``frame.raw_length`` bytes.
     :raises CorruptPackError: the bytes do not decode to that length, or this release does not know the codec. The

@@ -105,7 +105,8 @@ class NewPack(ABC):
         self.encodes = encodes
         """Whether ``stream`` allocates the bytes that it yields; if not, it yields views of existing memory."""
         self.written = False
-        """Whether ``stream`` has run to its end. It stays False if the backend already holds the pack."""
+        """Whether ``stream`` has run to its end since the last ``restart``. It stays False if the backend already holds
+        the pack."""
 
     @property
     @abstractmethod

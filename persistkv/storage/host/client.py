@@ -51,11 +51,12 @@ class JobOutcome(NamedTuple):
 
     job_id: int
     failed: list[bytes]
-    """Store job: keys whose blocks were dropped. Load job: keys whose rows were not filled."""
+    """Store job: keys whose blocks were dropped; those of the others are durable, or staged to be written later. Load
+    job: keys whose rows have undefined content."""
     refused: bool
     """True: the job was not sent, or the host died before its answer. All keys have failed."""
     num_bytes: int
-    """Raw bytes of the blocks that were stored or loaded."""
+    """Raw bytes of the job's blocks, without those of ``failed``."""
     seconds: float
     """Seconds from the submission to the end of the job."""
 
@@ -66,13 +67,15 @@ class ClientCounters(msgspec.Struct):
     store_jobs: int = 0
     load_jobs: int = 0
     refused_jobs: int = 0
-    """Jobs refused because the queue was full or the store was not open."""
+    """Jobs refused because the queue of store jobs was full or the store was not open."""
     refused_bytes: int = 0
+    """Raw bytes of the refused store jobs."""
     refused_ends: int = 0
     """Request ends refused because their queue was full or the store was not open; their requests get no manifest."""
     lost_jobs: int = 0
     """Jobs that were in flight when the host died; they failed."""
     restarts: int = 0
+    """Attempts to start another host after one ended."""
 
 
 class StoreStats(msgspec.Struct, frozen=True):
@@ -82,7 +85,7 @@ class StoreStats(msgspec.Struct, frozen=True):
     """Value of the host's ``State``, such as ``open``."""
     client: ClientCounters
     host: protocol.HostStats | None
-    """None if the host did not answer in time."""
+    """Totals of the host; None: the store is not open, or the host has not answered yet or in time."""
     queued_bytes: int = 0
     """Raw bytes of store jobs in flight; set by ``glance`` only."""
 
@@ -137,7 +140,10 @@ class InFlight:
         self.queued_bytes += num_bytes
 
     def refuse(self, job_id: int, keys: Sequence[bytes], num_bytes: int) -> None:
-        """Record a job that is not sent to the host; all of its keys have failed. ``num_bytes`` is as in ``begin``."""
+        """Record a job that is not sent to the host; all of its keys have failed.
+
+        :param num_bytes: raw bytes of a store job, 0 for a load job.
+        """
         self._counters.refused_jobs += 1
         self._counters.refused_bytes += num_bytes
         self._outcomes.append(JobOutcome(job_id, list(keys), True, 0, 0.0))
@@ -191,18 +197,22 @@ class InFlight:
         self.queued_bytes = self._ending_bytes = 0
 
     def take_outcomes(self) -> list[JobOutcome]:
-        """Return the results of the jobs that ended since the last call."""
+        """Return the results of the jobs that were answered, refused or lost since the last call."""
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
     def take_persisted(self) -> dict[str, bool]:
-        """Return ids of requests whose end was processed since the last call; True: all their blocks are durable."""
+        """Return ids of requests whose end was processed since the last call. True: all their blocks are durable;
+        False: some are not, or the end was refused or lost with the host.
+        """
         persisted, self._persisted = self._persisted, {}
         return persisted
 
 
 class StoreClient:
-    """The engine's client of the store in the host. The module docstring lists its rules."""
+    """The engine's client of the store in the host: submits jobs, polls for their results and restarts a dead host.
+    Must be used from one thread.
+    """
 
     def __init__(
         self,
@@ -250,7 +260,8 @@ class StoreClient:
     # Opening
 
     def open(self, timeout_s: float = 60.0) -> None:
-        """Start the host and wait until the store is open, at most ``timeout_s`` seconds.
+        """Start the host and wait until the store is open, at most ``timeout_s`` seconds; an error may take a few
+        seconds more.
 
         If a host process is still opening the store then (check of a large store after an unclean exit, slow disk),
         the call returns and the host continues; lookups miss until it has finished.
@@ -259,7 +270,7 @@ class StoreClient:
         :raises IdentityMismatchError: ``strict_identity`` is set and the store contains only other identities.
         :raises StoreError: the store cannot be opened.
         :raises HostError: the host did not start, died repeatedly, or is a thread that did not answer in time.
-            After an error, nothing is left running.
+            After an error, no host process is left running; a thread that did not answer may continue to run.
         """
         self._check_process()
         deadline = time.monotonic() + timeout_s
@@ -353,7 +364,11 @@ class StoreClient:
     def submit_load(self, job_id: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Submit a load job: read blocks into these rows. The host may write the rows until ``poll`` returns the job.
 
-        ``job_id`` and ``block_ids`` are as in ``submit_store``. The job is refused if the store is not open.
+        If the store is not open, the job is refused, and ``poll`` returns it as refused.
+
+        :param job_id: chosen by the caller; no other job in flight may have it.
+        :param block_ids: for each key, the number of the row to fill.
+        :raises ValueError: a key is empty; nothing was submitted.
         """
         self._check_process()
         self.counters.load_jobs += 1
@@ -368,7 +383,8 @@ class StoreClient:
     def touch(self, keys: Collection[bytes]) -> None:
         """Mark blocks as recently used, so that others are evicted first. The next calls of ``poll`` send the keys.
 
-        Keys that are not stored are ignored. If too many keys are waiting already, all keys of the call are dropped.
+        Keys that are not stored are ignored. All keys of the call are dropped if the store is not open, or if more than
+        65,536 keys would wait to be sent.
         """
         self._check_process()
         if self.state is State.OPEN and len(self._touched) + len(keys) <= _MOST_TOUCHED:
@@ -386,7 +402,11 @@ class StoreClient:
             self.supervisor.connection.send(protocol.Loaded(PackedKeys.of(keys)))
 
     def end_request(self, end: RequestEnd) -> None:
-        """Report the end of a request to the host, which writes its remaining blocks and its manifest."""
+        """Report the end of a request to the host, which writes its remaining blocks and its manifest.
+
+        ``take_persisted`` later returns the result: False if the end was refused, because the store is not open or the
+        queue of request ends is full.
+        """
         self._check_process()
         if self.state is not State.OPEN:
             self._in_flight.refuse_end(end.request)
@@ -446,7 +466,8 @@ class StoreClient:
         return self._in_flight.pending
 
     def take_events(self) -> News:
-        """Return the keys that were stored or removed since the last call. Empty unless ``StoreOptions.events`` is set.
+        """Return the keys that were stored or removed since the last call; ``News.lost`` is set if some are missing.
+        Empty unless ``StoreOptions.events`` is set.
 
         Keys that the store held when it was opened are not included.
         """
@@ -454,7 +475,9 @@ class StoreClient:
         return events
 
     def take_persisted(self) -> dict[str, bool]:
-        """Return ids of requests whose end was processed since the last call; True: all their blocks are durable."""
+        """Return ids of requests whose end was processed since the last call. True: all their blocks are durable;
+        False: some are not, or the end was refused or lost with the host.
+        """
         return self._in_flight.take_persisted()
 
     def ask_recent(self, max_blocks: int, *, only_asked: bool = False, choice: Choice | None = None) -> bool:
@@ -471,7 +494,9 @@ class StoreClient:
         return self.state is State.OPEN
 
     def take_recent(self) -> list[list[bytes]] | None:
-        """Return the answer to ``ask_recent`` once: a list of keys per stored request. None: no answer has arrived."""
+        """Return the answer to ``ask_recent`` once: a list of keys per stored request. None: no answer has arrived;
+        none will if the host ended meanwhile.
+        """
         recent, self._recent = self._recent, None
         return recent
 
@@ -552,8 +577,8 @@ class StoreClient:
     def flush(self, timeout_s: float) -> bool:
         """Wait until all submitted blocks and request ends are durable or dropped.
 
-        Return False after ``timeout_s`` seconds, or if the store is not open. The next ``poll`` returns jobs that end
-        meanwhile.
+        Return False if they are not after ``timeout_s`` seconds, or if the store is not open; the flush then continues
+        in the host. The next ``poll`` returns jobs that end meanwhile.
         """
         return self._ask(protocol.Flush, timeout_s) is not None
 
@@ -586,12 +611,13 @@ class StoreClient:
         return self._answer
 
     def close(self, timeout_s: float = 60.0) -> bool:
-        """Have the host commit its work and exit. Idempotent. The rows are free on return.
+        """Have the host commit its work and exit. Idempotent. The rows are free on return, unless the host is a thread
+        that did not exit.
 
         :param timeout_s: seconds to wait for commit and exit. After that, a host process that still uses rows is
             killed; this takes up to 6 s more and loses uncommitted work. A process that only commits continues
-            for a bounded time.
-        :returns: whether the host exited in time.
+            for at most 20 s, or 60 s if the store is remote.
+        :returns: whether the host exited in time; True in a forked child, where this call does nothing.
         """
         if self.state is State.CLOSED or os.getpid() != self._pid:
             return True

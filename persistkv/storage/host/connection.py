@@ -47,7 +47,7 @@ class Connection(ABC):
 
     @abstractmethod
     def send(self, message: ToStore | ToEngine) -> None:
-        """Send or queue a message. Never waits; does nothing after the connection has ended."""
+        """Send or queue a message. Never waits; drops the message after the connection has ended."""
 
     @abstractmethod
     def receive(self) -> list[Any]:
@@ -59,7 +59,9 @@ class Connection(ABC):
     @property
     @abstractmethod
     def congested(self) -> bool:
-        """Whether the outbox is large, because the other side does not receive messages fast enough."""
+        """Whether the outbox has more than 1 MiB (within a process: 256 messages), because the other side is slow to
+        receive.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -204,7 +206,7 @@ class SocketConnection(ServedConnection):
         self.wake()
 
     def push(self) -> None:
-        """Send as many bytes of the outbox as the socket accepts."""
+        """Send as many bytes of the outbox as the socket accepts; drop the outbox if the other side has closed."""
         try:
             while self._outbox:
                 data, table = self._outbox[0]

@@ -63,7 +63,7 @@ class WarmRequest(_WarmRow, frozen=True, kw_only=True):
     """Row ``ask<n>``: asks engines to promote one stored request to their primary tiers."""
 
     ttl_s: float
-    """Seconds that the request is valid."""
+    """Seconds from ``asked`` for which this warm request is valid."""
 
     def counts(self, now: float) -> bool:
         """Return whether the warm request is still valid.
@@ -108,16 +108,18 @@ def request_warm(backend: Backend, namespace: bytes, request: str, ttl_s: float 
 def withdraw_warm(backend: Backend, namespace: bytes, request: str) -> None:
     """Delete a warm request and its answers; idempotent. Blocks that were promoted stay in the primary tiers.
 
-    :param namespace: as in ``request_warm``, and likewise ``request``.
+    :param namespace: the namespace's id, 16 bytes.
+    :param request: full manifest id of the stored request.
     :raises StoreError: the medium failed; the warm request or some answers may remain.
     """
     _withdraw(backend, _ASK + _name(namespace.hex(), request))
 
 
 def pending_warm(backend: Backend, namespace: bytes, engine: str) -> list[WarmRequest]:
-    """Return the valid warm requests that this engine has not answered, oldest first. Lists all status rows once.
+    """Return the namespace's valid warm requests that this engine has not answered, oldest first. Lists all status rows
+    once.
 
-    :param engine: as in ``EngineStatus.engine``.
+    :param engine: name of this engine's status row (``EngineStatus.engine``).
     """
     now, space = time.time(), namespace.hex()
     rows = statuses(backend)
@@ -134,7 +136,8 @@ def acknowledge_warm(backend: Backend, asked: WarmRequest, engine: str, *, block
     """Publish this engine's answer to a warm request.
 
     :param engine: letters and digits, as in ``EngineStatus.engine``.
-    :param blocks: as in ``WarmAnswer``, and likewise ``missing``.
+    :param blocks: number of blocks of the stored request that were passed to the engine for promotion.
+    :param missing: number of its other blocks.
     :raises StoreError: the answer was not published; ``pending_warm`` returns the request again.
     """
     answer = WarmAnswer(

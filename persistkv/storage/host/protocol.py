@@ -70,7 +70,7 @@ class LoadJob(_Message):
     """Load blocks into rows of the primary tier."""
 
     job_id: int
-    """As in ``StoreJob``."""
+    """Chosen by the engine; ``JobDone`` repeats it."""
     keys: PackedKeys
     block_ids: bytes
     """For each key, the row to fill as little-endian u32."""
@@ -94,7 +94,7 @@ class Mapped(_Message):
 
 
 class Flush(_Message):
-    """Commit all work received before, then answer with ``Flushed``."""
+    """Commit all work received before this message, then answer with ``Flushed``; also if blocks had to be dropped."""
 
     token: int
     """Number that the answer repeats, so that late answers to earlier calls are recognized."""
@@ -151,7 +151,7 @@ class Opened(_Message):
 
     table: Table
     namespace: bytes
-    """The namespace's id."""
+    """The namespace's id, 16 bytes."""
     notice: str
     """Message for the user if the namespace is new, see ``Store.notice``; may be empty."""
     wants_all: bool = False
@@ -200,36 +200,41 @@ class JobDone(_Message):
 
     job_id: int
     failed: PackedKeys
-    """Keys of a store job whose blocks were dropped, or of a load job whose rows were not filled."""
+    """Keys of a store job whose blocks were dropped, or of a load job whose rows have undefined content."""
     num_bytes: int
     """Raw bytes loaded into rows; 0 for a store job."""
 
 
 class Flushed(_Message):
-    """The answer to ``Flush``."""
+    """The answer to ``Flush``: all work received before it is durable or dropped."""
 
     token: int
+    """The token of the ``Flush``."""
 
 
 class HostStats(_Message):
     """The answer to ``AskStats``."""
 
     token: int
+    """The token of the ``AskStats``."""
     counters: StoreCounters
     held_blocks: int
-    """Number of blocks in the namespace's index; a block in two packs counts twice."""
+    """Number of blocks in the namespace's index, including usable ones of an adopted namespace; a block in two packs
+    counts twice."""
     staged_bytes: int
-    """Raw bytes of staged copies, see ``Store.staged_bytes``."""
+    """Raw bytes of staged copies: blocks in memory that wait for a transaction, or that one is writing."""
     disk_bytes: int
-    """See ``BackendStats.disk_bytes``, over all namespaces; 0 if the medium failed or keeps no totals."""
+    """Bytes that the store, with all its namespaces, takes on the medium; 0 if the medium failed or keeps no totals."""
     capacity: int | None
     """Bound on ``disk_bytes``; None: unbounded or unknown."""
     cpu_seconds: float
-    """User and system CPU time of the process in which the store runs."""
+    """User and system CPU time, since its start, of the process in which the store runs."""
     requests: dict[str, int] = {}
-    """See ``SupportsCounters.requests``; empty if the backend has no counters."""
+    """Number of requests sent to the medium since the store was opened, by HTTP method or other kind; empty if not
+    counted."""
     breaker: str | None = None
-    """See ``SupportsCounters.breaker_state``; None if the backend has no counters."""
+    """State of the medium's circuit breaker: ``closed``, ``open`` (no requests are sent) or ``half-open``; None: it has
+    none."""
 
 
 class Recent(_Message):

@@ -113,7 +113,7 @@ class StoreServer:
     # Messages
 
     def handle(self, message: Any) -> None:
-        """Process one message from the engine. Jobs, flushes and request ends are queued for ``step``."""
+        """Process one message from the engine. Jobs, flushes and request ends are queued, and ``step`` starts them."""
         match message:
             case protocol.Hello() if self._store is not None or self._opening:
                 self._send(protocol.OpenFailed.of(HostError("a store is opened once, before it is closed")))

@@ -35,7 +35,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     """Random name of 32 hexadecimal digits, chosen when the store was opened."""
     host: str
-    """The machine's name."""
+    """Name of the machine on which the store is open."""
     pid: int
     """Id of the process that does the I/O."""
     namespace: str
@@ -49,17 +49,19 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     counters: StoreCounters
     """The store's counters since ``started``."""
     indexed_blocks: int
-    """Number of blocks of the namespace that a lookup finds."""
+    """Number of blocks that a lookup finds, including usable ones of an adopted namespace; a block in two packs counts
+    twice."""
     staged_bytes: int
     """Raw bytes of staged copies that are waiting or being written."""
     waiting_jobs: int
     """Store jobs and request ends that have not started."""
     writing_jobs: int
-    """Store jobs whose rows are in use."""
+    """Store jobs whose rows the host may still read."""
     loading_jobs: int
     """Load jobs that are queued or being read."""
     breaker: str | None = None
-    """See ``SupportsCounters.breaker_state``; None if the backend has no counters."""
+    """State of the medium's circuit breaker: ``closed``, ``open`` (no requests are sent) or ``half-open``; None: it has
+    none."""
     engine_pid: int | None = None
     """Id of the process that runs the model; None: unknown."""
 
@@ -68,7 +70,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode(self)
 
     def is_live(self, now: float) -> bool:
-        """Return whether the row is recent enough to assume that the engine is running.
+        """Return whether the row is at most five intervals old, so that the engine is assumed to be running.
 
         :param now: the reader's ``time.time()``.
         """
@@ -97,7 +99,7 @@ class StatusPublisher:
 
     def __init__(self, store: Store, executor: Executor, engine_pid: int) -> None:
         """:param executor: runs the writes of the row.
-        :param engine_pid: as in ``EngineStatus``.
+        :param engine_pid: id of the process that runs the model.
         """
         self._store = store
         self._engine_pid = engine_pid
@@ -114,7 +116,7 @@ class StatusPublisher:
     def tick(self, *, waiting_jobs: int, writing_jobs: int, loading_jobs: int) -> None:
         """Start to write the status row to the store if it is due and the executor runs no other write.
 
-        The counts are as in ``EngineStatus``.
+        The arguments are the present numbers of jobs, which the fields of the same names in ``EngineStatus`` describe.
         """
         now = time.monotonic()
         if self._backend is None or self._interval_s is None or now < self._due or self._executor.writing:

@@ -98,7 +98,7 @@ class ProcessHost(Host):
     Before the first message, each process holds a pidfd of the other one: the host inherits the engine's, and sends its
     own with its PID.
 
-    :raises OSError: the kernel has no pidfds (Linux 5.3).
+    :raises OSError: the kernel has no pidfds (Linux before 5.3).
     """
 
     name = "process"
@@ -327,7 +327,7 @@ class Watchdog:
         :param cpu_wait_s: returns how long the host has waited for a CPU since its start, in seconds.
         """
         self.patience_s = patience_s
-        """Time limit, which the owner may change."""
+        """Time limit in seconds, which the owner may change."""
         self._cpu_wait_s = cpu_wait_s
         self._heard = 0.0
         self._asked: float | None = None
@@ -444,7 +444,9 @@ class Supervisor:
         return True
 
     def maybe_restart(self) -> bool:
-        """Restart a dead host if its backoff is over; return whether a start was attempted."""
+        """Restart a dead host if its backoff is over; return whether a start was attempted. A failed start is logged,
+        and the next one is delayed further.
+        """
         if self.state is not State.DOWN or not self.host.restartable or time.monotonic() < self._start_at:
             return False
         try:
@@ -465,15 +467,17 @@ class Supervisor:
         self._backoff_s = _FIRST_BACKOFF_S
 
     def abandon(self) -> None:
-        """Kill the host without finishing its work, and wait for its exit."""
+        """Kill the host without finishing its work, and wait at most 5 s for its exit. It is not restarted; a host in
+        the engine's process cannot be killed.
+        """
         self.mark_lost()
         self._end(self.host.wait(KILL_S))
 
     def close(self, timeout_s: float) -> bool:
         """Have the host release the rows, commit its work and exit; return whether it exited within the timeout.
 
-        After the timeout, a host that has released the rows may continue to commit; any other is killed. The kernel
-        ends a host process 20 s after it began to close the store, or 60 s if the store is remote.
+        After the timeout, a host process that has released the rows may continue to commit; any other is killed. The
+        kernel ends a host process 20 s after it began to close the store, or 60 s if the store is remote.
         """
         deadline = time.monotonic() + timeout_s
         self.connection.send(protocol.End())

@@ -53,7 +53,9 @@ _GROWTH = 1.25  # factor by which depths must grow to be extended earlier
 
 
 class Block(NamedTuple):
-    """One block of a store job; the fields are as in ``Blocks``."""
+    """One block of a store job: key, number of its KV cache group, number of its row, and depth (the number of blocks
+    of its group before it in the context).
+    """
 
     key: bytes
     group: int
@@ -187,7 +189,7 @@ class Canary:
             self._loaded.update(keys)
 
     def ended(self, request: str) -> None:
-        """Forget a request."""
+        """Forget which blocks a request offered, because it has ended."""
         self._requests.pop(request, None)
 
     def _computed(self, request: str, blocks: Blocks) -> list[Block]:

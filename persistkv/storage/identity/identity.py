@@ -163,7 +163,9 @@ def fingerprint_tensors(tensors: Iterable[tuple[str, str, Sequence[int], Buffer]
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the files that hold a checkpoint's weights, as chosen by ``fingerprint_checkpoint``.
+    """Return the files that hold a checkpoint's weights: ``model.safetensors``, else the files named by
+    ``model.safetensors.index.json``, else every ``*.safetensors``, else ``*.bin``, ``*.pt`` and ``*.pth`` except
+    training state.
 
     :raises ConfigurationError: there are no such files, or the index is malformed.
     """

@@ -34,11 +34,11 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0
     """Number of compared tokens, over all groups."""
     error: float = 0.0
-    """Largest ``Agreement.error`` of the comparisons."""
+    """Largest relative error of the comparisons, see ``Agreement.error``."""
     limit: float = 0.0
-    """Largest error at which two blocks agree, see ``Agreement.limit``."""
+    """Largest relative error at which two blocks agree, see ``Agreement.limit``."""
     at: float = msgspec.field(default_factory=time.time)
-    """Time of the verdict: seconds since the epoch."""
+    """Time of the verdict: seconds since the epoch, on the clock of the machine that decided."""
 
 
 _DECODE = msgspec.json.Decoder(Verdict).decode
@@ -58,7 +58,7 @@ def read_verdict(backend: Backend, ours: bytes, theirs: bytes) -> Verdict | None
 
 
 def write_verdict(backend: SupportsNotes, ours: bytes, theirs: bytes, verdict: Verdict) -> None:
-    """Record a verdict in place of the previous one; ids of namespaces as in ``read_verdict``.
+    """Record the verdict of namespace ``ours`` about namespace ``theirs`` (ids) in place of the previous one.
 
     :raises StoreError: the medium failed; the previous verdict is kept.
     """
@@ -66,7 +66,7 @@ def write_verdict(backend: SupportsNotes, ours: bytes, theirs: bytes, verdict: V
 
 
 def verdicts(backend: Backend, namespaces: Sequence[Namespace]) -> dict[tuple[bytes, bytes], Verdict]:
-    """Return all recorded verdicts of namespaces about each other: (ours, theirs) → verdict.
+    """Return all recorded verdicts of namespaces about each other: (id of ours, id of theirs) → verdict.
 
     :raises StoreError: the medium failed.
     """
@@ -81,7 +81,7 @@ def verdicts(backend: Backend, namespaces: Sequence[Namespace]) -> dict[tuple[by
 def candidates(backend: Backend, identity: Identity, others: Iterable[Namespace]) -> list[Namespace]:
     """Return the namespaces of ``others`` that differ from an identity in the release alone, latest written first.
 
-    :raises StoreError: the medium failed.
+    The time of writing is that of the latest manifest, or of the namespace's creation if it has none or cannot be read.
     """
     found = [
         other

@@ -29,7 +29,9 @@ class EvictionTests(BackendSuite):
 
     @pytest.fixture
     def set_clocks(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
-        """Return a function that sets the wall clock and the clock since boot ahead of the real time, in seconds."""
+        """Return a function of two numbers: seconds by which it sets the wall clock (``time.time``) and the clock since
+        boot (``time.clock_gettime``) ahead of their real values, until the test ends.
+        """
         wall, elapsed = time.time, time.clock_gettime
 
         def set_clocks(wall_s: float, elapsed_s: float) -> None:
@@ -176,7 +178,7 @@ class EvictionTests(BackendSuite):
     def test_commit_deletion_removes_packs_reachable_only_through_it(
         self, backend: InspectableBackend, namespace: bytes
     ) -> None:
-        """A pin does not protect from deletions."""
+        """A pin does not protect a manifest and its packs from deletions."""
         packs = [_pack(namespace, seed, depth=3 * seed) for seed in range(5)]
         ids = [pack.pack_id for pack in packs]
         other = _pack(namespace, 9)
@@ -417,7 +419,8 @@ def _write_until_evicted(
 ) -> list[bytes]:
     """Write up to ``rounds`` new packs, one per commit; return the ids of the evicted packs, in order.
 
-    :param until: id of the pack whose eviction ends this; fail if it is not evicted. Empty: write all packs.
+    :param until: id of the pack whose eviction ends the writes; the test fails if it is not evicted. Empty: write all
+        ``rounds`` packs.
     """
     evicted_ids: list[bytes] = []
     first = 1000 + 1000 * backend.stats().packs  # unique within a test

@@ -231,7 +231,9 @@ def _held(backend: InspectableBackend, namespace: bytes, batch: CommitBatch) -> 
 
 @contextmanager
 def _other_process(driver: type[InspectableBackend], url: str, numbers: range) -> Iterator[Iterator[int]]:
-    """Start a process that commits a batch per number; yield the numbers whose commits returned. Kill it at the end."""
+    """Start a process that commits one batch per number; yield an iterator of the numbers whose commits have returned.
+    Kill the process at the end of the ``with`` block.
+    """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_commit_all, args=(driver, url, numbers, theirs), daemon=True)

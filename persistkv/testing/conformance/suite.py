@@ -30,7 +30,7 @@ class RawKind(Enum):
 
 
 class RawStore(ABC):
-    """Access to the stored bytes through the medium's own client, without the driver; also while the store is open."""
+    """Access to a store's bytes through the medium's own client, without the driver; also while the store is open."""
 
     @abstractmethod
     def get(self, kind: RawKind, namespace: bytes, name: bytes) -> bytes:
@@ -56,7 +56,8 @@ class BackendSuite:
     driver: ClassVar[type[InspectableBackend]]
     """The driver under test."""
     changes_kept: ClassVar[int | None] = None
-    """Number of changes after which a cursor is certainly too old; None: never."""
+    """A cursor is too old for ``Backend.changes`` once more than this number of packs were committed after it; None:
+    cursors never become too old."""
 
     @pytest.fixture
     def url(self) -> str:
@@ -99,7 +100,9 @@ class BackendSuite:
         return small.open_namespace(sample_identity()).id
 
     def opened(self, url: str | None) -> Iterator[InspectableBackend]:
-        """Open a store for a fixture; check its totals after the test and close it."""
+        """Open a store for a fixture; after the test, check its totals and close it. Skip the test if ``url`` is
+        None.
+        """
         if url is None:
             pytest.skip("the driver does not support this option")
         backend = self.open(url)
@@ -125,7 +128,7 @@ class BackendSuite:
 
 
 def sample_identity(number: int = 0) -> Identity:
-    """Return an identity; different numbers have different identities."""
+    """Return a made-up identity of a model; different numbers give different identities."""
     return Identity.of({"weights": f"sha256:{number:064x}", "config": {"rope_theta": 1e4, "größe": [1, None, True]}})
 
 

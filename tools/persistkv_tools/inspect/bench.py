@@ -71,9 +71,9 @@ class Figure(msgspec.Struct, frozen=True):
     limit_seconds: float | None
     """Time that the medium needs for the same bytes without persistkv; None if unknown."""
     ratio: float | None
-    """Share of the plain medium's speed. Above 1 if persistkv is faster."""
+    """Share of the plain medium's speed, above 1 if persistkv is faster; None if that speed is unknown."""
     verdict: str
-    """Text that judges the ratio."""
+    """Sentence for the user that judges ``ratio``."""
 
 
 class CodecFigure(msgspec.Struct, frozen=True):
@@ -83,15 +83,15 @@ class CodecFigure(msgspec.Struct, frozen=True):
     ratio: float
     """Raw bytes per stored byte, padding included."""
     store_bytes_per_s: float
-    """Raw bytes stored per second."""
+    """Bytes before the codec that were stored per second."""
     load_bytes_per_s: float
-    """Raw bytes loaded per second."""
+    """Bytes before the codec that were loaded per second."""
     time: float
-    """Time of a store and a load, divided by the time with ``raw``."""
+    """Time of a store and a load with this codec, divided by the time with ``raw``."""
 
 
 class Advice(msgspec.Struct, frozen=True):
-    """A recommended codec."""
+    """The codec that a benchmark recommends for the store, and why."""
 
     codec: str
     reason: str
@@ -109,7 +109,7 @@ class BenchReport(msgspec.Struct, frozen=True):
     codecs: list[CodecFigure]
     """Results on samples of the store's content; empty if the store holds too little."""
     advice: Advice | None
-    """None if no codecs were measured."""
+    """The recommended codec; None if no codecs were measured."""
     notes: list[str]
     """Remarks for the user, such as the reason for a missing figure; the steps of the benchmark append them."""
 
@@ -405,7 +405,7 @@ def store_client(url: str, host: Host, block_bytes: int, codec: str = "raw") -> 
 
 
 def finish(client: StoreClient, job_id: int, *, all_of_it: bool = False) -> JobOutcome:
-    """Poll until a job has ended; return its outcome.
+    """Poll the client until one of its jobs has ended; return the job's outcome.
 
     :raises StoreError: the job did not end in two minutes, or, with ``all_of_it``, some of its blocks failed.
     """
@@ -446,7 +446,10 @@ class _PlainDisk(PlainMedium):
         self._end = 0
 
     def write(self, buffers: Sequence[memoryview]) -> None:
-        """Append the buffers, bypassing the page cache. They are durable on return."""
+        """Append the buffers, bypassing the page cache. They are durable on return.
+
+        :raises StoreError: the file cannot be written.
+        """
         try:
             transfer(os.pwritev, self._direct, buffers, self._end)
             os.fdatasync(self._direct)
@@ -458,6 +461,8 @@ class _PlainDisk(PlainMedium):
         """Fill buffers with the bytes of the last ``write``, read through the page cache.
 
         Also compute a checksum of each buffer, because a load does so; it is not compared.
+
+        :raises StoreError: the file cannot be read.
         """
         try:
             transfer(os.preadv, self._buffered, buffers, self._end - sum(map(len, buffers)))

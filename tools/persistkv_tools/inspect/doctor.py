@@ -285,7 +285,7 @@ def _space(location: Path, held: int, capacity: int | None) -> Check:
 
 
 def _direct(location: Path) -> Check:
-    """Check O_DIRECT: write one page past the page cache to a file without a name in the store's directory."""
+    """Check O_DIRECT: write one page, bypassing the page cache, to a file without a name in the store's directory."""
     flags = os.O_RDWR | os.O_TMPFILE | os.O_DIRECT | os.O_CLOEXEC
     works = False
     try:

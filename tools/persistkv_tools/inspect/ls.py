@@ -31,11 +31,11 @@ class NamespaceView(msgspec.Struct, frozen=True):
     """A namespace with its identity."""
 
     id: str
-    """The identity's digest, hexadecimal."""
+    """Id of the namespace: the digest of its identity, hexadecimal."""
     created: float
     identity: dict[str, Any]
     model: str
-    """Name or path of the model, as the engine gave it that created the namespace; may be empty."""
+    """Name or path of the model, as given by the engine that created the namespace; may be empty."""
 
     @classmethod
     def of(cls, namespace: Namespace) -> NamespaceView:
@@ -51,14 +51,14 @@ class Page(msgspec.Struct, frozen=True):
     total: int
     """Number of requests in the selected namespaces."""
     matched: int
-    """Number of these requests that match the selection."""
+    """Number of requests in the selected namespaces that match the filters."""
     rows: int
     """Rows of the list over all pages: ``matched``, or fewer if requests of the same context and labels are merged."""
     offset: int
-    """Number of rows before this page."""
+    """Number of rows of the list before this page."""
     requests: list[RequestView]
     namespaces: list[NamespaceView]
-    """Oldest first."""
+    """The selected namespaces, oldest first."""
 
 
 class Sort(str, enum.Enum):
@@ -196,7 +196,7 @@ def _print(page: Page) -> None:
 def _hits(request: RequestView) -> str:
     """Return the number of stored requests that reused a row's context, as text; ``-`` if unknown.
 
-    It is at least 1 if the context was ever reused, even by a request that was deleted since.
+    The row's further copies count. The number is at least 1 if the context was ever reused, even by a deleted request.
     """
     if request.hits is None:
         return "-"
@@ -241,7 +241,7 @@ def list_requests(
 
 
 def _uses(backend: InspectableBackend, views: list[RequestView]) -> list[RequestUse | None]:
-    """Return the current use of the requests, in order, read with one call for each namespace."""
+    """Return the use of the requests, in order; None if the store does not know it. One read for each namespace."""
     uses: dict[str, Iterator[RequestUse | None]] = {}
     for namespace in {view.namespace for view in views}:
         names = [view.id for view in views if view.namespace == namespace]
@@ -252,7 +252,10 @@ def _uses(backend: InspectableBackend, views: list[RequestView]) -> list[Request
 def _requests(
     backend: InspectableBackend, namespaces: list[Namespace], selection: Selection, *, by_use: bool
 ) -> Iterator[RequestView | None]:
-    """Yield each request of these namespaces; None for one that the selection leaves out."""
+    """Yield the view of each request of these namespaces; None for one that the selection leaves out.
+
+    :param by_use: also read the use of each request, for the selection and the view.
+    """
     for namespace in namespaces:
         found = backend.manifests(namespace.id)
         for manifest, use in options.with_uses(backend, namespace.id, found) if by_use else zip(found, repeat(None)):

@@ -48,7 +48,7 @@ _LOOK_EVERY = 100  # requests
 
 
 class Replayed(msgspec.Struct):
-    """Outcome of a replay on one store."""
+    """Outcome of the replay of a trace on one store."""
 
     url: str
     """URL of the store. The replay does not remove the store."""
@@ -59,9 +59,9 @@ class Replayed(msgspec.Struct):
     """Median number of blocks in the store during the second half of the replay. Usually below ``nominal_blocks``,
     because index and padding take capacity, too."""
     hits: int = 0
-    """Blocks of held prefixes that were loaded with the right bytes."""
+    """Number of blocks of held prefixes that were loaded with the right bytes, over all requests."""
     hit_rate: float = 0.0
-    """``hits`` divided by all blocks of the requests."""
+    """``hits`` divided by the number of blocks of all requests, 0 to 1."""
     wrong_blocks: int = 0
     """Blocks that a lookup found, but whose load failed or returned other bytes. Expected: 0."""
     evicted_blocks: int = 0
@@ -69,7 +69,7 @@ class Replayed(msgspec.Struct):
     stored_bytes: int = 0
     loaded_bytes: int = 0
     disk_bytes: int = 0
-    """Largest size of the store on disk, its index included."""
+    """Largest size of the store on disk that was observed during the replay, its index included."""
     requests_sent: dict[str, int] = {}
     """Number of requests to a bucket by HTTP method, retries included; empty for a disk."""
     seconds: float = 0.0
@@ -165,8 +165,8 @@ def read_trace(path: Path, limit: int | None = None) -> list[Request]:
     """Return the block ids of each request of a trace in Mooncake's form (JSON lines), compressed with xz or plain.
 
     :param limit: read only this number of requests; None: all.
-    :raises ConfigurationError: the file is not a trace or has no blocks, or one block id follows two different ids, so
-        that it does not identify a prefix.
+    :raises ConfigurationError: the file cannot be read, is not a trace or has no blocks, or one block id follows two
+        different ids, so that it does not identify a prefix.
     """
     requests: list[Request] = []
     parents: dict[int, int] = {}  # block → the block before it
@@ -295,7 +295,10 @@ class _Replay:
         finish(self._client, self._job)  # one step of the host takes all jobs and writes them
 
     def look(self) -> HostStats:
-        """Record the blocks and disk bytes that the store holds now; return the host process's statistics."""
+        """Record the blocks and disk bytes that the store holds now; return the statistics of its host.
+
+        :raises StoreError: the store did not answer.
+        """
         host = self._client.stats().host
         if host is None:
             raise StoreError("the store did not answer")

@@ -80,7 +80,7 @@ _ENGINES = render.columns(
 
 
 class Period(msgspec.Struct):
-    """One interval of the time charts. All intervals have the same length."""
+    """One interval of the time charts of a report. All intervals have the same length, at least 1 s."""
 
     start: float
     """Start of the interval: seconds since the epoch."""
@@ -93,7 +93,7 @@ class Period(msgspec.Struct):
     added_bytes: int = 0
     """Raw bytes of the part of ``blocks`` that belongs to no earlier request."""
     held_bytes: int = 0
-    """Sum of ``added_bytes`` up to the end of the interval."""
+    """Sum of ``added_bytes`` of this and all earlier intervals."""
 
     @property
     def hit_rate(self) -> float | None:
@@ -102,19 +102,19 @@ class Period(msgspec.Struct):
 
 
 class ReportData(msgspec.Struct, frozen=True):
-    """Content of the page."""
+    """Content of the page that ``persistkv report`` writes."""
 
     url: str
     made: float
-    """Seconds since the epoch."""
+    """Time when the data were read: seconds since the epoch."""
     totals: StoreTotals
     periods: list[Period]
-    """Oldest first; empty if the store holds no requests."""
+    """Intervals of the time charts, oldest first; empty if the store holds no requests."""
     largest: list[RequestView]
     tree: TreeNode | None
     """Prefix tree of the largest request's namespace; None if the store holds no requests."""
     group: int
-    """KV cache group whose keys the tree is made of."""
+    """Index of the KV cache group whose keys ``tree`` is made of."""
     engines: list[EngineView]
 
 
@@ -327,16 +327,20 @@ class _Bar(NamedTuple):
     name: str
     text: str
     end: float
-    """Position of the bar's end, 0 to 1."""
+    """Position of the bar's end, from 0 (left) to 1 (right)."""
     begin: float = 0.0
     level: int = 0
-    """Indent of the name."""
+    """Steps by which the name is indented; 0: none."""
     is_chosen: bool = False
     """Whether the bar is highlighted."""
 
 
 def _bars(headers: Sequence[str], rows: Iterable[_Bar], kind: str = "bar") -> str:
-    """Return an HTML bar chart."""
+    """Return an HTML bar chart.
+
+    :param headers: headers of the columns of names and of texts.
+    :param kind: CSS class of the bars: ``bar`` or ``tree``.
+    """
     lines = (
         f'<td>{"&nbsp;" * 2 * row.level}{_escape(row.name)}</td><td>{_escape(row.text)}</td><td class="{kind}">'
         f'<div class="track{" chosen" * row.is_chosen}">'

@@ -36,7 +36,7 @@ class KeyView(msgspec.Struct, frozen=True):
 
     depth: int
     key: str
-    """First digits of the key, hexadecimal."""
+    """First digits of the block's key, hexadecimal."""
     pack: str | None
     """Id of the pack that holds the block, hexadecimal; None: no pack holds it."""
     offset: int | None
@@ -49,12 +49,12 @@ class GroupView(msgspec.Struct, frozen=True):
     group: int
     blocks: int
     missing: int
-    """Blocks that no pack holds."""
+    """Number of blocks of the request in this group that no pack holds."""
     raw_bytes: int
     stored_bytes: int
     """Encoded size of the blocks that packs hold: their share of the frames that hold them, without padding."""
     keys: list[KeyView]
-    """The group's first blocks; at most ``key_limit`` of ``show_context``."""
+    """The first blocks of the request in this group, as many as ``persistkv show`` was told to list."""
 
 
 class PackView(msgspec.Struct, frozen=True):
@@ -62,15 +62,15 @@ class PackView(msgspec.Struct, frozen=True):
 
     id: str
     blocks: int
-    """Blocks of the request in the pack."""
+    """Number of blocks of the request in the pack."""
     pack_blocks: int
-    """All blocks in the pack."""
+    """Number of all blocks in the pack."""
     raw_bytes: int
-    """Raw bytes of the whole pack."""
+    """Bytes of all blocks in the pack before the codec."""
     stored_bytes: int
     codec: str
     shared_with: int
-    """Number of other requests that name some of ``blocks``."""
+    """Number of other requests that name at least one of the blocks that ``blocks`` counts."""
     sharers: list[str]
     """Ids of up to 5 of the requests that ``shared_with`` counts."""
 
@@ -80,24 +80,24 @@ class ContextView(msgspec.Struct, frozen=True):
 
     url: str
     model: str
-    """Name or path of the model, as the engine gave it that created the namespace; may be empty."""
+    """Name or path of the model, as given by the engine that created the namespace; may be empty."""
     request: RequestView
     groups: list[GroupView]
     packs: list[PackView]
-    """In the order in which the context first uses them."""
+    """Packs that hold blocks of the request, in the order in which the context first uses them."""
     shared_blocks: int
     """Blocks of this request that other requests name, too. Only requests with packs in common are compared."""
 
 
 class _Place(NamedTuple):
-    """Location of a block."""
+    """Location of a block: its pack, and the frame in it that contains the block."""
 
     pack: PackTable
     frame: Frame
 
 
 class TreeNode(msgspec.Struct):
-    """A run of blocks that the same requests share."""
+    """Node of a prefix tree: a run of consecutive blocks that the same requests share."""
 
     start: int
     """Depth of the first block: the number of blocks before it in the context."""
@@ -113,9 +113,9 @@ class TreeNode(msgspec.Struct):
     chosen: bool
     """Whether the request that the command shows contains the blocks of this node."""
     children: list[TreeNode]
-    """The child with the chosen request first, then those with most requests."""
+    """Nodes that continue this one: the one with the chosen request first, then those with most requests."""
     hidden: int = 0
-    """Number of children that are left out."""
+    """Number of nodes that continue this one and are left out of ``children``."""
 
 
 _GROUPS = render.columns(
@@ -231,7 +231,10 @@ def show_context(url: str, backend: InspectableBackend, found: FoundRequest, *, 
 def _places(
     backend: InspectableBackend, namespace: bytes, named: Iterable[PackTable], chains: Sequence[list[bytes]]
 ) -> dict[bytes, _Place]:
-    """Return the locations of blocks by key. Searches ``named``, then all tables if blocks are missing there."""
+    """Return the locations of the blocks of ``chains`` by key, without blocks that no pack holds.
+
+    Searches the tables ``named``, then, if they lack blocks, all tables of the namespace.
+    """
     wanted = set(chain.from_iterable(chains))
     places: dict[bytes, _Place] = {}
 
@@ -255,7 +258,7 @@ def _places(
 def _sharers(
     backend: InspectableBackend, namespace: bytes, others: Iterable[str], chains: Sequence[list[bytes]]
 ) -> dict[bytes, list[str]]:
-    """Return, for each key of ``chains`` that requests of ``others`` name too, the ids of these requests."""
+    """Return, for each key of ``chains`` that requests with an id in ``others`` name too, the ids of these requests."""
     wanted = [frozenset(chain) for chain in chains]
     found: dict[bytes, list[str]] = {}
     for other, groups in keys_of(backend, namespace, others):
@@ -299,7 +302,8 @@ def _pack_views(
 def prefix_tree(backend: InspectableBackend, found: FoundRequest, *, group: int, node_limit: int) -> TreeNode:
     """Return the prefix tree of all requests in a request's namespace.
 
-    The top node has no blocks; its children are the nodes that begin at depth 0.
+    The top node has no blocks; its children are the nodes that begin at depth 0. Requests without readable keys in the
+    group are left out.
 
     :param group: KV cache group whose keys the tree is made of.
     :param node_limit: largest number of nodes below the top node. Each node has at most 8 children.

@@ -29,9 +29,9 @@ class GroupTotals(msgspec.Struct):
     blocks: int = 0
     raw_bytes: int = 0
     stored_bytes: int = 0
-    """Bytes of encoded frames, without padding."""
+    """Bytes of the group's encoded frames, without padding."""
     codec_ratio: float | None = None
-    """Raw bytes per stored byte."""
+    """Raw bytes per stored byte; None without blocks."""
     codecs: list[str] = []
     """Codecs of the group's frames; ``raw`` for frames that did not shrink."""
 
@@ -40,7 +40,7 @@ class ModelTotals(msgspec.Struct, kw_only=True):
     """Totals over all namespaces of one model."""
 
     model: str
-    """Name or path, as in ``NamespaceTotals.model``."""
+    """Name or path of the model, as the engines gave it; may be empty."""
     namespaces: int = 0
     requests: int = 0
     packs: int = 0
@@ -54,20 +54,20 @@ class NamespaceTotals(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     model: str
-    """Name or path of the model, as the engine gave it that created the namespace; may be empty."""
+    """Name or path of the model, as given by the engine that created the namespace; may be empty."""
     created: float
     requests: int
     packs: int
     blocks: int
-    """Blocks in all packs; a block in two packs counts twice."""
+    """Number of blocks in all packs of the namespace; a block in two packs counts twice."""
     raw_bytes: int
     stored_bytes: int
-    """Bytes of pack payloads, padding included."""
+    """Bytes of the payloads of the namespace's packs, padding included."""
     codec_ratio: float | None
     referenced_blocks: int
-    """Blocks that requests name; a shared block counts once for each request."""
+    """Number of blocks that the namespace's requests name; a shared block counts once for each request."""
     dedup_ratio: float | None
-    """``referenced_blocks`` divided by ``blocks``; None without blocks."""
+    """``referenced_blocks`` divided by ``blocks``, above 1 if requests share blocks; None without blocks."""
     groups: list[GroupTotals]
 
 
@@ -82,7 +82,7 @@ class Bin(msgspec.Struct):
 
 @dataclass(frozen=True)
 class FreeTotals(FreeSpace):
-    """Part of ``disk_bytes`` that is free for new content."""
+    """Free space within a store: the part of its bytes on disk that new content can reuse."""
 
     fragmentation: float | None
     """Share of the free payload space outside the largest extent, 0 to 1; None if no payload space is free."""
@@ -100,15 +100,15 @@ class StoreTotals(BackendStats):
     disk_ratio: float | None
     """Bytes on disk per stored byte. The excess over 1 is index, requests and free space; None for an empty store."""
     fill: float | None
-    """Share of the capacity that ``disk_bytes`` takes; None without a capacity."""
+    """Share of the capacity that ``disk_bytes`` takes, 1 if all; None without a capacity."""
     free: FreeTotals | None
     """Free space within the store; None for a medium without such space, such as a bucket."""
     namespaces: list[NamespaceTotals]
-    """Oldest first."""
+    """Totals of each namespace, the oldest first."""
     models: list[ModelTotals]
-    """The model with the most stored bytes first."""
+    """Totals of each model, the one with the most stored bytes first."""
     adoptions: list[AdoptionView]
-    """Verdicts of namespaces about those of other engine releases."""
+    """Recorded verdicts: whether a namespace may use the blocks of another engine release's namespace."""
     ages: list[Bin]
     sizes: list[Bin]
 

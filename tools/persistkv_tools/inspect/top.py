@@ -24,21 +24,21 @@ class Rates(msgspec.Struct, frozen=True):
     """Rates per second, from the difference of two status rows of an engine."""
 
     stored_raw_bytes: float
-    """Bytes written to the store, before the codec."""
+    """Bytes that the engine writes to the store in a second, before the codec."""
     stored_bytes: float
-    """Bytes written to the store, encoded."""
+    """Bytes that the engine writes to the store in a second, encoded."""
     loaded_bytes: float
-    """Raw bytes read from the store into the primary tier."""
+    """Raw bytes that the engine reads from the store into the primary tier in a second."""
     dropped_bytes: float
     evicted_blocks: float
     commits: float
 
 
 class EngineView(EngineStatus, frozen=True, kw_only=True):
-    """Status of one engine."""
+    """Last published status of one engine of a store."""
 
     model: str
-    """Name or path of the model; may be empty."""
+    """Name or path of the engine's model; may be empty."""
     live: bool
     """False: the engine's status is too old. It was probably killed, or its clock differs from that of this machine."""
     updated: float
@@ -46,10 +46,10 @@ class EngineView(EngineStatus, frozen=True, kw_only=True):
     hit_rate: float | None
     """Share of loaded blocks among blocks loaded from the store, stored or dropped, since the engine started.
 
-    Blocks that stayed in memory do not count.
+    0 to 1; None if there are no such blocks. Blocks that stayed in memory do not count.
     """
     rates: Rates | None
-    """None until two different status rows of the engine were read."""
+    """Present rates of the engine; None until two different status rows of it were read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Snapshot(BackendStats):
     url: str
     time: float
     fill: float | None
-    """Share of the capacity that is taken."""
+    """Share of the capacity that the store takes on disk, 1 if all; None without a capacity."""
     engines: list[EngineView]
     """Running engines in the order of their start, then engines that are gone."""
 
@@ -151,7 +151,7 @@ def _screen(look: Snapshot) -> Group:
 
 
 class Watch:
-    """Repeated snapshots of a store."""
+    """Repeated snapshots of a store and its engines."""
 
     def __init__(self, url: str, backend: InspectableBackend) -> None:
         self._url = url

@@ -24,7 +24,7 @@ class DifferenceView(msgspec.Struct, frozen=True):
     """One identity field whose values differ."""
 
     field: str
-    """Dotted path, e.g. ``config.rope_theta``."""
+    """Dotted path of the field in the identity, e.g. ``config.rope_theta``."""
     ours: Any
     """Value on the compared side, a model or another namespace; null if it lacks the field."""
     theirs: Any
@@ -37,11 +37,11 @@ class ComparisonView(msgspec.Struct, frozen=True):
     ours: str
     """The compared side: id of a namespace, or directory of a model."""
     theirs: str
-    """Id of the store's namespace."""
+    """Id of the store's namespace that was compared."""
     matches: bool
-    """Whether all compared fields are equal."""
+    """Whether all compared identity fields are equal."""
     compared: int
-    """Number of compared fields."""
+    """Number of compared identity fields."""
     not_compared: list[str]
     """Identity fields that are known only after loading the model. Empty if two namespaces are compared."""
     differences: list[DifferenceView]
@@ -96,6 +96,7 @@ def why(
 
 def _against(url: str, against: str, namespace: str | None) -> list[list[ComparisonView]]:
     """Compare the store's namespaces with what ``--against`` names; one list per compared model or namespace.
+    Empty: the store has no other namespace.
 
     :param against: directory of a model, namespace of the same store, or another store: each of its namespaces.
     :param namespace: compare only this namespace of the store; None: all.

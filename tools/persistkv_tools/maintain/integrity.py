@@ -55,17 +55,18 @@ _MANIFESTS_AT_ONCE = 512
 _FACTORS = np.random.default_rng(0).integers(0, 1 << 64, -(-MAX_KEY_BYTES // 4), dtype=np.uint64)
 _Fingerprints = npt.NDArray[np.uint64]
 _Batch = list[Piece]
-"""Pieces of one namespace that are read together."""
+"""Pieces of packs of one namespace that are read together."""
 
 
 class Tally(msgspec.Struct, kw_only=True):
-    """Totals of the packs that were read, and the findings."""
+    """Totals of the packs that ``persistkv verify`` read, and its findings."""
 
     packs: int = 0
     frames: int = 0
     stored_bytes: int = 0
     went_meanwhile: int = 0
-    """Packs that other processes deleted or replaced while they were read."""
+    """Part of ``packs``: those that failed the first check, because other processes deleted or replaced them meanwhile,
+    and that were absent or good at the second."""
     other_release_packs: int = 0
     """Packs of a codec that this release does not know: they could not be checked, and are not part of ``packs``."""
     findings: list[Finding] = []
@@ -76,9 +77,9 @@ class VerifyState(Tally, kw_only=True):
 
     version: int = _STATE_VERSION
     store: str
-    """Store URL without options: scheme and location."""
+    """URL of the verified store without options: scheme and location."""
     sample: float
-    """Share of the packs to read."""
+    """Random share of the packs to read, above 0 and up to 1."""
     salt: int
     """Seed of the random sample: the same seed selects the same packs."""
     after: str = ""
@@ -86,7 +87,7 @@ class VerifyState(Tally, kw_only=True):
 
     @classmethod
     def begin(cls, url: str, sample: float) -> VerifyState:
-        """Return the state of a new run."""
+        """Return the state of a new run, with a new random sample of this share of the packs (above 0, up to 1)."""
         parsed = StoreUrl.parse(url)
         return cls(store=f"{parsed.scheme}://{parsed.location}", sample=sample, salt=secrets.randbits(32))
 
@@ -234,7 +235,7 @@ class Verifier:
     def packs(self) -> Iterator[VerifyState]:
         """Check one portion after the other; yield the run's state after each.
 
-        :raises StoreError: the medium failed.
+        :raises StoreError: the medium failed. The state includes the portions before.
         """
         self.begin()
         while self._portion is not None:

@@ -58,11 +58,11 @@ class Quarantine(msgspec.Struct):
     num_bytes: int = 0
     """Bytes that these directories take on disk before the deletion."""
     deleted_bytes: int = 0
-    """Bytes on disk that were deleted."""
+    """Bytes on disk of the directories that were deleted; 0 before the deletion."""
 
 
 class Amount(msgspec.Struct):
-    """Totals of a set of packs."""
+    """Totals of a set of packs: their number, their blocks, and the bytes of their payloads."""
 
     packs: int = 0
     blocks: int = 0
@@ -75,10 +75,11 @@ class Amount(msgspec.Struct):
 
 
 class Plan(msgspec.Struct):
-    """Requests and packs to delete."""
+    """What a prune is to delete: requests and packs."""
 
     requests: list[RequestView]
-    """Requests to delete, oldest first."""
+    """Requests to delete because they lose a pack, oldest first: chosen ones and, with --shared-packs, others that
+    use the same packs."""
     staying: list[RequestView]
     """Chosen requests that cannot be deleted, because other requests use all their packs."""
     goes: Amount
@@ -88,7 +89,9 @@ class Plan(msgspec.Struct):
 
 
 class Done(msgspec.Struct):
-    """Totals of the deletions so far, updated by each commit."""
+    """Totals of what a prune has deleted. Packs are added after each commit, requests after the last commit of their
+    namespace or after an error.
+    """
 
     goes: Amount = msgspec.field(default_factory=Amount)
     requests: int = 0
@@ -310,7 +313,7 @@ class Prune:
 
     :ivar plan: requests and packs to delete.
     :ivar quarantined: directories of damaged stores to delete; ``run`` records the bytes that it deleted.
-    :ivar done: totals of ``run``, updated by each commit.
+    :ivar done: totals of what ``run`` has deleted, also if it raised an error.
     """
 
     def __init__(

@@ -26,13 +26,13 @@ class Consequences(msgspec.Struct, frozen=True):
     """Consequences of a new policy for the content of a store."""
 
     disk_bytes: int
-    """Bytes that the store takes now."""
+    """Bytes that the store takes on disk now."""
     evicted_bytes: int
-    """Part of ``disk_bytes`` that the next commits evict, least recently used first."""
+    """Part of ``disk_bytes`` that the next commits evict to fit a new capacity, least recently used first."""
     expiring_requests: int
-    """Requests that the next commits delete, because their last use is too long ago for a new ttl."""
+    """Number of requests that the next commits delete, because their last use is too long ago for a new ttl."""
     requests: int
-    """All requests of the store."""
+    """Number of all requests of the store."""
     missing_disk_bytes: int
     """Bytes that the disk lacks for the store to grow to the new capacity. 0 if the store is not on a local disk."""
 

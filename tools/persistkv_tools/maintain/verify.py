@@ -61,9 +61,9 @@ class Summary(Tally, kw_only=True):
 
     url: str
     sample: float
-    """Share of the packs that was read."""
+    """Random share of the packs that the run had to read, above 0 and up to 1."""
     seconds: float
-    """Duration of this run, without the interrupted runs that it resumed."""
+    """Duration of this run in seconds, without the interrupted runs that it resumed."""
     resumed_packs: int
     """Part of ``packs`` that interrupted runs had read before this run resumed them."""
     resumed_bytes: int
@@ -72,15 +72,15 @@ class Summary(Tally, kw_only=True):
     rows_counted: bool
     """False: unreadable catalogue rows could not be counted, because other processes wrote during each attempt."""
     beside_engines: int
-    """Live engines of the store. If there are any and no --rate is given, reading is limited to 5 % of the time."""
+    """Number of live engines of the store. If above 0 and no --rate is given, reading is limited to 5 % of the time."""
     problems: int
     by_problem: dict[str, int]
     deleted_packs: int = 0
-    """Bad packs that --repair deleted."""
+    """Number of bad packs that --repair deleted."""
     shortened_requests: int = 0
-    """Requests that named bad packs, and whose manifests now keep only the blocks before these."""
+    """Number of requests that named bad packs, and whose manifests now keep only the blocks before these."""
     deleted_requests: int = 0
-    """Requests that were deleted because no block was left before the bad pack."""
+    """Number of requests that were deleted because no block was left before the bad pack."""
     repair: RepairPlan | None = None
     """Plan of --repair; null without --repair, or if no pack is bad."""
 
@@ -110,7 +110,7 @@ class RepairPlan(msgspec.Struct):
     packs: list[PlannedPack] = []
     requests: list[PlannedRequest] = []
     blocks: int = 0
-    """Blocks in ``packs``."""
+    """Number of blocks in the packs to delete."""
     stored_bytes: int = 0
 
 
@@ -118,7 +118,7 @@ class Repaired(msgspec.Struct):
     """Ids of the packs and requests that a repair has deleted or shortened so far, updated after each commit."""
 
     packs: list[bytes] = []
-    """Ids of deleted packs."""
+    """Ids of the packs that the repair has deleted."""
     shortened: set[tuple[bytes, str]] = set()
     """(namespace id, request id) of requests that keep the blocks before a bad pack."""
     deleted: set[tuple[bytes, str]] = set()

@@ -52,7 +52,7 @@ class CorruptArchiveError(PersistKVError):
 class _Head(msgspec.Struct, frozen=True):
     version: int
     created: float
-    """Seconds since the epoch."""
+    """Time when the file was begun: seconds since the epoch."""
     writer: str
 
 
@@ -83,8 +83,8 @@ M = TypeVar("M", _Head, _End)
 class ArchiveWriter:
     """Writes an export file, used in a ``with`` statement. A temporary file replaces the target if the block succeeds.
 
-    The file has mode 0600: contexts are private. Standard output is written directly; if the block raised, what was
-    written lacks its end and is refused by ``ArchiveReader``.
+    Otherwise the target is unchanged. The file has mode 0600: contexts are private. Standard output is written
+    directly; if the block raised, what was written lacks its end and is refused by ``ArchiveReader``.
 
     :param path: the target; ``-``: standard output.
     :raises ConfigurationError: the file cannot be written. All methods and the end of the block raise it, too.
@@ -134,11 +134,14 @@ class ArchiveWriter:
         self._write(_NAMESPACE, identity.encode())
 
     def pack(self, table: PackTable, payload: Buffer) -> None:
-        """Write a pack as it is stored."""
+        """Write a pack of the namespace that was begun last.
+
+        :param payload: the pack's frames as stored, padding included.
+        """
         self._write(_PACK, payload, table.encode())
 
     def request(self, manifest: RequestManifest, keys: ManifestKeys) -> None:
-        """Write a request, whose packs are written already."""
+        """Write a request of the namespace that was begun last; its packs must be written already."""
         head = encode_manifest(manifest)
         self._write(_REQUEST, _HEAD_LENGTH.pack(len(head)), head, encode_manifest_keys(keys))
 
@@ -186,7 +189,7 @@ class ArchiveReader:
     def records(self, took: Took) -> Iterator[tuple[int, Record]]:
         """Yield (byte position, record), with verified checksum; packs and requests belong to the identity before them.
 
-        :param took: called with the bytes of each record.
+        :param took: called with the number of bytes of each record.
         :raises CorruptArchiveError: the file is damaged or incomplete, even if records were yielded before.
         """
         if self._read(len(_MAGIC)) != _MAGIC:
@@ -261,5 +264,5 @@ class ArchiveReader:
         raise self.corrupt(at, f"this release does not know records of kind {kind!r}")
 
     def corrupt(self, at: int, problem: str) -> CorruptArchiveError:
-        """Return the error for a problem with the record at byte ``at``."""
+        """Return the error that names the file, the byte ``at`` where a bad record begins, and the problem."""
         return CorruptArchiveError(f"{self._path}, at byte {at:,}: {problem}")

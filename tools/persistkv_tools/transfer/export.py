@@ -32,11 +32,11 @@ class Source(NamedTuple):
     identity: Identity
     packs: Packs
     requests: list[RequestManifest]
-    """Oldest first."""
+    """Manifests of the requests, the oldest first."""
     keys: Callable[[str], ManifestKeys | None]
-    """Return the keys of a request; None if they are gone or damaged."""
+    """Function from a request id to the keys of the request; None if they are gone or damaged."""
     read: Callable[[PackTable, Took], Buffer | None]
-    """Return the verified payload of a pack; None if it is damaged, gone, or of an unknown codec."""
+    """Function from a pack to its verified payload; None if the pack is damaged, gone, or of an unknown codec."""
 
     @classmethod
     def of(cls, backend: InspectableBackend, namespace: Namespace, requests: Iterable[RequestManifest]) -> Source:
@@ -67,14 +67,14 @@ class Source(NamedTuple):
 
 
 class Sent(msgspec.Struct):
-    """Content of a written file."""
+    """Totals of the content of a file that an export wrote."""
 
     namespaces: int = 0
     requests: int = 0
     packs: int = 0
     stored_bytes: int = 0
     incomplete: list[str] = []
-    """Requests that were left out, because some of their blocks are damaged or gone."""
+    """Ids of requests that were left out, because some of their blocks are damaged or gone."""
 
 
 def export(

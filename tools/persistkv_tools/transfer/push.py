@@ -129,7 +129,7 @@ class Room(NamedTuple):
 
     @classmethod
     def of(cls, backend: InspectableBackend) -> Room | None:
-        """Return the room in an open store; None if the store has no capacity.
+        """Return the room in an open store; None if its size is unlimited.
 
         :raises StoreError: the totals could not be read.
         """
@@ -170,20 +170,20 @@ class Received(msgspec.Struct):
     stored_bytes: int = 0
     requests: int = 0
     packs_held: int = 0
-    """Packs that were not copied, because the target held all their blocks already."""
+    """Number of packs that were not copied, because the target held all their blocks already."""
     requests_held: int = 0
     evicted_packs: int = 0
     """Packs that the commits of the transfer evicted from the target, whether they were copied by it or not."""
     incomplete: list[str] = []
-    """Requests that were not written, because some of their blocks are damaged or gone."""
+    """Ids of requests that were not written, because some of their blocks are damaged or gone."""
     missing: list[str] = []
-    """Requests that were not written, because the capacity has no room for them; newest first."""
+    """Ids of requests that were not written, because the target's capacity has no room for them; newest first."""
     missing_packs: int = 0
-    """Packs that no request names and that were not written, because the capacity has no room for them."""
+    """Number of packs that no request names and for which the target's capacity has no room; they were not written."""
     lost: list[str] = []
-    """Requests that were written, and that the target evicted before the end of the transfer."""
+    """Ids of requests that were written, and that the target no longer held at the end of the transfer."""
     lost_packs: int = 0
-    """Packs that were written, and that the target evicted before the end of the transfer."""
+    """Number of packs that were written, and that the target no longer held at the end of the transfer."""
 
     @property
     def complete(self) -> bool:
@@ -218,7 +218,7 @@ class Choice(NamedTuple):
     orphans: list[tuple[Source, bytes]]
     """(source, pack id) of packs that no request names."""
     tables: dict[tuple[bytes, bytes], PackTable]
-    """All packs, by namespace and pack id."""
+    """Tables of all packs to copy, by (namespace id, pack id)."""
     missing: Sequence[str] = ()
     """Ids of the requests that do not fit, newest first."""
 
@@ -290,7 +290,7 @@ class Transfer:
         Each request that no longer fits is left out, and older ones are tried. Packs that no request names are left
         out, too.
 
-        :param room: room in the target; None: the target has no capacity.
+        :param room: room in the target; None: its size is unlimited.
         :raises StoreTooSmallError: the content does not fit, and ``newest`` is false.
         """
         content = self.content
@@ -447,7 +447,7 @@ class _Receiver:
             self._commit([])
 
     def check(self) -> None:
-        """Record, for the summary, which of the requests and packs that were written the target no longer holds.
+        """Record in ``received`` which of the written requests and packs the target no longer holds.
 
         :raises StoreError: the medium failed.
         """

@@ -5,7 +5,7 @@
    no page becomes its text. One to nothing is a warning, which ``mkdocs build --strict`` makes an error.
 3. A link to a source file on a line of its own becomes the file's text.
 4. A page that would fetch anything over the network causes a warning, too.
-5. Long names in table cells may break after a separator or before a capital letter, so that narrow columns stay readable.
+5. Names in table cells may break after a separator or before a capital letter: narrow columns stay readable.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FETCH = re.compile(
 )
 _CELL = re.compile(r"<td\b.*?</td>", re.DOTALL)
 _NAME = re.compile(r"<code>[^<]*</code>")
-_BREAK = re.compile(r"(?<=[a-z\]][/_.=])(?=[A-Za-z])(?!py\b)|(?<=[a-z])(?=[A-Z\[])")
+_BREAK = re.compile(r"(?<=[A-Za-z\]][/_.=])(?=\w)(?!py\b)|(?<=[a-z])(?=[A-Z\[])")
 
 
 def on_files(files: Files, config: Any) -> Files:

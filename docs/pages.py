@@ -39,7 +39,7 @@ _FETCH = re.compile(
 )
 _CELL = re.compile(r"<td\b.*?</td>", re.DOTALL)
 _NAME = re.compile(r"<code>[^<]*</code>")
-_BREAK = re.compile(r"(?<=[A-Za-z\]][/_.=])(?=\w)(?!py\b)|(?<=[a-z])(?=[A-Z\[])")
+_BREAK = re.compile(r"(?<=[A-Za-z\]][/_.=])(?=[A-Za-z])(?!py\b)|(?<=[a-z])(?=[A-Z\[])")
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -5,6 +5,7 @@
    no page becomes its text. One to nothing is a warning, which ``mkdocs build --strict`` makes an error.
 3. A link to a source file on a line of its own becomes the file's text.
 4. A page that would fetch anything over the network causes a warning, too.
+5. Names in table cells may break after a separator or before a capital letter: narrow columns stay readable.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _FETCH = re.compile(
     r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=[\"']?((?:https?:)?//[^\"'\s>]+)", re.IGNORECASE
 )
+_CELL = re.compile(r"<td\b.*?</td>", re.DOTALL)
+_NAME = re.compile(r"<code>[^<]*</code>")
+_BREAK = re.compile(r"(?<=[A-Za-z\]][/_.=])(?=[A-Za-z])(?!py\b)|(?<=[a-z])(?=[A-Z\[])")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -58,10 +62,10 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """Warn about content that a browser would fetch over the network."""
+    """Warn about content that a browser would fetch over the network; mark where names in tables may break."""
     for url in _FETCH.findall(output):
         logger.warning("%s fetches %s: the site is to be read without a network", page.file.src_uri, url)
-    return output
+    return _CELL.sub(lambda cell: _NAME.sub(lambda name: _BREAK.sub("<wbr>", name[0]), cell[0]), output)
 
 
 def _included(source: str) -> Callable[[re.Match[str]], str]:

@@ -12,7 +12,7 @@ engine maps read-only (``LookupTable``).
 4. A reader needs no lock: a slot is written with one 8-byte instruction. A probe that races with a write may miss.
 5. Hints are entries without a pack: keys of another namespace, for readers of the table only. They make a key readable
    (``in``), but the methods that return packs do not find them.
-6. A large index is saved when its store closes, because loading the file takes a tenth of the time of reading the whole
+6. A large index is saved when its store closes, because loading the file takes a fifth of the time of reading the whole
    catalogue. The file is a cache: it names a position in the change log, and is used only if the log still has all
    later changes.
 """

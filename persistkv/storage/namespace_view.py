@@ -411,7 +411,9 @@ class NamespaceView:
 
 
 def _most_keys(backend: Backend, layout: RowLayout) -> int | None:
-    """Return how many blocks fit into the store's capacity; None if it is unbounded or unknown."""
+    """Estimate how many blocks fit into the store: its capacity divided by the raw bytes of the smallest block of any
+    group; codec and catalogue are not counted. None: the capacity is unbounded or unknown.
+    """
     capacity = None
     if isinstance(backend, SupportsPolicy):
         with suppress(StoreError):

@@ -25,9 +25,11 @@ PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 @pytest.fixture
 def start_two(start_engine: StartEngine) -> Callable[[str], Engine]:
-    """Return a function that starts an engine with two workers on a store."""
+    """Return a function that starts an engine with two workers on a store, and waits until the store is open: workers
+    that spin on all cores can delay that by more than the default limit.
+    """
     environment = TWO_WORKERS["environment"] | PROCESSES
-    return lambda url: start_engine(tier(url), **TWO_WORKERS | {"environment": environment})
+    return lambda url: start_engine(tier(url, open_timeout_s=600), **TWO_WORKERS | {"environment": environment})
 
 
 @pytest.fixture(scope="module")

@@ -216,7 +216,7 @@ class Choice(NamedTuple):
 
     candidates: list[Candidate]
     orphans: list[tuple[Source, bytes]]
-    """(source, pack id) of packs that no request names."""
+    """(source, pack id) of packs that no request names. A source is one namespace of a store or of a file."""
     tables: dict[tuple[bytes, bytes], PackTable]
     """Tables of all packs to copy, by (namespace id, pack id)."""
     missing: Sequence[str] = ()

@@ -84,7 +84,7 @@ class S3Options(msgspec.Struct, frozen=True):
     """Name of an environment variable with the key that authenticates the store, instead of ``key_file``."""
     cache: str | bool | None = None
     """Directory of the local catalogues, which are kept between runs; ``no``: a temporary one. None or ``yes``:
-    ``persistkv/s3`` in the user's cache directory."""
+    ``persistkv/s3`` in the user's cache directory, or a temporary one if there is no home directory."""
 
     def __post_init__(self) -> None:
         if self.endpoint_url is not None:

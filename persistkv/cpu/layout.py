@@ -1,8 +1,8 @@
 """The geometry of rows, and the copies between pages of KV tensors and rows.
 
 A row holds one block of one group. It has one cell per worker, which holds ``block_size_factor`` consecutive pages
-(sub-blocks) of each KV tensor. Tensors that no group uses together share the same offset, so a row is as wide as the
-widest group, not as the sum of all groups. Functions that take KV caches raise ConfigurationError if these or the
+(sub-blocks) of each KV tensor. Tensors that no group uses together may overlap, so a row is usually as wide as the
+widest group, not as the sum of all groups; tensors of several groups can make it wider. Functions that take KV caches raise ConfigurationError if these or the
 factor are invalid.
 """
 

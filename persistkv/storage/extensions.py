@@ -111,7 +111,9 @@ class SupportsNamespaceLookup(Protocol):
     """A medium with high latency per call, which finds one namespace faster than it lists all of them."""
 
     def holds(self, namespace: bytes) -> bool:
-        """Return whether there is a namespace with this id."""
+        """Return whether a namespace with this id was found. False if there is none, or if the store's server has not
+        answered yet.
+        """
         ...
 
 

@@ -2,8 +2,8 @@
 
 A row holds one block of one group. It has one cell per worker, which holds ``block_size_factor`` consecutive pages
 (sub-blocks) of each KV tensor. Tensors that no group uses together may overlap, so a row is usually as wide as the
-widest group, not as the sum of all groups; tensors of several groups can make it wider. Functions that take KV caches raise ConfigurationError if these or the
-factor are invalid.
+widest group, not as the sum of all groups; tensors of several groups can make it wider. Functions that take KV caches
+raise ConfigurationError if these or the factor are invalid.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ class Period(msgspec.Struct):
     found_blocks: int = 0
     """Part of ``blocks`` that are also blocks of an earlier request of the namespace."""
     added_bytes: int = 0
-    """Estimated raw bytes of the part of ``blocks`` that belongs to no earlier request of the namespace: all blocks of a
-    request count as equally large."""
+    """Estimated raw bytes of the part of ``blocks`` that belongs to no earlier request of the namespace: all blocks
+    of a request count as equally large."""
     held_bytes: int = 0
     """Sum of ``added_bytes`` of this and all earlier intervals."""
 

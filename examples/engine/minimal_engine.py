@@ -1,4 +1,4 @@
-"""A minimal engine with persistent KV: what an engine calls, step by step.
+"""A minimal engine with persistent KV: the calls of an engine, step by step.
 
 Its "model" writes the number of each token and its position into the KV of that token, so every block can be checked.
 """

@@ -111,8 +111,10 @@ class SupportsNamespaceLookup(Protocol):
     """A medium with high latency per call, which finds one namespace faster than it lists all of them."""
 
     def holds(self, namespace: bytes) -> bool:
-        """Return whether a namespace with this id was found. False if there is none, or if the store's server has not
-        answered yet.
+        """Return whether the store has a valid namespace with this id. May ask a server and wait for it. False also if
+        the server has not answered since the store was opened.
+
+        :raises StoreError: the medium failed later.
         """
         ...
 

@@ -147,7 +147,7 @@ class NamespaceView:
         """
         self._learn(await self.call(partial(_changes, self.backend, self.namespace, self.cursor)))
 
-    async def refresh_or_complain(self) -> None:
+    async def refresh_or_log(self) -> None:
         """Call ``refresh``, and log a ``StoreError`` instead of raising it."""
         try:
             await self.refresh()
@@ -204,7 +204,7 @@ class NamespaceView:
         """
         candidates = self.index.first_candidates(keys)
         found: list[HeldPack | None] = [None] * len(keys)
-        packs = await self._packs({pack_id: None for pack_id in dict.fromkeys(candidates) if pack_id is not None})
+        packs = await self._packs({pack_id: None for pack_id in candidates if pack_id is not None})
         unsure: list[int] = []
         stop = 0
         for pack_id, run in groupby(candidates):
@@ -276,7 +276,7 @@ class NamespaceView:
 
         :param packs: pack id → ``Index.number_of`` at the time of the failed read. Packs added since then are kept.
         """
-        await self.refresh_or_complain()
+        await self.refresh_or_log()
         left = [pack_id for pack_id, number in packs.items() if number and self.index.number_of(pack_id) == number]
         with suppress(StoreError):
             if not left:
@@ -312,7 +312,7 @@ class NamespaceView:
         if unknown and followed:
             self.cursor = None  # the backend holds a pack that the index lacks: reload the catalogue
         if unknown or not followed:
-            await self.refresh_or_complain()
+            await self.refresh_or_log()
 
     def count_held(self, writers: Iterable[NewPack]) -> None:
         """Count the blocks of packs that the backend held already and did not write again: another process stored them,
@@ -375,7 +375,7 @@ class NamespaceView:
                 self._distrusted.pop(pack_id, None)
             names = ", ".join(pack_id.hex() for pack_id in bad)
             logger.warning("deleted packs whose bytes do not verify: %s; their blocks will be computed again", names)
-        await self.refresh_or_complain()  # applies the deletions to the index
+        await self.refresh_or_log()  # applies the deletions to the index
         return True
 
     async def _shorten(self, backend: InspectableBackend, bad: Sequence[bytes]) -> CommitBatch | None:

@@ -309,9 +309,11 @@ class Store:
         return max(0.0, self._committed_at + (touch_s if self._touched else _EXPIRE_S) - time.monotonic())
 
     def begin_flush(self, then: Callable[[], None] | None = None) -> None:
-        """Queue a commit of all accepted work, including work that is accepted before the commit starts.
+        """Queue a commit of all accepted work, including work that is accepted before the commit starts. Without
+        threads in the executor, the commit runs before this method returns.
 
-        :param then: called on the store's thread when this work is durable, or dropped and counted as dropped.
+        :param then: called on the store's thread when all of this work is durable or dropped. Dropped packs are counted
+            in ``counters``; dropped ends of requests are reported in ``News.persisted``.
         """
         self._everything = True
         if then is not None:
@@ -367,7 +369,7 @@ class Store:
                 await catalogue.refresh()
         except StoreError as error:
             catalogue.log_failure(error)
-            await catalogue.refresh_or_complain()  # the failed commit may have evicted packs
+            await catalogue.refresh_or_log()  # the failed commit may have evicted packs
             return False
         await catalogue.committed(writers, result, followed=seen is not None)
         offered = set(map(id, writers))
@@ -379,9 +381,7 @@ class Store:
 
     async def _holds_all(self, writer: PackWriter) -> bool:
         keys = writer.keys.unpack()
-        if keys[0] not in self.index:  # the usual case
-            return False
-        return not self.index.absent(keys) and None not in await self.catalogue.holders(keys)
+        return keys[0] in self.index and None not in await self.catalogue.holders(keys)
 
     def _take_due(self, everything: bool) -> deque[Transaction]:
         ends, self._ends, self._ends_bytes = self._ends, [], 0
@@ -495,7 +495,7 @@ class Store:
             executor.begin_write(self._commit())
         if not executor.writing and time.monotonic() - self._refreshed >= self.options.refresh_s:
             self._refreshed = time.monotonic()
-            executor.begin_write(self.catalogue.refresh_or_complain())
+            executor.begin_write(self.catalogue.refresh_or_log())
             if self.canary is not None:
                 executor.begin_write(self.canary.refresh())
 

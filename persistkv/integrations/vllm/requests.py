@@ -37,9 +37,10 @@ class Prefetch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def parse(cls, payload: object) -> Prefetch:
-        """Return the contexts that the payload of a hint, or the option ``prefetch`` of a request, describes.
+        """Return the choice of contexts that the payload of a hint, or the option ``prefetch`` of a request, makes. The
+        store is not asked which contexts match.
 
-        :raises ValueError: the payload is invalid.
+        :raises ValueError: the payload is invalid, or does not choose in exactly one of the three ways.
         """
         prefetch = msgspec.convert(payload, cls)
         ways = (bool(prefetch.request), bool(prefetch.labels), bool(prefetch.token_ids))

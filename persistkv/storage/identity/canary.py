@@ -379,7 +379,7 @@ class Canary:
     async def refresh(self) -> None:
         """Apply the changes of the other namespace to its index. Only for ``Executor.begin_write``. Logs failures."""
         if self.other is not None:
-            await self.other.refresh_or_complain()
+            await self.other.refresh_or_log()
 
     def close(self) -> None:
         """Release the other namespace's index. Idempotent."""

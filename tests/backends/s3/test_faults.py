@@ -53,7 +53,7 @@ def wait_until_recovered(backend: Any) -> None:
             backend.changes(NAMESPACE, backend.changes(NAMESPACE, None).cursor)
             return
         except StoreError:
-            assert time.monotonic() < until, "it never came back"
+            assert time.monotonic() < until, "the pack could not be stored after the server had recovered"
             time.sleep(0.1)
 
 
@@ -71,7 +71,7 @@ def test_backend_lasting_fault_raises_in_time_then_recovers(open_store: Opener, 
     buffer = bytearray(held.table.payload_length)
     with pytest.raises(StoreError):
         backend.read(NAMESPACE, [ReadSpan(held.pack_id, 0, [memoryview(buffer)])])
-    assert time.monotonic() - begin < 60, "two operations of 5 s, and what a socket's time-out adds"
+    assert time.monotonic() - begin < 60, "limit: two operations of 5 s, each extended by a socket timeout"
 
     proxy.set("ok")
     wait_until_recovered(backend)
@@ -205,7 +205,7 @@ def test_backend_opened_during_outage_creates_store_on_recovery(open_store: Open
     proxy.set("ok")
     pack, until = sample_pack(NAMESPACE, 1), time.monotonic() + 60
     while pack.pack_id not in tables(backend, NAMESPACE):
-        assert time.monotonic() < until, "it never came back"
+        assert time.monotonic() < until, "the pack could not be stored after the server had recovered"
         with suppress(StoreError):
             backend.commit(NAMESPACE, CommitBatch([pack]))
         time.sleep(0.1)

@@ -754,7 +754,7 @@ def test_inbox_junk_is_ignored_and_not_fetched_again(
     store(engine, 2)
     engines.run(5)
     assert held_packs(fresh) == pack_ids(1, 2)
-    assert not downloads, "neither the leader's own commit nor junk that was looked at once is fetched"
+    assert not downloads, "the leader's own commit and known junk are not fetched"
 
 
 def test_open_unmerged_commits_with_parallel_connections_loads_all(engines: Engines) -> None:

@@ -187,7 +187,7 @@ def test_documented_policies_grant_exactly_needed_permissions(
     writer.commit(NAMESPACE, CommitBatch([gone]))
     writer.commit(NAMESPACE, CommitBatch(deletions=[gone.pack_id]))
     writer.step()
-    assert read_pack(writer, NAMESPACE, gone.table) is None, "what is not there is a miss and no refusal"
+    assert read_pack(writer, NAMESPACE, gone.table) is None, "a missing object is a miss, not an error"
     with pytest.raises(StoreError, match="403"):
         S3Backend.open(StoreUrl.parse(f"s3://{bucket}/elsewhere?endpoint_url={endpoint}"))
 

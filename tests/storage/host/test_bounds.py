@@ -83,7 +83,7 @@ def test_touch_sends_held_keys_once_and_drops_overflow(hosted: Any, tmp_path: Pa
     client.touch(make_keys(70_000, 2000))  # exceeds the limit of pending uses: dropped
     client.poll()
     client.poll()
-    assert sent == [100], "what is held, once"
+    assert sent == [100], "only held keys, each once"
 
 
 def test_events_overflow_of_idle_engine_reports_loss(hosted: Any, tmp_path: Path) -> None:

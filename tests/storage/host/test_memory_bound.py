@@ -51,5 +51,5 @@ def test_host_memory_under_job_flood_stays_below_staging_bytes(
     most = max(most, anonymous_bytes(client))
     stats = client.stats(60)
     assert stats.host is not None
-    assert stats.host.counters.stored_blocks == jobs * per_job, "nothing was dropped: what had no room waited"
+    assert stats.host.counters.stored_blocks == jobs * per_job, "no block was dropped: jobs without room waited"
     assert most - before <= BOUND, f"{(most - before) >> 20} MiB"

@@ -338,7 +338,11 @@ def _grow(top: TreeNode, chains: Sequence[_Chain], chosen: str, node_limit: int)
 
 
 def _node(branch: Sequence[_Chain], depth: int, chosen: str) -> TreeNode:
-    """Return the node of the longest run of keys, from ``depth``, that all of these sorted chains share."""
+    """Return the node of the longest run of keys, from ``depth``, that all of these sorted chains share, still without
+    its children.
+
+    :param chosen: id of the request that the command shows.
+    """
     ends = zip(branch[0][0], branch[-1][0], strict=False)  # what both begin with, so do the chains between them
     end = sum(1 for _ in takewhile(lambda keys: keys[0] == keys[1], ends))
     names = [name for keys, name in branch if len(keys) == end]

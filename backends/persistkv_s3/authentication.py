@@ -120,7 +120,7 @@ class SignedObjects:
         self.authenticator = authenticator
 
     def put(self, name: str, pieces: Sequence[Buffer], *, condition: str | None = None) -> None:
-        """Write an object, followed by its authentication tag; see ``Bucket.put``.
+        """Write an object, followed by its authentication tag if there is a key; see ``Bucket.put``.
 
         :param name: relative to the namespace's prefix.
         :param condition: ``ABSENT``, or the ETag that the present object must have. None: replace any object.

@@ -66,7 +66,8 @@ class S3Options(msgspec.Struct, frozen=True):
     """Seconds for which uses of packs wait for a commit that stores content. Afterwards the next use publishes them in
     a commit of their own; so does the closing of the store."""
     connections: int = 8
-    """Maximum number of concurrent requests per call of the driver, from 1 to 64."""
+    """Maximum number of concurrent requests of one call of the driver, from 1 to 64; concurrent calls share this number
+    of threads."""
     capacity: int | None = None
     """Bound on the bytes of a new store, enforced within seconds. None: unbounded. An existing store
     keeps its recorded capacity (``persistkv set`` changes it)."""

@@ -363,7 +363,9 @@ class NamespaceSession:
         return at
 
     def _records(self, names: Sequence[str], kind: type[T], damaged: list[str]) -> Iterator[T]:
-        """Yield the records of segments, decoded as ``kind``; add the names of unreadable segments to ``damaged``."""
+        """Yield the records of a snapshot's segments (objects of several records each), decoded as ``kind``; add the
+        names of unreadable segments to ``damaged``. Records before the damage are yielded.
+        """
         for start in range(0, len(names), _AT_ONCE):
             some = names[start : start + _AT_ONCE]
             for name, data in zip(some, self._bucket.all(self._segment, some), strict=True):

@@ -126,7 +126,8 @@ class Store:
 
     @property
     def index(self) -> Index:
-        """Index of the packs that are durable in this namespace and can be read."""
+        """Index of the packs that are durable in this namespace and can be read; with an adopted namespace, ``in`` and
+        ``len`` include its keys."""
         return self.catalogue.index
 
     def contains(self, key: bytes) -> bool:

@@ -29,7 +29,10 @@ _WARM_UP_TOKENS = 1024
 
 
 def make_checkpoint(directory: Path) -> None:
-    """Write a small Llama with random weights of a fixed seed. Atomic: other processes see all of it or none."""
+    """Write a small Llama with random weights of a fixed seed. Atomic: other processes see all of it or none.
+
+    :raises OSError: the directory exists and is not empty, or cannot be written.
+    """
     config = transformers.LlamaConfig(
         vocab_size=256,
         hidden_size=512,

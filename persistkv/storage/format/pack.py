@@ -40,7 +40,7 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
     """An ordered sequence of keys, joined.
 
     Methods that return keys, or need single ones, raise CorruptPackError if the lengths are malformed or do not fit the
-    data. ``len`` trusts the lengths.
+    data. ``len`` and, for keys of equal length, ``joined`` trust the lengths.
     """
 
     data: bytes = b""
@@ -94,19 +94,21 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
     def unpack_all(many: Sequence[PackedKeys]) -> list[bytes]:
         """Return the keys of several packed sequences, one after the other; faster than ``unpack`` for each."""
         lengths = {keys.key_length for keys in many}
-        if len(lengths) == 1 and 0 not in lengths and not any(len(keys.data) % keys.key_length for keys in many):
+        if len(lengths) == 1 and min(lengths) > 0 and not any(len(keys.data) % keys.key_length for keys in many):
             return _cut(b"".join([keys.data for keys in many]), lengths.pop())
         return list(chain.from_iterable(keys.unpack() for keys in many))
 
     @property
     def fingerprints(self) -> bytes:
         """The xxh3-64 checksum of each key as little-endian u64, concatenated. Computed at each access."""
-        return struct.pack(f"<{len(self)}Q", *map(xxhash.xxh3_64_intdigest, self.unpack()))
+        keys = self.unpack()
+        return struct.pack(f"<{len(keys)}Q", *map(xxhash.xxh3_64_intdigest, keys))
 
     @property
     def distinct(self) -> bool:
         """Whether no key occurs twice."""
-        return len(set(self.unpack())) == len(self)
+        keys = self.unpack()
+        return len(set(keys)) == len(keys)
 
 
 def _cut(data: bytes, length: int) -> list[bytes]:

@@ -588,7 +588,11 @@ class StoreClient:
         return StoreStats(self.state.value, self.counters, host)
 
     def glance(self) -> StoreStats:
-        """Return totals of client and host without waiting. The host's totals may be some seconds old, or None."""
+        """Return totals of client and host without waiting, and ask the host for new ones for later calls, at most
+        every 5 s.
+
+        The host's totals are the last that arrived: old if calls are rare or the host is down, None if none arrived.
+        """
         now = time.monotonic()
         if self.state is State.OPEN and now >= self._next_glance:
             self._next_glance = now + _GLANCE_S

@@ -293,7 +293,7 @@ def _stamp(descriptor: int) -> _FileStamp:
 def _cache_file(path: Path) -> Path:
     """Return the path of the file that caches the hashes of this weight file.
 
-    :raises RuntimeError: the user has no home directory.
+    :raises RuntimeError: ``XDG_CACHE_HOME`` is not set, and the user has no home directory.
     """
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "persistkv" / "fingerprints" / f"{hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:32]}.json"

@@ -425,9 +425,9 @@ def _write_until_evicted(
     evicted_ids: list[bytes] = []
     first = 1000 + 1000 * backend.stats().packs  # unique within a test
     for seed in range(first, first + rounds):
-        if until in evicted_ids:
-            return evicted_ids
         pack = _pack(namespace, int.from_bytes(namespace[:2], "big") + seed)
         evicted_ids += [table.pack_id for table in backend.commit(namespace, CommitBatch([pack])).evicted]
+        if until in evicted_ids:
+            return evicted_ids
     assert not until, "the pack was not evicted"
     return evicted_ids

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -51,6 +52,16 @@ def test_packed_keys_longest_key_round_trips() -> None:
 
 
 @pytest.mark.parametrize(
+    "read",
+    [
+        PackedKeys.unpack,
+        lambda packed: PackedKeys.unpack_all([packed]),
+        lambda packed: packed.fingerprints,
+        lambda packed: packed.distinct,
+    ],
+    ids=["unpack", "unpack_all", "fingerprints", "distinct"],
+)
+@pytest.mark.parametrize(
     ("packed", "field"),
     [
         (PackedKeys(bytes(7), 2), "keys"),
@@ -61,9 +72,11 @@ def test_packed_keys_longest_key_round_trips() -> None:
         (PackedKeys(bytes(3), 0, b"\3\0\0\0"), "key lengths"),
     ],
 )
-def test_packed_keys_inconsistent_lengths_raise_corrupt(packed: PackedKeys, field: str) -> None:
+def test_packed_keys_inconsistent_lengths_raise_corrupt(
+    packed: PackedKeys, field: str, read: Callable[[PackedKeys], object]
+) -> None:
     with pytest.raises(CorruptPackError) as caught:
-        packed.unpack()
+        read(packed)
     assert caught.value.field == field
 
 

@@ -39,7 +39,10 @@ _FETCH = re.compile(
 )
 _CELL = re.compile(r"<td\b.*?</td>", re.DOTALL)
 _NAME = re.compile(r"<code>[^<]*</code>")
-_BREAK = re.compile(r"(?<=[A-Za-z\]][/_.=])(?=[A-Za-z])(?!py\b)|(?<=[a-z])(?=[A-Z\[])")
+_BREAK = re.compile(r"(?<=[A-Za-z\]][/_.=])(?=[A-Za-z])(?!py\b)|(?<=[a-z])(?=[A-Z\[])(?<![0-9][KMGT]i)")
+_OPTION = re.compile(r"<code>(-[^<]{1,30})</code>")
+_QUANTITY = re.compile(r"(?<=[0-9]) (?=(?:[KMG]iB|[kMG]B|[µmn]?s|%)(?![A-Za-z]))")
+_ELEMENT = re.compile(r"(<(pre|script|style)\b.*?</\2>|<[^>]*>)|[^<]+", re.DOTALL)
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -62,10 +65,14 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """Warn about content that a browser would fetch over the network; mark where names in tables may break."""
+    """Warn about content that a browser would fetch over the network; mark where names in tables may break, and where
+    options, and numbers with their units, must not.
+    """
     for url in _FETCH.findall(output):
         logger.warning("%s fetches %s: the site is to be read without a network", page.file.src_uri, url)
-    return _CELL.sub(lambda cell: _NAME.sub(lambda name: _BREAK.sub("<wbr>", name[0]), cell[0]), output)
+    output = _CELL.sub(lambda cell: _NAME.sub(lambda name: _BREAK.sub("<wbr>", name[0]), cell[0]), output)
+    output = _OPTION.sub(r'<code class="whole">\1</code>', output)
+    return _ELEMENT.sub(lambda part: part[0] if part[1] else _QUANTITY.sub("\u00a0", part[0]), output)
 
 
 def _included(source: str) -> Callable[[re.Match[str]], str]:

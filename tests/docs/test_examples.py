@@ -113,7 +113,7 @@ def test_operating_page_store_example_finds_no_problems(
         engine.generate(PROMPT, labels={"user": "anna"})
     exec(compile(adapt(example), "docs/operating.md", "exec"), namespace := {"__name__": "example"})
     shown = capsys.readouterr().out.splitlines()
-    assert len(shown) == 3
+    assert len(shown) == 4
     assert shown[-1] == "0 requests deleted"
     assert namespace["problems"] == []
 

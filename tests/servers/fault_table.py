@@ -184,18 +184,18 @@ class Outcome(NamedTuple):
         breaker = f"{self.opened} / {self.closed}"
         counts = [self.misses, self.wrong, self.missing, self.twice]
         late = f"{before:.2f} / {during:.2f} ms: {held}"
-        return [self.fault, *map(str, counts), breaker, late, self.problem or "yes"]
+        name = f"{self.fault}: {self.problem}" if self.problem else self.fault
+        return [name, *map(str, counts), breaker, late]
 
 
 COLUMNS = [
     "fault",
     "misses meanwhile",
     "wrong",
-    "missing after",
+    "missing",
     "twice",
     "breaker opened / closed",
-    f"p99 of the ticker without / with: + {MOST_LATE_S * 1e3:.0f} ms at most",
-    "as it should be",
+    f"tick p99 before / during: + {MOST_LATE_S * 1e3:.0f} ms at most",
 ]
 
 

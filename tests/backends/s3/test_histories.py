@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from functools import cache
@@ -377,6 +378,7 @@ def run_histories(directory: Path, first: int, count: int) -> set[str]:
             pytest.fail(f"history {seed}: {type(error).__name__}: {error}\nsteps:\n{lines}")
         finally:
             history.world.end()
+            shutil.rmtree(directory / str(seed))
         steps = "\n".join(history.world.steps or ())
         occurred |= {event for event in EVENTS if event in steps}
     return occurred

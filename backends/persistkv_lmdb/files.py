@@ -129,7 +129,7 @@ def free_disk_bytes(path: Path) -> int:
     """Return the bytes by which ``data.mdb`` of a store may grow: free disk space, within the process's file size
     limit.
 
-    64 MiB, which counts as nearly full, if the directory or the file cannot be read.
+    64 MiB if the directory or the file cannot be read: the free space is unknown then, and not counted as nearly full.
     """
     longest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:

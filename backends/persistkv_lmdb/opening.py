@@ -293,8 +293,8 @@ def open_lmdb(path: Path, *, read_only: bool) -> lmdb.Environment:
     PID.
 
     :raises ProcessIdInUseError: a process in another PID namespace uses the store under this process's PID.
-    :raises CorruptStoreError: the environment is damaged; it was not changed.
-    :raises lmdb.Error: the environment cannot be opened.
+    :raises CorruptStoreError: ``data.mdb`` is shorter than it was and damaged; it was not changed.
+    :raises lmdb.Error: the environment cannot be opened, also because of other damage.
     """
     if is_cut_short(path) and (found := inspect(path)).verdict in DAMAGE:
         raise CorruptStoreError(f"{path}: {found.reason}")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from http.client import HTTPException, HTTPResponse
+from contextlib import contextmanager
+from http.client import HTTPResponse
 from typing import Any
 
 import pytest
@@ -61,9 +61,9 @@ def test_server_ended_during_answer_keeps_accepted_blocks(
                 assert found == {"tokens": [expected[number - 1]], "cached": [CACHED]}, EXITS[number - 1]
             assert server.metric("vllm:num_requests_running") == 1
             end(server)
-            with suppress(OSError, HTTPException):  # the answer may end early
-                response.read()
-            assert server.wait(180), server.log[-6000:]
+            if timeout_s:
+                response.read()  # a draining server sends the whole answer; others wait for the end of the connection
+        assert server.wait(180), server.log[-6000:]
     engine = start_engine(tier(url))
     assert engine.generate(*PROMPTS) == {"tokens": expected, "cached": [CACHED] * len(PROMPTS)}
 

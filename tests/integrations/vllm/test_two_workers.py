@@ -25,11 +25,14 @@ PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 @pytest.fixture
 def start_two(start_engine: StartEngine) -> Callable[[str], Engine]:
-    """Return a function that starts an engine with two workers on a store, and waits until the store is open: workers
-    that spin on all cores can delay that by more than the default limit.
+    """Return a function that starts an engine with two workers on a store.
+
+    The limits are long because of Linux 6.18: with ``kernel.sched_autogroup_enabled`` = 1 and workers that call
+    sched_yield on all cores, it does not run other processes for up to a minute. The kernel's own threads wait, too
+    ("BUG: workqueue lockup" in dmesg).
     """
-    environment = TWO_WORKERS["environment"] | PROCESSES
-    return lambda url: start_engine(tier(url, open_timeout_s=600), **TWO_WORKERS | {"environment": environment})
+    options: dict[str, Any] = TWO_WORKERS | {"environment": TWO_WORKERS["environment"] | PROCESSES}
+    return lambda url: start_engine(tier(url, open_timeout_s=600, watchdog_s=600), **options)
 
 
 @pytest.fixture(scope="module")

@@ -243,8 +243,8 @@ class Environment:
     def _segment_limit_bytes(self, transaction: Transaction) -> int:
         """Return the bound on the bytes of all segments: the capacity less the bound on ``data.mdb``.
 
-        If the disk is too small for the capacity: what the present ``data.mdb`` leaves of the disk. Segments grow only
-        as far as the expected size of the catalogue also allows.
+        If the disk is too small for the capacity: what the present ``data.mdb`` leaves of the disk. In both cases,
+        segments do not grow into the expected size of the catalogue; those that exist may exceed it.
         """
         held, segments, capacity = self.file_bytes(), read_space(transaction).total * PAGE_BYTES, self.shares.capacity
         disk = LOCK_FILE_BYTES + held + segments + files.free_disk_bytes(self.path)

@@ -61,7 +61,7 @@ $(READY): pyproject.toml constraints-dev.txt
 	@touch $@
 
 demo: setup
-	@$(BIN)/persistkv demo $(ARGS)
+	@$(BIN)/python -m examples.demo.demo $(ARGS)
 
 # Two processes of tests share the cores with torch's threads, which must not spin while they wait for each other.
 test: lint

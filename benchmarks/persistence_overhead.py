@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.rig import median_interval, show, touch_memory
+from examples.demo.demo_worker import make_checkpoint
 from persistkv import Engine
-from persistkv.integrations.transformers.demo_worker import make_checkpoint
 from persistkv.storage.host.protocol import HostStats
 
 MAX_SLOWDOWN = 0.05

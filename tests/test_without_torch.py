@@ -37,10 +37,3 @@ def test_cli_help_without_torch_lists_commands() -> None:
     done = run("from persistkv_tools.cli import main; sys.argv = ['persistkv', '--help']; main()")
     assert done.returncode == 0, done.stderr
     assert "ls" in done.stdout
-
-
-def test_cli_demo_without_torch_exits_2_and_names_missing_extra() -> None:
-    done = run("from persistkv_tools.cli import main; sys.argv = ['persistkv', 'demo']; main()")
-    assert done.returncode == 2
-    assert "persistkv[transformers]" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -1,6 +1,7 @@
-"""``persistkv demo``: a process answers prompts and is killed; the next process answers with restored KV.
+"""A process answers prompts and is killed; the next process answers with restored KV.
 
-Importing this module imports no torch, so that help can be shown without it.
+``make demo`` runs it: ``python -m examples.demo.demo --help``. Importing this module imports no torch, so that help can
+be shown without it.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ FURTHER = (
 
 _DIRECTORY = Path(".persistkv-demo")
 _PACKAGES = ("torch", "transformers", "safetensors")
-_WORKER = "persistkv.integrations.transformers.demo_worker"
+_WORKER = "examples.demo.demo_worker"
 _NOT_IDENTICAL = 1
+_FAILED = 2
 _MIB = 1 << 20
 _MODULES = "textwrap heapq bisect queue shlex fnmatch csv sched string calendar argparse"
 _MIN_TOKENS = 256
@@ -65,7 +67,7 @@ def demo(
 ) -> None:
     """Answer prompts in one process, kill it, and answer them in a new process with restored KV.
 
-    Exit code 1: restored pages, tokens or logits are not bit-identical.
+    Exit code 1: restored pages, tokens or logits are not bit-identical; 2: an option is invalid, or a process failed.
     """
     for package in _PACKAGES:
         if find_spec(package) is None:
@@ -90,7 +92,7 @@ def demo(
 def _run(url: str, model: Path, tokens: int, codec: str) -> DemoReport:
     if not (model / "config.json").is_file():
         _log("creating the model")
-        from persistkv.integrations.transformers.demo_worker import make_checkpoint  # imports torch
+        from examples.demo.demo_worker import make_checkpoint  # imports torch
 
         make_checkpoint(model)
     _log("first process:")
@@ -351,3 +353,18 @@ def _print(report: DemoReport) -> None:
 
 def _yes(value: bool) -> str:
     return "yes" if value else "NO"
+
+
+def main() -> None:
+    """Run the demo with the options of the command line."""
+    app = typer.Typer(pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
+    app.command()(demo)
+    try:
+        app(prog_name="demo")
+    except PersistKVError as error:
+        _log(f"demo: {printable(str(error))}")
+        sys.exit(_FAILED)
+
+
+if __name__ == "__main__":
+    main()

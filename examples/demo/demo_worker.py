@@ -1,4 +1,4 @@
-"""The demo's model and its two processes: ``python -m persistkv.integrations.transformers.demo_worker TASK``."""
+"""The demo's model and its two processes: ``python -m examples.demo.demo_worker TASK``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 import transformers
 import xxhash
 
+from examples.demo.demo import FIRST, Answer, Report, Task, build_prompts
 from persistkv.errors import PersistKVError
-from persistkv.integrations.transformers.demo import FIRST, Answer, Report, Task, build_prompts
 from persistkv.integrations.transformers.engine import Engine
 from persistkv.integrations.transformers.kv_cache import RequestCache
 from persistkv.integrations.transformers.results import GenerateResult

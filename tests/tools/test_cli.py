@@ -5,7 +5,6 @@ import subprocess
 import sys
 import tempfile
 from contextlib import closing
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -89,20 +88,6 @@ class TestCliErrors:
         done = start(*arguments)
         assert done.returncode == 2
         assert "Traceback" not in done.stderr
-
-    @pytest.mark.skipif(find_spec("transformers") is None, reason="the demo needs persistkv[transformers]")
-    @pytest.mark.parametrize(
-        ("arguments", "part"),
-        [
-            (("--codec", "brotli"), "codec"),
-            (("--tokens", "3"), "tokens"),
-            (("--store", "tape:///kv"), "tape"),
-            (("--store", "lmdb://{tmp}/store?capacity=-5"), "capacity"),
-        ],
-    )
-    def test_demo_bad_option_exits_2_before_creating_model(self, start, tmp_path, arguments, part):
-        one_line_error(start("demo", *(argument.format(tmp=tmp_path) for argument in arguments)), part)
-        assert not (tmp_path / ".persistkv-demo" / "model").exists()
 
 
 @pytest.mark.parametrize(
@@ -258,7 +243,7 @@ main()
 
 
 class TestWithoutTransformersExtra:
-    @pytest.mark.parametrize("arguments", [("--help",), ("demo", "--help"), ("--version",)])
+    @pytest.mark.parametrize("arguments", [("--help",), ("--version",)])
     def test_help_and_version_exit_0(self, arguments):
         done = run_script(WITHOUT_THE_EXTRA, *arguments)
         assert done.returncode == 0, done.stderr
@@ -266,11 +251,8 @@ class TestWithoutTransformersExtra:
     def test_ls_exits_0(self, filled):
         assert run_script(WITHOUT_THE_EXTRA, "ls", filled).returncode == 0
 
-    def test_demo_exits_2_naming_extra_to_install(self):
-        one_line_error(run_script(WITHOUT_THE_EXTRA, "demo"), "pip install 'persistkv[transformers]'")
 
-
-@pytest.mark.parametrize("arguments", [("--help",), ("demo", "--help"), ("ls", "lmdb:///absent")])
+@pytest.mark.parametrize("arguments", [("--help",), ("ls", "lmdb:///absent")])
 def test_help_and_ls_import_no_torch(start, arguments):
     done = start(*arguments, python=("-X", "importtime"))
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}

@@ -15,7 +15,6 @@ from tests.tools.damage import store_with_a_bad_pack
 from tests.tools.json_fields import DOCS, check_documented, documented, documented_codes
 from tests.tools.terminals import ESCAPES, on_terminal
 
-TOOLS = [name for name in COMMANDS if name != "demo"]  # ``demo`` answers prompts and opens no store
 LONG_ID = "0c4de6a0b1f24c7e8d9a0b1c2d3e4f50-000017"
 LONG_LABEL = "a value that is longer than most, so that it has to be broken somewhere on a narrow terminal"
 
@@ -71,7 +70,7 @@ SHOWN = [
 @pytest.mark.parametrize("width", [80, 160])
 def test_commands_on_terminal_fit_width_and_keep_ids_whole(terminal, store, width, tmp_path):
     (tmp_path / "trace.jsonl").write_text('{"hash_ids": [1, 2]}\n' * 10)
-    assert {command[0] for command in SHOWN} == {*TOOLS}
+    assert {command[0] for command in SHOWN} == set(COMMANDS)
     for command in SHOWN:
         arguments = [part.format(url=store, tmp=tmp_path) for part in command]
         text, code = terminal(width, *arguments, answer="n\n" if command[0] == "prune" else "")
@@ -108,7 +107,7 @@ def test_doctor_narrow_terminal_breaks_lines_and_cuts_nothing(terminal, store):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TOOLS)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_help_has_example_and_fits_80_columns(terminal, name):
     text, code = terminal(80, name, "--help")
     assert code == 0
@@ -187,11 +186,11 @@ def test_command_bad_url_exits_2_and_absent_store_exits_3(run, tmp_path, command
 
 def test_help_exit_code_1_matches_documentation(run):
     listed = {name for name, code in documented_codes() if code == 1}
-    named = {name for name in TOOLS if "code 1" in re.sub(r"[\s│]+", " ", run(name, "--help").stdout)}
+    named = {name for name in COMMANDS if "code 1" in re.sub(r"[\s│]+", " ", run(name, "--help").stdout)}
     assert listed == named | {"pull"}
 
 
 def test_commands_are_all_documented():
-    assert documented().keys() >= set(TOOLS)
+    assert documented().keys() >= set(COMMANDS)
     text = (DOCS / "operating.md").read_text()
-    assert all(f"persistkv {name}" in text or f"`{name}" in text for name in TOOLS)
+    assert all(f"persistkv {name}" in text or f"`{name}" in text for name in COMMANDS)

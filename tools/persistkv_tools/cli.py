@@ -55,7 +55,6 @@ COMMANDS: dict[str, str] = {
     "bench": "persistkv_tools.inspect.bench:bench",
     "replay": "persistkv_tools.inspect.replay:replay_",
     "serve-metrics": "persistkv_tools.inspect.serve_metrics:serve_metrics",
-    "demo": "persistkv.integrations.transformers.demo:demo",
 }
 """Module and function of each command, in the order of the help. A module is imported when its command runs."""
 

@@ -13,7 +13,6 @@ import pytest
 
 from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError, CorruptStoreError
-from persistkv.storage.catalog import LOG_ENTRIES
 from persistkv.testing.conformance import BackendConformance, RawKind, RawStore
 from persistkv_sqlite import SqliteBackend
 from persistkv_sqlite.backend import VERSION
@@ -59,7 +58,6 @@ def directory() -> Iterator[Path]:
 
 class TestSqliteBackend(BackendConformance):
     driver = SqliteBackend
-    changes_kept = LOG_ENTRIES
 
     @pytest.fixture
     def url(self, directory: Path) -> str:
@@ -68,10 +66,6 @@ class TestSqliteBackend(BackendConformance):
     @pytest.fixture
     def small_url(self, directory: Path) -> str:
         return f"sqlite://{directory}/small.db?capacity=4MiB"
-
-    @pytest.fixture
-    def ttl_url(self, directory: Path) -> str:
-        return f"sqlite://{directory}/aging.db?ttl=1h"
 
     @pytest.fixture
     def raw(self, directory: Path) -> RawSqlite:

@@ -1,3 +1,5 @@
 import pytest
 
-pytest.register_assert_rewrite("persistkv.testing.conformance")
+pytest.register_assert_rewrite(
+    "persistkv.testing.conformance", "tests.backends.catalogue_rules", "tests.backends.eviction_rules"
+)

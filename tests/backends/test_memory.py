@@ -1,4 +1,4 @@
-"""The memory backend against the conformance suite."""
+"""The memory backend against the conformance suite and the rules of the catalogue."""
 
 import hashlib
 import subprocess
@@ -11,6 +11,8 @@ from persistkv.storage.catalog import LOG_ENTRIES
 from persistkv.testing.conformance import BackendConformance, RawKind, RawStore
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.memory import MemoryBackend
+from tests.backends.catalogue_rules import CatalogueRules
+from tests.backends.eviction_rules import EvictionRules
 
 TABLE_OF = {
     RawKind.PAYLOAD: "pieces",
@@ -41,7 +43,7 @@ class RawMemory(RawStore):
             return [(bytes(key), bytes(value)) for key, value in rows.starting_with(TABLE_OF[kind], namespace + name)]
 
 
-class TestMemoryBackend(BackendConformance):
+class TestMemoryBackend(BackendConformance, CatalogueRules, EvictionRules):
     driver = MemoryBackend
     changes_kept = LOG_ENTRIES
 

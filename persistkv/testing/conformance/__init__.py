@@ -13,19 +13,586 @@ A driver's tests subclass it, and define the driver and the URLs of its stores:
         def raw(self, url, backend):
             return MyRawStore(url)  # the medium's own client, without the driver
 
-Tests of features that a driver's ``Capabilities`` exclude are skipped.
+Tests of features that a driver's ``Capabilities`` exclude are skipped. Rules that ``persistkv.storage.catalog``
+implements for all drivers, such as cascading deletions and ``ttl``, are tested in persistkv's repository.
 """
 
-from persistkv.testing.conformance.commits import ChangesTests, CommitTests
-from persistkv.testing.conformance.content import ManifestTests, ReadTests
-from persistkv.testing.conformance.eviction import EvictionTests
-from persistkv.testing.conformance.stores import OpeningTests, ProcessTests, StatusTests
-from persistkv.testing.conformance.suite import RawKind, RawStore
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection
+
+import numpy as np
+import pytest
+
+from persistkv.config import StoreUrl
+from persistkv.errors import ConfigurationError, StoreError, StoreFullError, StoreUnavailableError
+from persistkv.storage.backend import CommitBatch, ManifestWrite, ReadSpan
+from persistkv.storage.extensions import InspectableBackend, SupportsStatus, scan
+from persistkv.storage.format.codec import RawCodec, ZstdCodec
+from persistkv.storage.format.manifest import RequestManifest
+from persistkv.storage.format.pack import PackedKeys
+from persistkv.storage.format.pack_writer import PackWriter, Segment
+from persistkv.testing.conformance.suite import (
+    BackendSuite,
+    RawKind,
+    RawStore,
+    check_totals,
+    large_pack,
+    read_pack,
+    sample_identity,
+    tables,
+    write_until_evicted,
+)
+from persistkv.testing.samples import (
+    FailingSource,
+    SourceFailure,
+    payload_of,
+    sample_blocks,
+    sample_keys,
+    sample_manifest,
+    sample_pack,
+    sample_segment,
+)
 
 __all__ = ["BackendConformance", "RawKind", "RawStore"]
 
+_MIB = 1 << 20
+_PATIENCE_S = 60
 
-class BackendConformance(
-    OpeningTests, CommitTests, EvictionTests, ChangesTests, ReadTests, ManifestTests, StatusTests, ProcessTests
-):
-    """Tests of each statement in the contract of ``persistkv.storage.backend``."""
+Reader = Callable[[InspectableBackend, bytes, Sequence[ReadSpan]], list[bool]]
+
+
+def read_spans(backend: InspectableBackend, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
+    """Call ``Backend.read``. This function has the signature of ``scan``, so that tests can run with either."""
+    return backend.read(namespace, spans)
+
+
+class BackendConformance(BackendSuite):
+    """Tests of the contract of ``persistkv.storage.backend``."""
+
+    def test_open_closed_store_returns_committed_content(self, url: str) -> None:
+        self.need_persistence()
+        first = self.open(url)
+        opened = first.open_namespace(sample_identity())
+        pack, manifest = sample_pack(opened.id, 1), sample_manifest("r1")
+        cursor = first.commit(opened.id, CommitBatch([pack], [manifest])).cursor
+        stats = first.stats()
+        first.close()
+
+        again = self.open(url)
+        assert list(again.namespaces()) == [opened]
+        assert again.open_namespace(sample_identity()) == opened
+        assert tables(again, opened.id) == {pack.pack_id: pack.table}
+        assert read_pack(again, opened.id, pack.table) == payload_of(pack)
+        assert list(again.manifests(opened.id)) == [manifest.manifest]
+        assert again.manifest_keys(opened.id, ["r1"])[0] == manifest.keys
+        assert list(again.changes(opened.id, cursor).added) == []
+        assert check_totals(again) == stats
+        again.close()
+
+    def test_open_read_only_missing_store_raises_and_creates_nothing(self, url: str) -> None:
+        with pytest.raises(StoreUnavailableError):
+            self.open(url, read_only=True)
+        with pytest.raises(StoreUnavailableError):  # the first attempt created nothing
+            self.open(url, read_only=True)
+
+    def test_open_read_only_reads_and_rejects_writes(self, url: str) -> None:
+        self.need_persistence()
+        writer = self.open(url)
+        assert writer.capabilities.writable
+        opened = writer.open_namespace(sample_identity())
+        pack = sample_pack(opened.id, 1)
+        writer.commit(opened.id, CommitBatch([pack]))
+        writer.close()
+
+        reader = self.open(url, read_only=True)
+        assert not reader.capabilities.writable
+        assert reader.open_namespace(sample_identity()) == opened
+        assert read_pack(reader, opened.id, pack.table) == payload_of(pack)
+        with pytest.raises(StoreUnavailableError):
+            reader.open_namespace(sample_identity(1))
+        with pytest.raises(StoreError):
+            reader.commit(opened.id, CommitBatch(deletions=[pack.pack_id]))
+        assert tables(reader, opened.id) == {pack.pack_id: pack.table}
+        assert list(reader.namespaces()) == [opened]
+        reader.close()
+
+    def test_open_unknown_option_raises_and_creates_nothing(self, url: str) -> None:
+        wrong = f"{url}{'&' if '?' in url else '?'}no_such_option=1"
+        with pytest.raises(ConfigurationError, match="no_such_option"):
+            self.open(wrong)
+        with pytest.raises(StoreUnavailableError):
+            self.open(url, read_only=True)
+
+    def test_close_twice_succeeds_and_later_calls_raise(self, url: str) -> None:
+        backend = self.open(url)
+        namespace = backend.open_namespace(sample_identity()).id
+        backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
+        backend.close()
+        backend.close()
+        with pytest.raises(StoreError):
+            backend.changes(namespace, None)
+        with pytest.raises(StoreError):
+            backend.read(namespace, [ReadSpan(bytes(16), 0, [memoryview(bytearray(1))])])
+        with pytest.raises(StoreError):
+            backend.commit(namespace, CommitBatch())
+        with pytest.raises(StoreError):
+            backend.stats()
+
+    @pytest.mark.parametrize("codec", [RawCodec(), ZstdCodec(1)], ids=str)
+    def test_commit_pack_of_two_groups_stores_table_and_payload(
+        self, backend: InspectableBackend, namespace: bytes, codec: RawCodec | ZstdCodec
+    ) -> None:
+        segments = [
+            sample_segment(1, group=0, blocks=20, block_bytes=100_000),
+            sample_segment(2, group=1, blocks=7, block_bytes=4097, hash_bytes=8),
+        ]
+        pack = PackWriter(namespace, codec, segments)
+        backend.commit(namespace, CommitBatch([pack]))
+        (table,) = backend.changes(namespace, None).added
+        assert table == pack.table
+        assert table.keys.unpack() == [*segments[0].keys, *segments[1].keys]
+        assert read_pack(backend, namespace, table) == payload_of(pack)
+        assert check_totals(backend).blocks == 27
+
+    @pytest.mark.parametrize("block_bytes", [1, 4095, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 3 * (1 << 20) + 5])
+    def test_commit_any_block_size_stores_payload(
+        self, backend: InspectableBackend, namespace: bytes, block_bytes: int
+    ) -> None:
+        pack = sample_pack(namespace, 1, blocks=3, block_bytes=block_bytes)
+        backend.commit(namespace, CommitBatch([pack]))
+        assert tables(backend, namespace) == {pack.pack_id: pack.table}
+        assert read_pack(backend, namespace, pack.table) == payload_of(pack)
+
+    def test_commit_several_packs_and_manifests_stores_all(self, backend: InspectableBackend, namespace: bytes) -> None:
+        packs = [sample_pack(namespace, seed) for seed in range(5)]
+        manifests = [sample_manifest(f"r{seed}", seed) for seed in range(3)]
+        result = backend.commit(namespace, CommitBatch(packs, manifests))
+        assert not result.stale
+        assert not result.evicted
+        assert tables(backend, namespace) == {pack.pack_id: pack.table for pack in packs}
+        assert {manifest.id for manifest in backend.manifests(namespace)} == {"r0", "r1", "r2"}
+
+    def test_commit_failing_stream_changes_nothing(self, backend: InspectableBackend, namespace: bytes) -> None:
+        held, good = sample_pack(namespace, 1), sample_pack(namespace, 2)
+        cursor = backend.commit(namespace, CommitBatch([held])).cursor
+        stats = backend.stats()
+        source = FailingSource([sample_blocks(3, 40, 1 << 18)], fails_at=30)
+        torn = PackWriter(namespace, RawCodec(), [Segment(0, 1 << 18, sample_keys(3, 40), source)])
+        with pytest.raises(SourceFailure):
+            backend.commit(namespace, CommitBatch([good, torn], [sample_manifest("r1")], [held.pack_id]))
+
+        assert tables(backend, namespace) == {held.pack_id: held.table}
+        assert read_pack(backend, namespace, held.table) == payload_of(held)
+        assert read_pack(backend, namespace, good.table) is None
+        assert list(backend.manifests(namespace)) == []
+        assert list(backend.changes(namespace, cursor).added) == []
+        assert replace(check_totals(backend), disk_bytes=0) == replace(stats, disk_bytes=0)
+        backend.commit(namespace, CommitBatch([good], seen=cursor))
+        assert read_pack(backend, namespace, good.table) == payload_of(good)
+
+    def test_commit_too_large_pack_raises_full_and_changes_nothing(
+        self, small: InspectableBackend, name: bytes
+    ) -> None:
+        held = sample_pack(name, 1, blocks=8, block_bytes=1 << 18)
+        cursor = small.commit(name, CommitBatch([held])).cursor
+        large = sample_pack(name, 2, blocks=32, block_bytes=1 << 18)
+        with pytest.raises(StoreFullError):
+            small.commit(name, CommitBatch([large], [sample_manifest("r1")], [held.pack_id]))
+        assert tables(small, name) == {held.pack_id: held.table}
+        assert read_pack(small, name, held.table) == payload_of(held)
+        assert list(small.manifests(name)) == []
+        check_totals(small)
+
+        fits = sample_pack(name, 3)
+        assert not small.commit(name, CommitBatch([fits], seen=cursor)).stale
+        assert read_pack(small, name, fits.table) == payload_of(fits)
+
+    def test_commit_emptied_store_can_be_refilled(self, small: InspectableBackend, name: bytes) -> None:
+        for round_number in range(3):
+            for number in range(60):
+                size = (200_000, 4096)[number % 2]
+                pack = sample_pack(name, 100 * round_number + number, blocks=1, block_bytes=size)
+                small.commit(name, CommitBatch([pack]))
+            assert check_totals(small).packs >= 10
+            for pack_id in tables(small, name):
+                small.commit(name, CommitBatch(deletions=[pack_id]))
+            assert check_totals(small).packs == 0
+
+    def test_commit_deletion_removes_pack_and_reports_it(self, backend: InspectableBackend, namespace: bytes) -> None:
+        kept, deleted = sample_pack(namespace, 1), sample_pack(namespace, 2, blocks=30, block_bytes=70_000)
+        cursor = backend.commit(namespace, CommitBatch([kept, deleted])).cursor
+        result = backend.commit(namespace, CommitBatch(deletions=[deleted.pack_id, bytes(16), deleted.pack_id]))
+        assert list(result.evicted) == [deleted.table]
+        assert read_pack(backend, namespace, deleted.table) is None
+        assert read_pack(backend, namespace, kept.table) == payload_of(kept)
+        changes = backend.changes(namespace, cursor)
+        assert changes.removed == {deleted.pack_id: deleted.table.keys.fingerprints}
+        assert changes.cursor == result.cursor
+        assert check_totals(backend).packs == 1
+
+        back = sample_pack(namespace, 2, blocks=30, block_bytes=70_000, content=5)
+        backend.commit(namespace, CommitBatch([back]))
+        assert read_pack(backend, namespace, back.table) == payload_of(back)
+
+    def test_commit_stale_cursor_changes_nothing(self, backend: InspectableBackend, namespace: bytes) -> None:
+        seen = backend.changes(namespace, None).cursor
+        first, second = sample_pack(namespace, 1), sample_pack(namespace, 2)
+        cursor = backend.commit(namespace, CommitBatch([first], seen=seen)).cursor
+        result = backend.commit(namespace, CommitBatch([second], [sample_manifest("r1")], [first.pack_id], seen=seen))
+        assert result.stale
+        assert list(backend.changes(namespace, result.cursor).added) == [first.table]
+        assert tables(backend, namespace) == {first.pack_id: first.table}
+        assert list(backend.manifests(namespace)) == []
+
+        assert backend.commit(namespace, CommitBatch()).cursor == cursor, "an empty batch changed the store"
+        assert not backend.commit(namespace, CommitBatch([second], seen=cursor)).stale
+        assert not backend.commit(namespace, CommitBatch(deletions=[first.pack_id])).stale
+        assert tables(backend, namespace) == {second.pack_id: second.table}
+
+    def test_changes_with_cursor_returns_later_changes_only(
+        self, backend: InspectableBackend, namespace: bytes
+    ) -> None:
+        first, second, third = (sample_pack(namespace, seed) for seed in range(3))
+        backend.commit(namespace, CommitBatch([first]))
+        cursor = backend.changes(namespace, None).cursor
+        quiet = backend.changes(namespace, cursor)
+        assert (quiet.cursor, list(quiet.added), list(quiet.removed), quiet.reset) == (cursor, [], [], False)
+
+        backend.commit(namespace, CommitBatch([second]))
+        backend.commit(namespace, CommitBatch([third], deletions=[first.pack_id]))
+        changes = backend.changes(namespace, cursor)
+        assert not changes.reset
+        assert {table.pack_id: table for table in changes.added} == {
+            second.pack_id: second.table,
+            third.pack_id: third.table,
+        }
+        assert changes.removed == {first.pack_id: first.table.keys.fingerprints}
+        assert not list(backend.changes(namespace, changes.cursor).added)
+
+    @pytest.mark.parametrize("cursor", [b"", b"x", b"\xff" * 8, b"\xff" * 16, bytes(16), b"\xff" * 64])
+    def test_changes_unknown_cursor_resets(self, backend: InspectableBackend, namespace: bytes, cursor: bytes) -> None:
+        pack = sample_pack(namespace, 1)
+        backend.commit(namespace, CommitBatch([pack]))
+        changes = backend.changes(namespace, cursor)
+        assert changes.reset
+        assert list(changes.added) == [pack.table]
+        assert backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)], seen=cursor)).stale
+
+    def test_changes_damaged_table_is_omitted_until_rewritten_or_deleted(
+        self, backend: InspectableBackend, namespace: bytes, raw: RawStore
+    ) -> None:
+        bad, worse, good = (sample_pack(namespace, seed) for seed in range(3))
+        cursor = backend.changes(namespace, None).cursor
+        backend.commit(namespace, CommitBatch([bad, worse, good]))
+        for pack in (bad, worse):
+            raw.flip(RawKind.TABLE, namespace, pack.pack_id, -30)
+        assert tables(backend, namespace) == {good.pack_id: good.table}
+        assert list(backend.changes(namespace, cursor).added) == [good.table]
+
+        again = sample_pack(namespace, 0, content=9)
+        backend.commit(namespace, CommitBatch([again], deletions=[worse.pack_id]))
+        assert tables(backend, namespace) == {good.pack_id: good.table, again.pack_id: again.table}
+        assert read_pack(backend, namespace, again.table) == payload_of(again)
+        assert read_pack(backend, namespace, worse.table) is None
+        assert check_totals(backend).packs == 2
+
+    @pytest.mark.parametrize(
+        ("offset", "lengths"),
+        [
+            (0, [4096]),
+            (1, [1]),
+            (4095, [3, 7, 1]),
+            (_MIB - 1, [2]),
+            (_MIB - 5, [5, 5]),
+            (_MIB, [_MIB]),
+            (_MIB - 4096, [8192, 100, 2 * _MIB]),
+            (3, [_MIB - 3, 0, _MIB, 17]),
+            (7, []),
+        ],
+    )
+    def test_read_span_of_several_buffers_returns_stored_bytes(
+        self, backend: InspectableBackend, namespace: bytes, offset: int, lengths: list[int]
+    ) -> None:
+        pack = sample_pack(namespace, 1, blocks=9, block_bytes=500_000)
+        backend.commit(namespace, CommitBatch([pack]))
+        buffers = [bytearray(length) for length in lengths]
+        assert backend.read(
+            namespace, [ReadSpan(pack.pack_id, offset, [memoryview(buffer) for buffer in buffers])]
+        ) == [True]
+        assert b"".join(buffers) == payload_of(pack)[offset : offset + sum(lengths)]
+
+    @pytest.mark.parametrize("read", [read_spans, scan], ids=["read", "scan"])
+    def test_read_random_spans_of_several_packs_returns_stored_bytes(
+        self, backend: InspectableBackend, namespace: bytes, read: Reader
+    ) -> None:
+        packs = [sample_pack(namespace, seed, blocks=5, block_bytes=300_001) for seed in range(4)]
+        backend.commit(namespace, CommitBatch(packs))
+        payloads = [payload_of(pack) for pack in packs]
+        rng = np.random.default_rng(11)
+        spans, expected = [], []
+        for _ in range(60):
+            which = int(rng.integers(4))
+            offset = int(rng.integers(len(payloads[which])))
+            length = int(rng.integers(len(payloads[which]) - offset))
+            cut = int(rng.integers(length + 1))
+            buffers = [memoryview(bytearray(cut)), memoryview(bytearray(length - cut))]
+            spans.append(ReadSpan(packs[which].pack_id, offset, buffers))
+            expected.append(payloads[which][offset : offset + length])
+        assert read(backend, namespace, spans) == [True] * 60
+        assert [b"".join(span.buffers) for span in spans] == expected
+
+    @pytest.mark.parametrize("read", [read_spans, scan], ids=["read", "scan"])
+    def test_read_hits_and_misses_in_one_call_are_reported_per_span(
+        self, backend: InspectableBackend, namespace: bytes, read: Reader
+    ) -> None:
+        pack, deleted = sample_pack(namespace, 1), sample_pack(namespace, 2)
+        backend.commit(namespace, CommitBatch([pack, deleted]))
+        backend.commit(namespace, CommitBatch(deletions=[deleted.pack_id]))
+        payload = payload_of(pack)
+        hit = bytearray(len(payload))
+        spans = [
+            ReadSpan(bytes(16), 0, [memoryview(bytearray(10))]),
+            ReadSpan(deleted.pack_id, 0, [memoryview(bytearray(10))]),
+            ReadSpan(pack.pack_id, 0, [memoryview(hit)]),
+            ReadSpan(pack.pack_id, 1, [memoryview(bytearray(len(payload)))]),
+            ReadSpan(pack.pack_id, len(payload), [memoryview(bytearray(1))]),
+            ReadSpan(pack.pack_id, 1 << 40, [memoryview(bytearray(1))]),
+            ReadSpan(pack.pack_id, len(payload) - 4, [memoryview(bytearray(2)), memoryview(bytearray(3))]),
+        ]
+        assert read(backend, namespace, spans) == [False, False, True, False, False, False, False]
+        assert hit == payload
+
+    def test_read_damaged_payload_returns_raw_bytes_or_misses(
+        self, backend: InspectableBackend, namespace: bytes, raw: RawStore
+    ) -> None:
+        pack = sample_pack(namespace, 1, blocks=30, block_bytes=70_000)
+        backend.commit(namespace, CommitBatch([pack]))
+        expected = bytearray(payload_of(pack))
+        assert raw.get(RawKind.PAYLOAD, namespace, pack.pack_id) == expected
+        for offset in (0, 1_048_576, 1_500_000):
+            raw.flip(RawKind.PAYLOAD, namespace, pack.pack_id, offset)
+            expected[offset] ^= 0xFF
+        assert read_pack(backend, namespace, pack.table) == bytes(expected)
+
+    def test_read_result_stays_valid_after_deletion_and_close(self, url: str) -> None:
+        backend = self.open(url)
+        namespace = backend.open_namespace(sample_identity()).id
+        pack = sample_pack(namespace, 1, blocks=8, block_bytes=100_000)
+        backend.commit(namespace, CommitBatch([pack]))
+        held = list(backend.changes(namespace, None).added)
+        bytes_read = read_pack(backend, namespace, pack.table)
+        backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))
+        for seed in range(2, 6):
+            backend.commit(namespace, CommitBatch([sample_pack(namespace, seed, blocks=8, block_bytes=100_000)]))
+        backend.close()
+        assert bytes_read == payload_of(pack)
+        assert list(held) == [pack.table]
+
+    @pytest.mark.parametrize("manifest_id", ["engine-1/0", "größe ✓", "x" * 5000, " "])
+    def test_manifests_round_trip_returns_manifest_and_keys(
+        self, backend: InspectableBackend, namespace: bytes, manifest_id: str
+    ) -> None:
+        keys = (PackedKeys.of(sample_keys(1, 300)), PackedKeys.of([b"short", b"of another length", b"x"]), PackedKeys())
+        manifest = RequestManifest(
+            id=manifest_id,
+            created=1234.5,
+            tokens=4801,
+            group_blocks=(300, 3, 0),
+            raw_bytes=1 << 40,
+            ordered=False,
+            labels={"user": "größe", "empty": ""},
+        )
+        backend.commit(namespace, CommitBatch(manifests=[ManifestWrite(manifest, keys)]))
+        assert list(backend.manifests(namespace)) == [manifest]
+        assert backend.manifest_keys(namespace, [manifest_id, "nobody"]) == [keys, None]
+        assert check_totals(backend).requests == 1
+
+    def test_manifests_damaged_row_is_omitted_until_rewritten(
+        self, backend: InspectableBackend, namespace: bytes, raw: RawStore
+    ) -> None:
+        writes = [sample_manifest(f"r{number}", number) for number in range(3)]
+        backend.commit(namespace, CommitBatch(manifests=writes))
+        raw.flip(RawKind.MANIFEST, namespace, b"r0", -1)
+        raw.flip(RawKind.MANIFEST_KEYS, namespace, b"r1", -1)
+        assert {manifest.id for manifest in backend.manifests(namespace)} == {"r1", "r2"}
+        assert backend.manifest_keys(namespace, ["r0"])[0] == writes[0].keys
+        assert backend.manifest_keys(namespace, ["r1"])[0] is None
+        assert backend.manifest_keys(namespace, ["r2"])[0] == writes[2].keys
+
+        backend.commit(namespace, CommitBatch(manifests=writes[:2]))
+        assert {manifest.id for manifest in backend.manifests(namespace)} == {"r0", "r1", "r2"}
+        assert backend.manifest_keys(namespace, ["r1"])[0] == writes[1].keys
+
+    def test_manifests_commits_during_iteration_returns_all(
+        self, backend: InspectableBackend, namespace: bytes
+    ) -> None:
+        writes = [sample_manifest(f"r{number}", number) for number in range(700)]
+        backend.commit(namespace, CommitBatch(manifests=writes))
+        seen = []
+        for count, manifest in enumerate(backend.manifests(namespace)):
+            seen.append(manifest.id)
+            if count % 100 == 0:  # the iteration must not hold a lock that this call waits for
+                backend.commit(namespace, CommitBatch([sample_pack(namespace, count)]))
+        assert sorted(seen) == sorted(write.manifest.id for write in writes)
+
+    def test_open_two_handles_see_each_others_commits(self, url: str) -> None:
+        self.need_sharing()
+        first, second = self.open(url), self.open(url)
+        namespace = first.open_namespace(sample_identity()).id
+        assert second.open_namespace(sample_identity()).id == namespace
+        cursor = second.changes(namespace, None).cursor
+        pack = sample_pack(namespace, 1)
+        first.commit(namespace, CommitBatch([pack]))
+        assert second.commit(namespace, CommitBatch([sample_pack(namespace, 2)], seen=cursor)).stale
+        assert list(second.changes(namespace, cursor).added) == [pack.table]
+        first.close()
+        assert read_pack(second, namespace, pack.table) == payload_of(pack)
+        assert not second.commit(namespace, CommitBatch([sample_pack(namespace, 2)])).stale
+        check_totals(second)
+        second.close()
+
+    def test_commit_two_processes_keeps_all_batches(self, url: str) -> None:
+        self.need_sharing()
+        backend = self.open(url)
+        namespace = backend.open_namespace(sample_identity()).id
+        with _other_process(self.driver, url, range(1000, 1030)) as returned:
+            for number in range(30):
+                backend.commit(namespace, _batch(namespace, number))
+            assert [next(returned) for _ in range(30)] == list(range(1000, 1030))
+            assert next(returned, None) is None
+        for number in (*range(30), *range(1000, 1030)):
+            assert _held(backend, namespace, _batch(namespace, number)) == [True] * 3
+        check_totals(backend)
+        backend.close()
+
+    def test_commit_killed_process_keeps_acknowledged_batches(self, url: str) -> None:
+        self.need_persistence()
+        with _other_process(self.driver, url, range(1_000_000)) as returned:
+            numbers = [next(returned) for _ in range(12)]
+        backend = self.open(url)
+        namespace = backend.open_namespace(sample_identity()).id
+        held = [_held(backend, namespace, _batch(namespace, number)) for number in range(backend.stats().requests + 2)]
+        assert all(all(parts) or not any(parts) for parts in held)
+        assert all(all(held[number]) for number in numbers)
+        check_totals(backend)
+        backend.commit(namespace, _batch(namespace, 5_000_000))
+        backend.close()
+
+    def test_publish_status_adds_replaces_and_removes_row(self, backend: InspectableBackend) -> None:
+        if not isinstance(backend, SupportsStatus):
+            pytest.skip("the driver keeps no status rows")
+        backend.publish_status("one", b"first")
+        backend.publish_status("other", b"theirs")
+        backend.publish_status("one", b"second")
+        assert backend.statuses() == {"one": b"second", "other": b"theirs"}
+        for _ in range(2):
+            backend.publish_status("one", None)
+        assert backend.statuses() == {"other": b"theirs"}
+
+    def test_commit_evicted_equals_packs_removed_from_catalogue(self, small: InspectableBackend, name: bytes) -> None:
+        rng = np.random.default_rng(3)
+        written: dict[bytes, PackWriter] = {}
+        cursor = small.changes(name, None).cursor
+        for step in range(60):
+            pack = large_pack(name, step, blocks=int(rng.integers(1, 9)))
+            held = set(tables(small, name))
+            result = small.commit(name, CommitBatch([pack], seen=cursor))
+            assert not result.stale
+            written[pack.pack_id] = pack
+            evicted_ids = {table.pack_id for table in result.evicted}
+            assert {*held, pack.pack_id} - evicted_ids == set(tables(small, name))
+            assert evicted_ids <= held
+            changes = small.changes(name, cursor)
+            assert set(changes.removed) == evicted_ids or changes.reset
+            cursor = result.cursor
+            assert changes.cursor == cursor
+            check_totals(small)
+        assert check_totals(small).stored_bytes >= 2 << 20, "less than half of the capacity is used"
+        for table in tables(small, name).values():
+            assert read_pack(small, name, table) == payload_of(written[table.pack_id])
+
+    def test_eviction_order_is_kept_after_reopen(self, small_url: str | None) -> None:
+        self.need_persistence()
+        if small_url is None:
+            pytest.skip("the driver does not support a capacity")
+        packs: list[PackWriter] = []
+        for step, used in enumerate((None, None, None, 1, 0)):
+            backend = self.open(small_url)
+            name = backend.open_namespace(sample_identity()).id
+            if used is None:
+                packs.append(large_pack(name, step))
+                backend.commit(name, CommitBatch([packs[-1]]))
+            else:
+                backend.commit(name, CommitBatch(touches=[packs[used].pack_id]))
+            backend.close()
+        backend = self.open(small_url)
+        evicted_ids = write_until_evicted(backend, name, until=packs[0].pack_id)
+        ids = [pack.pack_id for pack in packs]
+        assert [pack_id for pack_id in evicted_ids if pack_id in ids] == ids[::-1]
+        backend.close()
+
+    def test_eviction_pack_of_two_pinned_requests_is_kept_until_both_unpinned(
+        self, small: InspectableBackend, name: bytes
+    ) -> None:
+        pack = large_pack(name, 1)
+        manifests = [sample_manifest(number, packs=[pack.pack_id]) for number in "ab"]
+        small.commit(name, CommitBatch([pack], manifests, pins=[("a", True), ("b", True), ("b", True)]))
+        small.commit(name, CommitBatch(pins=[("a", False), ("a", False)]))
+        assert pack.pack_id not in write_until_evicted(small, name, rounds=30)
+        small.commit(name, CommitBatch(pins=[("b", False)]))
+        assert pack.pack_id in write_until_evicted(small, name, rounds=30)
+
+
+def _batch(namespace: bytes, number: int) -> CommitBatch:
+    packs = [sample_pack(namespace, 10 * number + part, blocks=2) for part in range(2)]
+    return CommitBatch(packs, [sample_manifest(f"r{number}", number)])
+
+
+def _held(backend: InspectableBackend, namespace: bytes, batch: CommitBatch) -> list[bool]:
+    """Return, for each pack and manifest of a batch, whether it is stored with the same content."""
+    return [
+        # ``payload_of`` first: a pack's table exists once its stream has run.
+        *(payload_of(pack) == read_pack(backend, namespace, pack.table) for pack in batch.packs),
+        *(backend.manifest_keys(namespace, [write.manifest.id]) == [write.keys] for write in batch.manifests),
+    ]
+
+
+@contextmanager
+def _other_process(driver: type[InspectableBackend], url: str, numbers: range) -> Iterator[Iterator[int]]:
+    """Start a process that commits one batch per number; yield an iterator of the numbers whose commits have returned.
+    Kill the process at the end of the ``with`` block.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_commit_all, args=(driver, url, numbers, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield _received(ours)
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+def _received(connection: Connection) -> Iterator[int]:
+    while connection.poll(_PATIENCE_S):
+        try:
+            yield connection.recv()
+        except EOFError:
+            return
+
+
+def _commit_all(driver: type[InspectableBackend], url: str, numbers: range, returned: Connection) -> None:
+    backend = driver.open(StoreUrl.parse(url))
+    namespace = backend.open_namespace(sample_identity()).id
+    for number in numbers:
+        backend.commit(namespace, _batch(namespace, number))
+        returned.send(number)
+    backend.close()
+    returned.close()

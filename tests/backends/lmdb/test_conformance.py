@@ -1,4 +1,4 @@
-"""The LMDB driver against the conformance suite."""
+"""The LMDB driver against the conformance suite and the rules of the catalogue."""
 
 import subprocess
 import sys
@@ -11,6 +11,8 @@ from persistkv.config import StoreUrl
 from persistkv.storage.catalog import LOG_ENTRIES
 from persistkv.testing.conformance import BackendConformance, RawKind, RawStore
 from persistkv_lmdb import LmdbBackend
+from tests.backends.catalogue_rules import CatalogueRules
+from tests.backends.eviction_rules import EvictionRules
 from tests.backends.lmdb.consistency import find_faults
 
 RAW_CLIENT = """
@@ -64,7 +66,7 @@ class RawLmdb(RawStore):
         return subprocess.run(command, input=data, stdout=subprocess.PIPE, check=True).stdout
 
 
-class LmdbConformance(BackendConformance):
+class LmdbConformance(BackendConformance, CatalogueRules, EvictionRules):
     driver = LmdbBackend
     changes_kept = LOG_ENTRIES
     placement: ClassVar[str]

@@ -1,4 +1,4 @@
-"""The S3 driver against the conformance suite."""
+"""The S3 driver against the conformance suite and the rules of the catalogue."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from persistkv.storage.extensions import read_frames
 from persistkv.testing.conformance import BackendConformance, RawKind, RawStore
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_s3 import S3Backend
+from tests.backends.catalogue_rules import CatalogueRules
+from tests.backends.eviction_rules import EvictionRules
 
 
 class RawS3(RawStore):
@@ -60,7 +62,7 @@ class RawS3(RawStore):
         return session.objects.names.base + key, offset, offset + length
 
 
-class TestS3Backend(BackendConformance):
+class TestS3Backend(BackendConformance, CatalogueRules, EvictionRules):
     driver = S3Backend
 
     @pytest.fixture

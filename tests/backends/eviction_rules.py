@@ -1,4 +1,4 @@
-"""Tests of eviction: order, dependencies, pins, ttl, and capacity."""
+"""Rules of eviction, which persistkv implements once, for all drivers: order, dependencies, pins, ttl, capacity."""
 
 from __future__ import annotations
 
@@ -12,16 +12,27 @@ from persistkv.errors import StoreFullError
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
-from persistkv.storage.format.pack_writer import PackWriter
-from persistkv.testing.conformance.suite import BackendSuite, check_totals, read_pack, sample_identity, tables
+from persistkv.testing.conformance.suite import (
+    BackendSuite,
+    check_totals,
+    large_pack,
+    read_pack,
+    sample_identity,
+    tables,
+    write_until_evicted,
+)
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 
-_BLOCK_BYTES = 100_000
 _HOUR_S = 3600
 
 
-class EvictionTests(BackendSuite):
-    """Tests of the rules at the top of ``persistkv.storage.backend``."""
+class EvictionRules(BackendSuite):
+    """Tests for the test class of a driver, next to ``BackendConformance``."""
+
+    @pytest.fixture
+    def ttl_url(self) -> str | None:
+        """URL of another store, with a ttl of an hour by ``time.time``; None if the driver does not support ttl."""
+        return None
 
     @pytest.fixture
     def aging(self, ttl_url: str | None) -> Iterator[InspectableBackend]:
@@ -49,11 +60,11 @@ class EvictionTests(BackendSuite):
             if len(used) > 5 and rng.random() < 0.6:
                 held = sorted(used)
                 again = [held[number] for number in set(rng.integers(len(held), size=rng.integers(1, 3)).tolist())]
-                written = [_pack(name, seeds[pack_id]) for pack_id in again] if moment % 2 else []
+                written = [large_pack(name, seeds[pack_id]) for pack_id in again] if moment % 2 else []
                 assert not small.commit(name, CommitBatch(written, touches=[] if written else again)).evicted
                 used.update(dict.fromkeys(again, moment))
                 continue
-            pack = _pack(name, moment)
+            pack = large_pack(name, moment)
             for table in small.commit(name, CommitBatch([pack])).evicted:
                 first = min(used.values())
                 assert used.pop(table.pack_id) == first
@@ -62,25 +73,25 @@ class EvictionTests(BackendSuite):
         assert evicted > 50
 
     def test_eviction_commits_without_uses_leave_order_unchanged(self, small: InspectableBackend, name: bytes) -> None:
-        packs = [_pack(name, seed, depth=3 * seed) for seed in range(4)]
+        packs = [large_pack(name, seed, depth=3 * seed) for seed in range(4)]
         ids = [pack.pack_id for pack in packs]
         small.commit(name, CommitBatch(packs))
         for _ in range(50):
             small.commit(name, CommitBatch(deletions=[bytes(16)], pins=[("nobody", True)]))
         small.commit(name, CommitBatch(touches=[ids[2], ids[0], ids[3], ids[1], bytes(16)]))
-        evicted_ids = _write_until_evicted(small, name, until=ids[0])
+        evicted_ids = write_until_evicted(small, name, until=ids[0])
         assert [pack_id for pack_id in evicted_ids if pack_id in ids] == ids[::-1]
 
     def test_eviction_shared_prefix_is_evicted_after_dependent_pack(
         self, small: InspectableBackend, name: bytes
     ) -> None:
-        prefix, end = (_pack(name, seed, depth=3 * seed) for seed in range(2))
+        prefix, end = (large_pack(name, seed, depth=3 * seed) for seed in range(2))
         chain = [prefix.pack_id, end.pack_id]
         small.commit(name, CommitBatch([prefix, end], [sample_manifest("first", packs=chain)]))
-        other = _pack(name, 7)
+        other = large_pack(name, 7)
         small.commit(name, CommitBatch([other]))
         small.commit(name, CommitBatch(manifests=[sample_manifest("second", packs=chain)]))
-        evicted_ids = _write_until_evicted(small, name, until=prefix.pack_id)
+        evicted_ids = write_until_evicted(small, name, until=prefix.pack_id)
         assert [pack_id for pack_id in evicted_ids if pack_id in {other.pack_id, *chain}] == [
             other.pack_id,
             *chain[::-1],
@@ -90,52 +101,30 @@ class EvictionTests(BackendSuite):
         self, small: InspectableBackend, name: bytes
     ) -> None:
         depths = [0, 16, 8, UNKNOWN_DEPTH, 24]
-        packs = [_pack(name, seed, blocks=2, depth=depth) for seed, depth in enumerate(depths)]
+        packs = [large_pack(name, seed, blocks=2, depth=depth) for seed, depth in enumerate(depths)]
         small.commit(name, CommitBatch(packs, [sample_manifest("r")]))
-        evicted_ids = _write_until_evicted(small, name, until=packs[0].pack_id)
+        evicted_ids = write_until_evicted(small, name, until=packs[0].pack_id)
         assert evicted_ids[:5] == [packs[number].pack_id for number in (3, 4, 1, 2, 0)]
-        _write_until_evicted(small, name, rounds=3)
+        write_until_evicted(small, name, rounds=3)
         assert not list(small.manifests(name))
-
-    def test_commit_evicted_equals_packs_removed_from_catalogue(self, small: InspectableBackend, name: bytes) -> None:
-        rng = np.random.default_rng(3)
-        written: dict[bytes, PackWriter] = {}
-        cursor = small.changes(name, None).cursor
-        for step in range(60):
-            pack = _pack(name, step, blocks=int(rng.integers(1, 9)))
-            held = set(tables(small, name))
-            result = small.commit(name, CommitBatch([pack], seen=cursor))
-            assert not result.stale
-            written[pack.pack_id] = pack
-            evicted_ids = {table.pack_id for table in result.evicted}
-            assert {*held, pack.pack_id} - evicted_ids == set(tables(small, name))
-            assert evicted_ids <= held
-            changes = small.changes(name, cursor)
-            assert set(changes.removed) == evicted_ids or changes.reset
-            cursor = result.cursor
-            assert changes.cursor == cursor
-            check_totals(small)
-        assert check_totals(small).stored_bytes >= 2 << 20, "less than half of the capacity is used"
-        for table in tables(small, name).values():
-            assert read_pack(small, name, table) == payload_of(written[table.pack_id])
 
     def test_commit_large_pack_evicts_many_small_packs(self, small: InspectableBackend, name: bytes) -> None:
         for seed in range(100, 130):
-            small.commit(name, CommitBatch([_pack(name, seed, blocks=1)]))
-        large = _pack(name, 1, blocks=24)
+            small.commit(name, CommitBatch([large_pack(name, seed, blocks=1)]))
+        large = large_pack(name, 1, blocks=24)
         small.commit(name, CommitBatch([large]))
         assert read_pack(small, name, large.table) == payload_of(large)
         check_totals(small)
-        small.commit(name, CommitBatch([_pack(name, 2, blocks=24)]))
+        small.commit(name, CommitBatch([large_pack(name, 2, blocks=24)]))
         assert large.pack_id not in tables(small, name)
 
     def test_eviction_packs_named_or_touched_by_batch_are_kept(self, small: InspectableBackend, name: bytes) -> None:
-        held = [_pack(name, seed) for seed in range(3)]
+        held = [large_pack(name, seed) for seed in range(3)]
         for pack in held:
             small.commit(name, CommitBatch([pack]))
-        _write_until_evicted(small, name, rounds=6)
+        write_until_evicted(small, name, rounds=6)
         manifest = sample_manifest("r", packs=[held[0].pack_id, held[1].pack_id])
-        batch = CommitBatch([_pack(name, 50, blocks=20)], [manifest], touches=[held[2].pack_id])
+        batch = CommitBatch([large_pack(name, 50, blocks=20)], [manifest], touches=[held[2].pack_id])
         evicted_ids = [table.pack_id for table in small.commit(name, batch).evicted]
         assert evicted_ids
         assert not {pack.pack_id for pack in held} & set(evicted_ids)
@@ -144,20 +133,20 @@ class EvictionTests(BackendSuite):
     def test_eviction_all_packs_touched_in_batch_evicts_deepest_first(
         self, small: InspectableBackend, name: bytes
     ) -> None:
-        packs = [_pack(name, seed, depth=3 * seed) for seed in range(10)]
+        packs = [large_pack(name, seed, depth=3 * seed) for seed in range(10)]
         for pack in packs:
             small.commit(name, CommitBatch([pack]))
-        batch = CommitBatch([_pack(name, 50, blocks=18)], touches=list(tables(small, name)))
+        batch = CommitBatch([large_pack(name, 50, blocks=18)], touches=list(tables(small, name)))
         evicted = small.commit(name, batch).evicted
         assert evicted
         assert [table.pack_id for table in evicted] == [pack.pack_id for pack in packs[::-1]][: len(evicted)]
 
     def test_eviction_evicted_pack_drops_manifests_naming_it(self, small: InspectableBackend, name: bytes) -> None:
-        packs = [_pack(name, seed, depth=3 * seed) for seed in range(3)]
+        packs = [large_pack(name, seed, depth=3 * seed) for seed in range(3)]
         ids = [pack.pack_id for pack in packs]
         small.commit(name, CommitBatch(packs, [sample_manifest("long", packs=ids)]))
         small.commit(name, CommitBatch(manifests=[sample_manifest("short", packs=ids[:1])]))
-        evicted_ids = _write_until_evicted(small, name, until=ids[2])
+        evicted_ids = write_until_evicted(small, name, until=ids[2])
         assert evicted_ids[0] == ids[2]
         assert [manifest.id for manifest in small.manifests(name)] == ["short"]
         assert small.manifest_keys(name, ["long"])[0] is None
@@ -166,11 +155,11 @@ class EvictionTests(BackendSuite):
     def test_eviction_old_manifest_is_dropped_while_its_pack_is_kept(
         self, small: InspectableBackend, name: bytes
     ) -> None:
-        used = _pack(name, 1, blocks=1)
+        used = large_pack(name, 1, blocks=1)
         small.commit(name, CommitBatch([used], [sample_manifest("old", packs=[used.pack_id])]))
         seed = 1000
         while list(small.manifests(name)):
-            small.commit(name, CommitBatch([_pack(name, seed)], touches=[used.pack_id]))
+            small.commit(name, CommitBatch([large_pack(name, seed)], touches=[used.pack_id]))
             seed += 1
             assert seed < 1100
         assert used.pack_id in tables(small, name)
@@ -179,9 +168,9 @@ class EvictionTests(BackendSuite):
         self, backend: InspectableBackend, namespace: bytes
     ) -> None:
         """A pin does not protect a manifest and its packs from deletions."""
-        packs = [_pack(namespace, seed, depth=3 * seed) for seed in range(5)]
+        packs = [large_pack(namespace, seed, depth=3 * seed) for seed in range(5)]
         ids = [pack.pack_id for pack in packs]
-        other = _pack(namespace, 9)
+        other = large_pack(namespace, 9)
         first = sample_manifest("first", packs=ids[:4])
         second = sample_manifest("second", packs=[other.pack_id, ids[2]])
         loose = sample_manifest("loose", packs=[ids[1], ids[4]], ordered=False)
@@ -195,7 +184,7 @@ class EvictionTests(BackendSuite):
     def test_commit_deletion_of_pack_in_many_requests_drops_them_all(
         self, backend: InspectableBackend, namespace: bytes, kind: str
     ) -> None:
-        shared, other = _pack(namespace, 1, blocks=1), _pack(namespace, 2, blocks=1)
+        shared, other = large_pack(namespace, 1, blocks=1), large_pack(namespace, 2, blocks=1)
         kept = sample_manifest("kept", packs=[other.pack_id])
         backend.commit(namespace, CommitBatch([shared, other], [kept]))
         for start in range(0, 1300, 100):
@@ -214,7 +203,7 @@ class EvictionTests(BackendSuite):
     def test_commit_bad_pack_is_removed_without_later_packs(
         self, backend: InspectableBackend, namespace: bytes
     ) -> None:
-        packs = [_pack(namespace, seed, depth=3 * seed) for seed in range(4)]
+        packs = [large_pack(namespace, seed, depth=3 * seed) for seed in range(4)]
         ids = [pack.pack_id for pack in packs]
         long, other = sample_manifest("long", packs=ids[:3]), sample_manifest("other", 1, packs=ids[2:])
         lost = sample_manifest("lost", 2, packs=ids[1:3])
@@ -234,84 +223,53 @@ class EvictionTests(BackendSuite):
         assert backend.manifest_keys(namespace, ["long"])[0] == shorter.keys
 
     def test_eviction_pinned_request_is_kept_until_unpinned(self, small: InspectableBackend, name: bytes) -> None:
-        packs = [_pack(name, seed, depth=3 * seed) for seed in range(2)]
+        packs = [large_pack(name, seed, depth=3 * seed) for seed in range(2)]
         ids = [pack.pack_id for pack in packs]
         batch = CommitBatch(packs, [sample_manifest("r", packs=ids)], pins=[("r", True), ("nobody", True)])
         small.commit(name, batch)
-        _write_until_evicted(small, name, rounds=30)
+        write_until_evicted(small, name, rounds=30)
         assert [manifest.id for manifest in small.manifests(name)] == ["r"]
         for pack in packs:
             assert read_pack(small, name, pack.table) == payload_of(pack)
         check_totals(small)
 
         small.commit(name, CommitBatch(manifests=[sample_manifest("r", 1, packs=ids[:1])]))
-        evicted_ids = _write_until_evicted(small, name, rounds=30)
+        evicted_ids = write_until_evicted(small, name, rounds=30)
         assert ids[1] in evicted_ids, "a pack that only the replaced manifest names is still pinned"
         assert ids[0] not in evicted_ids, "the new manifest is not pinned like the old one"
         small.commit(name, CommitBatch(pins=[("r", False)]))
-        assert ids[0] in _write_until_evicted(small, name, rounds=30)
+        assert ids[0] in write_until_evicted(small, name, rounds=30)
         assert not list(small.manifests(name))
-
-    def test_eviction_pack_of_two_pinned_requests_is_kept_until_both_unpinned(
-        self, small: InspectableBackend, name: bytes
-    ) -> None:
-        pack = _pack(name, 1)
-        manifests = [sample_manifest(number, packs=[pack.pack_id]) for number in "ab"]
-        small.commit(name, CommitBatch([pack], manifests, pins=[("a", True), ("b", True), ("b", True)]))
-        small.commit(name, CommitBatch(pins=[("a", False), ("a", False)]))
-        assert pack.pack_id not in _write_until_evicted(small, name, rounds=30)
-        small.commit(name, CommitBatch(pins=[("b", False)]))
-        assert pack.pack_id in _write_until_evicted(small, name, rounds=30)
 
     def test_commit_store_full_of_pins_raises_full_and_evicts_nothing(
         self, small: InspectableBackend, name: bytes
     ) -> None:
-        packs = [_pack(name, seed, blocks=8) for seed in range(3)]
+        packs = [large_pack(name, seed, blocks=8) for seed in range(3)]
         manifest = sample_manifest("r", packs=[pack.pack_id for pack in packs])
         small.commit(name, CommitBatch(packs, [manifest], pins=[("r", True)]))
-        loose = _pack(name, 5, blocks=1)
+        loose = large_pack(name, 5, blocks=1)
         cursor = small.commit(name, CommitBatch([loose])).cursor
         with pytest.raises(StoreFullError):
-            small.commit(name, CommitBatch([_pack(name, 6, blocks=24)]))
+            small.commit(name, CommitBatch([large_pack(name, 6, blocks=24)]))
         assert loose.pack_id in tables(small, name), "a pack was evicted although the batch cannot fit"
         assert not small.commit(name, CommitBatch(touches=[loose.pack_id], seen=cursor)).stale
         assert check_totals(small).packs == 4
 
     def test_eviction_capacity_is_shared_by_all_namespaces(self, small: InspectableBackend, name: bytes) -> None:
         other = small.open_namespace(sample_identity(1)).id
-        ours, theirs = _pack(name, 1), _pack(other, 1)
+        ours, theirs = large_pack(name, 1), large_pack(other, 1)
         cursor = small.commit(other, CommitBatch([theirs], [sample_manifest("r", packs=[theirs.pack_id])])).cursor
         small.commit(name, CommitBatch([ours]))
-        evicted_ids = _write_until_evicted(small, name, until=ours.pack_id)
+        evicted_ids = write_until_evicted(small, name, until=ours.pack_id)
         assert evicted_ids[:2] == [theirs.pack_id, ours.pack_id]
         assert small.changes(other, cursor).removed == {theirs.pack_id: theirs.table.keys.fingerprints}
         assert not list(small.manifests(other))
-
-    def test_eviction_order_is_kept_after_reopen(self, small_url: str | None) -> None:
-        self.need_persistence()
-        if small_url is None:
-            pytest.skip("the driver does not support a capacity")
-        packs: list[PackWriter] = []
-        for step, used in enumerate((None, None, None, 1, 0)):
-            backend = self.open(small_url)
-            name = backend.open_namespace(sample_identity()).id
-            if used is None:
-                packs.append(_pack(name, step))
-                backend.commit(name, CommitBatch([packs[-1]]))
-            else:
-                backend.commit(name, CommitBatch(touches=[packs[used].pack_id]))
-            backend.close()
-        backend = self.open(small_url)
-        evicted_ids = _write_until_evicted(backend, name, until=packs[0].pack_id)
-        ids = [pack.pack_id for pack in packs]
-        assert [pack_id for pack_id in evicted_ids if pack_id in ids] == ids[::-1]
-        backend.close()
 
     def test_ttl_expires_unpinned_pack_after_its_last_use(
         self, aging: InspectableBackend, set_clocks: Callable[[float, float], None]
     ) -> None:
         name = aging.open_namespace(sample_identity()).id
-        used, idle, pinned = (_pack(name, seed, blocks=1) for seed in range(3))
+        used, idle, pinned = (large_pack(name, seed, blocks=1) for seed in range(3))
         manifests = [sample_manifest("r", packs=[idle.pack_id]), sample_manifest("p", packs=[pinned.pack_id])]
         aging.commit(name, CommitBatch([used, idle, pinned], manifests, pins=[("p", True)]))
         set_clocks(0.6 * _HOUR_S, 0.6 * _HOUR_S)
@@ -340,7 +298,7 @@ class EvictionTests(BackendSuite):
         self, aging: InspectableBackend, set_clocks: Callable[[float, float], None]
     ) -> None:
         name = aging.open_namespace(sample_identity()).id
-        shared, own, kept = (_pack(name, seed, blocks=1, depth=seed) for seed in range(3))
+        shared, own, kept = (large_pack(name, seed, blocks=1, depth=seed) for seed in range(3))
         manifests = [
             sample_manifest("short", packs=[shared.pack_id, own.pack_id], ttl_s=0.25 * _HOUR_S),
             sample_manifest("longer", packs=[shared.pack_id], ttl_s=0.5 * _HOUR_S),
@@ -359,7 +317,7 @@ class EvictionTests(BackendSuite):
         assert set(tables(aging, name)) == {kept.pack_id}
 
     def test_eviction_low_priority_pack_is_evicted_first(self, small: InspectableBackend, name: bytes) -> None:
-        shared, normal, low, last = (_pack(name, seed, depth=3 * seed) for seed in range(4))
+        shared, normal, low, last = (large_pack(name, seed, depth=3 * seed) for seed in range(4))
         small.commit(
             name, CommitBatch([shared, normal], [sample_manifest("n", packs=[shared.pack_id, normal.pack_id])])
         )
@@ -367,27 +325,27 @@ class EvictionTests(BackendSuite):
             batch = sample_manifest(f"batch{number}", packs=[shared.pack_id, pack.pack_id], priority="low")
             small.commit(name, CommitBatch([pack], [batch]))
         small.commit(name, CommitBatch(touches=[low.pack_id]))
-        evicted_ids = _write_until_evicted(small, name, until=shared.pack_id)
+        evicted_ids = write_until_evicted(small, name, until=shared.pack_id)
         ours = [pack_id for pack_id in evicted_ids if pack_id in {pack.pack_id for pack in (shared, normal, low, last)}]
         assert ours == [pack.pack_id for pack in (last, low, normal, shared)]
 
     def test_eviction_low_priority_ends_once_normal_request_names_pack(
         self, small: InspectableBackend, name: bytes
     ) -> None:
-        first, second = (_pack(name, seed) for seed in range(2))
+        first, second = (large_pack(name, seed) for seed in range(2))
         for pack in (first, second):
             manifest = sample_manifest(f"{pack.pack_id.hex()}", packs=[pack.pack_id], priority="low")
             small.commit(name, CommitBatch([pack], [manifest]))
         small.commit(name, CommitBatch(manifests=[sample_manifest("normal", packs=[first.pack_id])]))
         small.commit(name, CommitBatch(manifests=[sample_manifest("low", packs=[first.pack_id], priority="low")]))
-        evicted_ids = _write_until_evicted(small, name, until=second.pack_id)
+        evicted_ids = write_until_evicted(small, name, until=second.pack_id)
         assert first.pack_id not in evicted_ids
 
     def test_ttl_low_priority_pack_expires_after_its_own_last_use(
         self, aging: InspectableBackend, set_clocks: Callable[[float, float], None]
     ) -> None:
         name = aging.open_namespace(sample_identity()).id
-        normal, low = (_pack(name, seed, blocks=1) for seed in range(2))
+        normal, low = (large_pack(name, seed, blocks=1) for seed in range(2))
         aging.commit(name, CommitBatch([normal]))
         set_clocks(0.6 * _HOUR_S, 0.6 * _HOUR_S)
         aging.commit(name, CommitBatch([low], [sample_manifest("low", packs=[low.pack_id], priority="low")]))
@@ -401,33 +359,10 @@ class EvictionTests(BackendSuite):
         self, aging: InspectableBackend, set_clocks: Callable[[float, float], None]
     ) -> None:
         name = aging.open_namespace(sample_identity()).id
-        first, second = _pack(name, 1, blocks=1), _pack(name, 2, blocks=1)
+        first, second = large_pack(name, 1, blocks=1), large_pack(name, 2, blocks=1)
         aging.commit(name, CommitBatch([first]))
         set_clocks(-10 * _HOUR_S, 0.0)
         aging.commit(name, CommitBatch([second]))
         assert set(tables(aging, name)) == {first.pack_id, second.pack_id}
         set_clocks(0.0, 0.0)
         assert not aging.commit(name, CommitBatch()).evicted
-
-
-def _pack(namespace: bytes, seed: int, *, blocks: int = 3, depth: int = 0) -> PackWriter:
-    return sample_pack(namespace, seed, blocks=blocks, block_bytes=_BLOCK_BYTES, depth=depth)
-
-
-def _write_until_evicted(
-    backend: InspectableBackend, namespace: bytes, *, until: bytes = b"", rounds: int = 100
-) -> list[bytes]:
-    """Write up to ``rounds`` new packs, one per commit; return the ids of the evicted packs, in order.
-
-    :param until: id of the pack whose eviction ends the writes; the test fails if it is not evicted. Empty: write all
-        ``rounds`` packs.
-    """
-    evicted_ids: list[bytes] = []
-    first = 1000 + 1000 * backend.stats().packs  # unique within a test
-    for seed in range(first, first + rounds):
-        pack = _pack(namespace, int.from_bytes(namespace[:2], "big") + seed)
-        evicted_ids += [table.pack_id for table in backend.commit(namespace, CommitBatch([pack])).evicted]
-        if until in evicted_ids:
-            return evicted_ids
-    assert not until, "the pack was not evicted"
-    return evicted_ids

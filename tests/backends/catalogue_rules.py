@@ -1,0 +1,315 @@
+"""Rules that persistkv implements once, for all drivers: namespaces, commits, cursors, manifests, scans."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from persistkv.errors import StoreError
+from persistkv.storage.backend import CommitBatch, ReadSpan
+from persistkv.storage.extensions import (
+    InspectableBackend,
+    SupportsNotes,
+    SupportsStatus,
+    read_frames,
+    scan,
+    scan_order,
+)
+from persistkv.storage.format.codec import ZstdCodec
+from persistkv.storage.format.pack_writer import PackWriter
+from persistkv.testing.conformance.suite import BackendSuite, check_totals, read_pack, sample_identity, tables
+from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
+
+
+class CatalogueRules(BackendSuite):
+    """Tests for the test class of a driver, next to ``BackendConformance``."""
+
+    changes_kept: ClassVar[int | None] = None
+    """A cursor is too old for ``Backend.changes`` once more than this number of packs were committed after it; None:
+    cursors never become too old."""
+
+    def test_open_namespace_twice_returns_same_namespace(self, backend: InspectableBackend) -> None:
+        assert list(backend.namespaces()) == [], "a new store is not empty"
+        before = time.time()
+        opened = backend.open_namespace(sample_identity())
+        assert opened.identity == sample_identity()
+        assert opened.id == sample_identity().digest
+        assert before - 1 <= opened.created <= time.time() + 1
+        assert backend.open_namespace(sample_identity()) == opened
+        assert list(backend.namespaces()) == [opened]
+
+    def test_namespaces_same_ids_keep_separate_content(self, backend: InspectableBackend) -> None:
+        ours, theirs = (backend.open_namespace(sample_identity(number)).id for number in (1, 2))
+        mine, other = sample_pack(ours, 1, content=10), sample_pack(theirs, 1, content=20)
+        backend.commit(ours, CommitBatch([mine], [sample_manifest("same", 1)]))
+        backend.commit(theirs, CommitBatch([other], [sample_manifest("same", 2), sample_manifest("more")]))
+
+        assert {namespace.id for namespace in backend.namespaces()} == {ours, theirs}
+        assert tables(backend, ours) == {mine.pack_id: mine.table}
+        assert tables(backend, theirs) == {other.pack_id: other.table}
+        assert read_pack(backend, ours, mine.table) == payload_of(mine)
+        assert read_pack(backend, theirs, other.table) == payload_of(other)
+        assert read_pack(backend, ours, other.table) is None
+        assert [manifest.id for manifest in backend.manifests(ours)] == ["same"]
+        assert backend.manifest_keys(ours, ["same"])[0] == sample_manifest("same", 1).keys
+        assert backend.manifest_keys(ours, ["more"])[0] is None
+
+        backend.commit(ours, CommitBatch(deletions=[mine.pack_id, other.pack_id]))
+        assert tables(backend, ours) == {}
+        assert read_pack(backend, theirs, other.table) == payload_of(other)
+
+    def test_put_note_is_kept_per_namespace(self, backend: InspectableBackend) -> None:
+        if not isinstance(backend, SupportsNotes):
+            pytest.skip("the driver keeps no notes")
+        ours, theirs = (backend.open_namespace(sample_identity(number)).id for number in (1, 2))
+        assert backend.note(ours, "a1") is None
+        backend.put_note(ours, "a1", b"first")
+        backend.put_note(ours, "b2", b"other")
+        backend.put_note(ours, "a1", b"second")
+        assert (backend.note(ours, "a1"), backend.note(ours, "b2")) == (b"second", b"other")
+        assert backend.note(theirs, "a1") is None
+        assert {namespace.id for namespace in backend.namespaces()} == {ours, theirs}
+        check_totals(backend)
+
+    def test_commit_unknown_namespace_raises(self, backend: InspectableBackend) -> None:
+        stranger = sample_identity(9).digest
+        with pytest.raises(StoreError):
+            backend.commit(stranger, CommitBatch([sample_pack(stranger, 1)]))
+
+    def test_commit_pack_of_other_namespace_raises(self, backend: InspectableBackend, namespace: bytes) -> None:
+        with pytest.raises(StoreError):
+            backend.commit(namespace, CommitBatch([sample_pack(sample_identity(9).digest, 1)]))
+        assert tables(backend, namespace) == {}
+
+    def test_commit_existing_pack_id_keeps_first_pack(self, backend: InspectableBackend, namespace: bytes) -> None:
+        first, second = sample_pack(namespace, 1, content=10), sample_pack(namespace, 1, content=20)
+        assert first.pack_id == second.pack_id
+        cursor = backend.commit(namespace, CommitBatch([first, second])).cursor
+        backend.commit(namespace, CommitBatch([second]))
+        assert tables(backend, namespace) == {first.pack_id: first.table}
+        assert read_pack(backend, namespace, first.table) == payload_of(first)
+        assert list(backend.changes(namespace, cursor).added) == []
+        assert check_totals(backend).packs == 1
+
+    def test_commit_deletion_and_same_pack_id_replaces_pack(
+        self, backend: InspectableBackend, namespace: bytes
+    ) -> None:
+        bad, good = sample_pack(namespace, 1, content=10), sample_pack(namespace, 1, content=20)
+        cursor = backend.commit(namespace, CommitBatch([bad])).cursor
+        result = backend.commit(namespace, CommitBatch([good], deletions=[bad.pack_id]))
+        assert list(result.evicted) == [bad.table]
+        assert read_pack(backend, namespace, good.table) == payload_of(good)
+        changes = backend.changes(namespace, cursor)
+        assert changes.removed == {bad.pack_id: bad.table.keys.fingerprints}
+        assert list(changes.added) == [good.table]
+
+    def test_stats_after_many_commits_equal_recount(self, backend: InspectableBackend) -> None:
+        names = [backend.open_namespace(sample_identity(number)).id for number in range(2)]
+        rng = np.random.default_rng(7)
+        for step in range(40):
+            namespace = names[step % 2]
+            held = list(tables(backend, namespace))
+            packs = [
+                sample_pack(namespace, int(rng.integers(30)), blocks=int(rng.integers(1, 9)), codec=ZstdCodec(1))
+                for _ in range(rng.integers(3))
+            ]
+            deleted = [held[index] for index in rng.permutation(len(held))[: rng.integers(3)]]
+            manifests = [sample_manifest(f"r{rng.integers(12)}", step)] if step % 3 else []
+            backend.commit(namespace, CommitBatch(packs, manifests, deleted))
+            check_totals(backend)
+        assert backend.stats().packs
+
+    def test_changes_without_cursor_returns_whole_catalogue(
+        self, backend: InspectableBackend, namespace: bytes
+    ) -> None:
+        empty = backend.changes(namespace, None)
+        assert empty.reset
+        assert not list(empty.added)
+        assert not empty.removed
+        packs = [sample_pack(namespace, seed) for seed in range(3)]
+        for pack in packs:
+            backend.commit(namespace, CommitBatch([pack]))
+        changes = backend.changes(namespace, None)
+        assert changes.reset
+        assert {table.pack_id for table in changes.added} == {pack.pack_id for pack in packs}
+
+    def test_changes_pack_committed_and_deleted_is_not_added(
+        self, backend: InspectableBackend, namespace: bytes
+    ) -> None:
+        cursor = backend.changes(namespace, None).cursor
+        pack = sample_pack(namespace, 1)
+        backend.commit(namespace, CommitBatch([pack]))
+        backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))
+        changes = backend.changes(namespace, cursor)
+        assert not list(changes.added)
+        assert set(changes.removed) <= {pack.pack_id}
+
+    def test_changes_commits_without_own_packs_keep_cursor_current(
+        self, backend: InspectableBackend, namespace: bytes
+    ) -> None:
+        cursor = backend.changes(namespace, None).cursor
+        other = backend.open_namespace(sample_identity(1)).id
+        backend.commit(other, CommitBatch([sample_pack(other, 1)]))
+        backend.commit(namespace, CommitBatch(manifests=[sample_manifest("r1")]))
+        assert not list(backend.changes(namespace, cursor).added)
+        assert not backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)], seen=cursor)).stale
+
+    def test_changes_too_old_cursor_resets(self, backend: InspectableBackend, namespace: bytes) -> None:
+        if self.changes_kept is None:
+            pytest.skip("the driver keeps all changes")
+        old = backend.changes(namespace, None).cursor
+        first = sample_pack(namespace, 0, blocks=1, block_bytes=1)
+        recent = backend.commit(namespace, CommitBatch([first])).cursor
+        rest = [sample_pack(namespace, seed, blocks=1, block_bytes=1) for seed in range(1, self.changes_kept + 1)]
+        backend.commit(namespace, CommitBatch(rest))
+        assert backend.changes(namespace, old).reset
+        assert len(list(backend.changes(namespace, old).added)) == len(rest) + 1
+        assert len(list(backend.changes(namespace, recent).added)) >= len(rest)
+
+    def test_read_into_array_rows_fills_only_their_bytes(self, backend: InspectableBackend, namespace: bytes) -> None:
+        pack = sample_pack(namespace, 1, blocks=40, block_bytes=65_536)
+        backend.commit(namespace, CommitBatch([pack]))
+        rows = np.zeros((40, 2, 50_000), np.int8)
+        order = np.random.default_rng(3).permutation(40)
+        spans = [ReadSpan(pack.pack_id, int(block) * 65_536, [memoryview(rows[block, 0])]) for block in order]
+        assert backend.read(namespace, spans) == [True] * 40
+        stored = np.frombuffer(payload_of(pack), np.int8).reshape(40, 65_536)
+        assert np.array_equal(rows[:, 0], stored[:, :50_000])
+        assert not rows[:, 1].any()
+
+    @pytest.mark.parametrize("numbers", [range(6), [1, 2, 5], [4], []])
+    def test_read_frames_passes_frames_in_order_through_one_buffer(
+        self, backend: InspectableBackend, namespace: bytes, numbers: Sequence[int]
+    ) -> None:
+        pack = sample_pack(namespace, 1, blocks=6, block_bytes=900_000, codec=ZstdCodec())
+        backend.commit(namespace, CommitBatch([pack]))
+        payload, frames = payload_of(pack), [pack.table.frames[number] for number in numbers]
+        buffer = memoryview(bytearray(max((frame.stored_length for frame in frames), default=1)))
+        received: list[tuple[int, bytes]] = []
+
+        def read(pack_id: bytes) -> None:
+            read_frames(
+                backend, namespace, pack_id, frames, buffer, lambda *frame: received.append((frame[0], bytes(frame[1])))
+            )
+
+        read(pack.pack_id)
+        stored = [payload[frame.offset : frame.offset + frame.stored_length] for frame in frames]
+        assert received == list(enumerate(stored))
+        backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))
+        read(pack.pack_id)
+        read(bytes(16))
+        assert received == list(enumerate(stored)), "frames of a deleted pack were passed on"
+
+    def test_scan_all_packs_in_scan_order_returns_stored_bytes(
+        self, backend: InspectableBackend, namespace: bytes
+    ) -> None:
+        """Reads all payloads, in ``scan_order``, into page-aligned memory, as ``verify`` does. One pack was deleted."""
+        packs = [sample_pack(namespace, seed, blocks=3, block_bytes=5000 + seed) for seed in range(12)]
+        backend.commit(namespace, CommitBatch(packs))
+        backend.commit(namespace, CommitBatch(deletions=[packs[4].pack_id]))
+        payloads = {pack.pack_id: payload_of(pack) for pack in packs}
+        order = scan_order(backend, namespace, [*payloads, bytes(16)])
+        assert sorted(order) == sorted([*payloads, bytes(16)])
+        wanted = [pack_id for pack_id in order if pack_id in payloads]
+        memory = memoryview(mmap.mmap(-1, sum(map(len, payloads.values()))))
+        spans, end = [], 0
+        for pack_id in wanted:
+            begin, end = end, end + len(payloads[pack_id])
+            spans.append(ReadSpan(pack_id, 0, [memory[begin:end]]))
+        present = [pack_id != packs[4].pack_id for pack_id in wanted]
+        assert scan(backend, namespace, spans) == present
+        found = [bytes(span.buffers[0]) for span, filled in zip(spans, present, strict=True) if filled]
+        assert found == [payloads[pack_id] for pack_id in wanted if pack_id != packs[4].pack_id]
+
+    def test_manifests_same_id_is_replaced(self, backend: InspectableBackend, namespace: bytes) -> None:
+        backend.commit(namespace, CommitBatch(manifests=[sample_manifest("r1", 1), sample_manifest("r2", 2)]))
+        newer = sample_manifest("r1", 3, blocks=5)
+        backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)], [newer]))
+        assert {manifest.id: manifest for manifest in backend.manifests(namespace)} == {
+            "r1": newer.manifest,
+            "r2": sample_manifest("r2", 2).manifest,
+        }
+        assert backend.manifest_keys(namespace, ["r1"])[0] == newer.keys
+        assert check_totals(backend).requests == 2
+
+    def test_uses_shared_pack_reports_reuse_hits_and_sizes(self, backend: InspectableBackend, namespace: bytes) -> None:
+        first, second = sample_pack(namespace, 1), sample_pack(namespace, 2, depth=4)
+        before = time.time()
+        short, long, bare = (
+            sample_manifest("short", 1, packs=[first.pack_id]),
+            sample_manifest("long", 2, packs=[first.pack_id, second.pack_id]),
+            sample_manifest("bare", 3),
+        )
+        backend.commit(namespace, CommitBatch([first], [short, bare]))
+        uses = backend.uses(namespace, ["short", "nobody", "bare"])
+        if uses == [None] * 3:
+            pytest.skip("the driver does not record uses")
+        assert uses[1] is None
+        for use in (uses[0], uses[2]):
+            assert use is not None
+            assert (use.reused, use.shared_by, use.pinned) == (False, 0, False)
+            assert before - 2 <= use.last_used <= time.time() + 2
+
+        backend.commit(namespace, CommitBatch([second], [long], pins=[("long", True)]))
+        shorter, longer = backend.uses(namespace, ["short", "long"])
+        assert shorter is not None
+        assert longer is not None
+        assert (shorter.reused, shorter.shared_by, shorter.pinned) == (True, 1, False)
+        assert (longer.reused, longer.shared_by, longer.pinned) == (False, 0, True)
+        assert (shorter.hits, longer.hits) == (1, 0)
+        assert (shorter.packs_raw_bytes, shorter.packs_stored_bytes) == _sizes(first)
+        assert (longer.packs_raw_bytes, longer.packs_stored_bytes) == tuple(
+            one + other for one, other in zip(_sizes(first), _sizes(second), strict=True)
+        )
+
+        backend.commit(namespace, CommitBatch(deletions=[first.pack_id]))
+        assert backend.uses(namespace, ["short", "long"]) == [None, None]
+
+    def test_manifests_abandoned_iteration_blocks_neither_commit_nor_close(self, url: str) -> None:
+        backend = self.open(url)
+        namespace = backend.open_namespace(sample_identity()).id
+        backend.commit(namespace, CommitBatch(manifests=[sample_manifest(f"r{number}") for number in range(3)]))
+        iterator = iter(backend.manifests(namespace))
+        next(iterator)
+        backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
+        backend.close()
+
+    def test_open_read_only_with_open_writer_sees_its_commits(self, url: str) -> None:
+        self.need_sharing()
+        writer = self.open(url)
+        namespace = writer.open_namespace(sample_identity()).id
+        reader = self.open(url, read_only=True)
+        cursor = reader.changes(namespace, None).cursor
+        pack = sample_pack(namespace, 1)
+        writer.commit(namespace, CommitBatch([pack], [sample_manifest("r1")]))
+        assert list(reader.changes(namespace, cursor).added) == [pack.table]
+        assert read_pack(reader, namespace, pack.table) == payload_of(pack)
+        assert [manifest.id for manifest in reader.manifests(namespace)] == ["r1"]
+        writer.close()
+        assert reader.stats().packs == 1
+        again = self.open(url)
+        again.commit(namespace, CommitBatch([sample_pack(namespace, 2)]))
+        assert reader.stats().packs == 2
+        again.close()
+        reader.close()
+
+    def test_statuses_read_only_handle_reads_but_cannot_publish(self, backend: InspectableBackend, url: str) -> None:
+        self.need_sharing()
+        reader = self.open(url, read_only=True)
+        if not (isinstance(backend, SupportsStatus) and isinstance(reader, SupportsStatus)):
+            pytest.skip("the driver keeps no status rows")
+        assert reader.statuses() == {}
+        backend.publish_status("one", b"row")
+        assert reader.statuses() == {"one": b"row"}
+        with pytest.raises(StoreError):
+            reader.publish_status("two", b"row")
+        reader.close()
+
+
+def _sizes(pack: PackWriter) -> tuple[int, int]:
+    return pack.table.raw_length, pack.table.payload_length

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,25 +23,6 @@ class ArraySource(StagedBlocks):
 
     def __init__(self, blocks: ByteArray) -> None:
         super().__init__([blocks])
-
-
-class SourceFailure(Exception):
-    """Exception raised by ``FailingSource``."""
-
-
-@dataclass(frozen=True)
-class FailingSource(StagedBlocks):
-    """Source of blocks that raises ``SourceFailure`` if block ``fails_at`` is requested."""
-
-    fails_at: int
-
-    def gather(self, start: int, stop: int) -> ByteArray:
-        if start <= self.fails_at < stop:
-            raise SourceFailure(f"block {self.fails_at}")
-        return super().gather(start, stop)
-
-    def pieces(self, start: int, stop: int) -> list[memoryview]:
-        return [self.gather(start, stop).data.cast("B")]
 
 
 def sample_keys(seed: int, count: int, *, group: int = 0, hash_bytes: int = 32) -> list[bytes]:

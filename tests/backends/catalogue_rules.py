@@ -22,6 +22,7 @@ from persistkv.storage.extensions import (
 )
 from persistkv.storage.format.codec import ZstdCodec
 from persistkv.storage.format.pack_writer import PackWriter
+from persistkv.testing.conformance import Reader, read_spans
 from persistkv.testing.conformance.suite import BackendSuite, check_totals, read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 
@@ -182,6 +183,26 @@ class CatalogueRules(BackendSuite):
         assert np.array_equal(rows[:, 0], stored[:, :50_000])
         assert not rows[:, 1].any()
 
+    @pytest.mark.parametrize("read", [read_spans, scan], ids=["read", "scan"])
+    def test_read_random_spans_of_several_packs_returns_stored_bytes(
+        self, backend: InspectableBackend, namespace: bytes, read: Reader
+    ) -> None:
+        packs = [sample_pack(namespace, seed, blocks=5, block_bytes=300_001) for seed in range(4)]
+        backend.commit(namespace, CommitBatch(packs))
+        payloads = [payload_of(pack) for pack in packs]
+        rng = np.random.default_rng(11)
+        spans, expected = [], []
+        for _ in range(60):
+            which = int(rng.integers(4))
+            offset = int(rng.integers(len(payloads[which])))
+            length = int(rng.integers(len(payloads[which]) - offset))
+            cut = int(rng.integers(length + 1))
+            buffers = [memoryview(bytearray(cut)), memoryview(bytearray(length - cut))]
+            spans.append(ReadSpan(packs[which].pack_id, offset, buffers))
+            expected.append(payloads[which][offset : offset + length])
+        assert read(backend, namespace, spans) == [True] * 60
+        assert [b"".join(span.buffers) for span in spans] == expected
+
     @pytest.mark.parametrize("numbers", [range(6), [1, 2, 5], [4], []])
     def test_read_frames_passes_frames_in_order_through_one_buffer(
         self, backend: InspectableBackend, namespace: bytes, numbers: Sequence[int]
@@ -309,6 +330,36 @@ class CatalogueRules(BackendSuite):
         with pytest.raises(StoreError):
             reader.publish_status("two", b"row")
         reader.close()
+
+    def test_commit_several_packs_and_manifests_stores_all(self, backend: InspectableBackend, namespace: bytes) -> None:
+        packs = [sample_pack(namespace, seed) for seed in range(5)]
+        manifests = [sample_manifest(f"r{seed}", seed) for seed in range(3)]
+        result = backend.commit(namespace, CommitBatch(packs, manifests))
+        assert not result.stale
+        assert not result.evicted
+        assert tables(backend, namespace) == {pack.pack_id: pack.table for pack in packs}
+        assert {manifest.id for manifest in backend.manifests(namespace)} == {"r0", "r1", "r2"}
+
+    @pytest.mark.parametrize("cursor", [b"", b"x", b"\xff" * 8, b"\xff" * 16, bytes(16), b"\xff" * 64])
+    def test_changes_unknown_cursor_resets(self, backend: InspectableBackend, namespace: bytes, cursor: bytes) -> None:
+        pack = sample_pack(namespace, 1)
+        backend.commit(namespace, CommitBatch([pack]))
+        changes = backend.changes(namespace, cursor)
+        assert changes.reset
+        assert list(changes.added) == [pack.table]
+        assert backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)], seen=cursor)).stale
+
+    def test_manifests_commits_during_iteration_returns_all(
+        self, backend: InspectableBackend, namespace: bytes
+    ) -> None:
+        writes = [sample_manifest(f"r{number}", number) for number in range(700)]
+        backend.commit(namespace, CommitBatch(manifests=writes))
+        seen = []
+        for count, manifest in enumerate(backend.manifests(namespace)):
+            seen.append(manifest.id)
+            if count % 100 == 0:  # the iteration must not hold a lock that this call waits for
+                backend.commit(namespace, CommitBatch([sample_pack(namespace, count)]))
+        assert sorted(seen) == sorted(write.manifest.id for write in writes)
 
 
 def _sizes(pack: PackWriter) -> tuple[int, int]:

@@ -12,14 +12,13 @@ from persistkv.errors import StoreFullError
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
+from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.testing.conformance.suite import (
     BackendSuite,
     check_totals,
-    large_pack,
     read_pack,
     sample_identity,
     tables,
-    write_until_evicted,
 )
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 
@@ -366,3 +365,80 @@ class EvictionRules(BackendSuite):
         assert set(tables(aging, name)) == {first.pack_id, second.pack_id}
         set_clocks(0.0, 0.0)
         assert not aging.commit(name, CommitBatch()).evicted
+
+    def test_commit_evicted_equals_packs_removed_from_catalogue(self, small: InspectableBackend, name: bytes) -> None:
+        rng = np.random.default_rng(3)
+        written: dict[bytes, PackWriter] = {}
+        cursor = small.changes(name, None).cursor
+        for step in range(60):
+            pack = large_pack(name, step, blocks=int(rng.integers(1, 9)))
+            held = set(tables(small, name))
+            result = small.commit(name, CommitBatch([pack], seen=cursor))
+            assert not result.stale
+            written[pack.pack_id] = pack
+            evicted_ids = {table.pack_id for table in result.evicted}
+            assert {*held, pack.pack_id} - evicted_ids == set(tables(small, name))
+            assert evicted_ids <= held
+            changes = small.changes(name, cursor)
+            assert set(changes.removed) == evicted_ids or changes.reset
+            cursor = result.cursor
+            assert changes.cursor == cursor
+            check_totals(small)
+        assert check_totals(small).stored_bytes >= 2 << 20, "less than half of the capacity is used"
+        for table in tables(small, name).values():
+            assert read_pack(small, name, table) == payload_of(written[table.pack_id])
+
+    def test_eviction_order_is_kept_after_reopen(self, small_url: str | None) -> None:
+        self.need_persistence()
+        if small_url is None:
+            pytest.skip("the driver does not support a capacity")
+        packs: list[PackWriter] = []
+        for step, used in enumerate((None, None, None, 1, 0)):
+            backend = self.open(small_url)
+            name = backend.open_namespace(sample_identity()).id
+            if used is None:
+                packs.append(large_pack(name, step))
+                backend.commit(name, CommitBatch([packs[-1]]))
+            else:
+                backend.commit(name, CommitBatch(touches=[packs[used].pack_id]))
+            backend.close()
+        backend = self.open(small_url)
+        evicted_ids = write_until_evicted(backend, name, until=packs[0].pack_id)
+        ids = [pack.pack_id for pack in packs]
+        assert [pack_id for pack_id in evicted_ids if pack_id in ids] == ids[::-1]
+        backend.close()
+
+    def test_eviction_pack_of_two_pinned_requests_is_kept_until_both_unpinned(
+        self, small: InspectableBackend, name: bytes
+    ) -> None:
+        pack = large_pack(name, 1)
+        manifests = [sample_manifest(number, packs=[pack.pack_id]) for number in "ab"]
+        small.commit(name, CommitBatch([pack], manifests, pins=[("a", True), ("b", True), ("b", True)]))
+        small.commit(name, CommitBatch(pins=[("a", False), ("a", False)]))
+        assert pack.pack_id not in write_until_evicted(small, name, rounds=30)
+        small.commit(name, CommitBatch(pins=[("b", False)]))
+        assert pack.pack_id in write_until_evicted(small, name, rounds=30)
+
+
+def large_pack(namespace: bytes, seed: int, *, blocks: int = 3, depth: int = 0) -> PackWriter:
+    """Return a pack with blocks of 100,000 bytes, so that few packs fill a small store."""
+    return sample_pack(namespace, seed, blocks=blocks, block_bytes=100_000, depth=depth)
+
+
+def write_until_evicted(
+    backend: InspectableBackend, namespace: bytes, *, until: bytes = b"", rounds: int = 100
+) -> list[bytes]:
+    """Write up to ``rounds`` new packs, one per commit; return the ids of the evicted packs, in order.
+
+    :param until: id of the pack whose eviction ends the writes; the test fails if it is not evicted. Empty: write all
+        ``rounds`` packs.
+    """
+    evicted_ids: list[bytes] = []
+    first = 1000 + 1000 * backend.stats().packs  # unique within a test
+    for seed in range(first, first + rounds):
+        pack = large_pack(namespace, int.from_bytes(namespace[:2], "big") + seed)
+        evicted_ids += [table.pack_id for table in backend.commit(namespace, CommitBatch([pack])).evicted]
+        if until in evicted_ids:
+            return evicted_ids
+    assert not until, "the pack was not evicted"
+    return evicted_ids

@@ -10,12 +10,10 @@ from typing import ClassVar
 import pytest
 
 from persistkv.config import StoreUrl
-from persistkv.storage.backend import CommitBatch, ReadSpan
+from persistkv.storage.backend import ReadSpan
 from persistkv.storage.extensions import BackendStats, InspectableBackend
 from persistkv.storage.format.pack import PackTable
-from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.identity import Identity
-from persistkv.testing.samples import sample_pack
 
 
 class RawKind(Enum):
@@ -151,27 +149,3 @@ def check_totals(backend: InspectableBackend) -> BackendStats:
     assert stats.disk_bytes >= stats.stored_bytes or not stats.stored_bytes
     assert stats.capacity is None or stats.disk_bytes <= stats.capacity
     return stats
-
-
-def large_pack(namespace: bytes, seed: int, *, blocks: int = 3, depth: int = 0) -> PackWriter:
-    """Return a pack with blocks of 100,000 bytes, so that few packs fill a small store."""
-    return sample_pack(namespace, seed, blocks=blocks, block_bytes=100_000, depth=depth)
-
-
-def write_until_evicted(
-    backend: InspectableBackend, namespace: bytes, *, until: bytes = b"", rounds: int = 100
-) -> list[bytes]:
-    """Write up to ``rounds`` new packs, one per commit; return the ids of the evicted packs, in order.
-
-    :param until: id of the pack whose eviction ends the writes; the test fails if it is not evicted. Empty: write all
-        ``rounds`` packs.
-    """
-    evicted_ids: list[bytes] = []
-    first = 1000 + 1000 * backend.stats().packs  # unique within a test
-    for seed in range(first, first + rounds):
-        pack = large_pack(namespace, int.from_bytes(namespace[:2], "big") + seed)
-        evicted_ids += [table.pack_id for table in backend.commit(namespace, CommitBatch([pack])).evicted]
-        if until in evicted_ids:
-            return evicted_ids
-    assert not until, "the pack was not evicted"
-    return evicted_ids

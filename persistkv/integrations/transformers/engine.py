@@ -28,12 +28,11 @@ _DEFAULT_DEVICE_TOKENS = 8192
 class Engine:
     """Runs one request at a time; computed KV is kept on the device, in the primary tier, and in a store.
 
-    Created with ``Engine.open``. Must be closed, or used in a ``with`` statement. Called from one thread, and never
-    after a fork.
+    Created with ``Engine.open``, not with the constructor. Must be closed, or used in a ``with`` statement. Called from
+    one thread, and never after a fork.
     """
 
     def __init__(self, model: Any, device: PagedKVCache, tiers: Tiers) -> None:
-        """Make an engine from its parts. Applications call ``Engine.open`` instead."""
         self._num_requests = 0
         self._closed = False
         self._model, self._device, self._tiers = model, device, tiers
@@ -100,17 +99,22 @@ class Engine:
         geometry = probe_model(model)
         identity = model_identity(model, checkpoint, geometry, block_size) if urls else {}
         cache = PagedKVCache(geometry, blocks, block_size)
-        tiers = Tiers(
-            cache,
-            identity,
-            urls,
-            cpu_bytes=num_bytes,
-            lookup_deadline_s=lookup_deadline_s,
-            prewarm_share=prewarm_share,
-            codec=codec,
-            host=host,
-            strict_identity=strict_identity,
-        )
+        try:
+            tiers = Tiers(
+                cache,
+                identity,
+                urls,
+                cpu_bytes=num_bytes,
+                lookup_deadline_s=lookup_deadline_s,
+                prewarm_share=prewarm_share,
+                codec=codec,
+                host=host,
+                strict_identity=strict_identity,
+            )
+        except ConfigurationError as error:
+            if error.field != "cpu_bytes_to_use":
+                raise
+            raise ConfigurationError("cpu_bytes", error.value, error.expected) from error
         if prewarm_share:
             tiers.prewarm()
         return cls(model, cache, tiers)
@@ -204,7 +208,7 @@ class Engine:
         return EngineStats(
             self._num_requests,
             sum(pool.num_blocks for pool in pools),
-            sum(pool.num_resident for pool in pools),
+            sum(len(pool.resident()) for pool in pools),
             self._tiers.num_blocks,
             self._device.block_bytes,
             self._tiers.scheduler.stats,
@@ -227,9 +231,8 @@ class Engine:
         return self._device.geometry
 
     def resident_pages(self, group_idx: int = 0) -> dict[bytes, torch.Tensor]:
-        """Return one group's reusable pages by block hash: views, shape (layers, 2, kv_heads, block_size, head_dim).
-
-        :param group_idx: index of the KV cache group in ``geometry``.
+        """Return the reusable pages of one group of ``geometry`` by block hash: views, shape (layers, 2, kv_heads,
+        block_size, head_dim).
         """
         group = self._device.groups[group_idx]
         return {block_hash: group.pages[index] for block_hash, index in group.pool.resident().items()}

@@ -46,22 +46,22 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
 
     The buffer holds the KV of each token at the token's position. Tokens that have left the sliding window remain in
     the buffer, because they are copied to pages or a store later; the model does not receive them.
+
+    :param buffer: shape (2, kv_heads, capacity, head_dim): keys, then values.
     """
 
     def __init__(self, buffer: torch.Tensor, sliding_window: int | None) -> None:
-        """Make an empty layer over ``buffer``, shape (2, kv_heads, capacity, head_dim): keys, then values."""
         super().__init__()
-        self._length = 0
-        self.set_buffer(buffer)
         self.dtype, self.device = buffer.dtype, buffer.device
         self.sliding_window = sliding_window
         self.is_sliding = sliding_window is not None
         self.is_initialized = True
-        self.set_length(0)
+        self.set_buffer(buffer, 0)
 
-    def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Replace the buffer by one that holds the same tokens; call ``set_length`` afterwards to renew the views."""
+    def set_buffer(self, buffer: torch.Tensor, length: int) -> None:
+        """Replace the buffer by one that holds the KV of the first ``length`` tokens."""
         self._buffer = buffer.unsqueeze(1)
+        self.set_length(length)
 
     def set_length(self, length: int) -> None:
         """Set the number of tokens in the layer, and make views of those that the next token attends to."""
@@ -79,7 +79,7 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         """Return the number of tokens that ``update`` will return, and the position of the first of them.
 
-        :param query_length: the number of new tokens; transformers 4 passes a tensor with one position for each.
+        transformers 4 passes a tensor with the positions of the new tokens instead of their number.
         """
         num_new = query_length if isinstance(query_length, int) else len(query_length)
         first = self._first_visible(self._length)
@@ -114,10 +114,10 @@ class RequestCache(Cache):  # type: ignore[misc]
     """The contiguous KV cache that is passed to a model for one request.
 
     :ivar buffers: for each KV cache group, a tensor of shape (layers, 2, kv_heads, capacity, head_dim).
+    :param capacity: tokens for which buffers are allocated.
     """
 
     def __init__(self, geometry: KVGeometry, capacity: int) -> None:
-        """Make an empty cache with buffers for ``capacity`` tokens."""
         self._geometry = geometry
         self.buffers = self._allocate(capacity)
         layers = {
@@ -134,9 +134,7 @@ class RequestCache(Cache):  # type: ignore[misc]
             kept = max(self.layers[layer_idx].get_seq_length() for layer_idx in group.layers)
             after[:, :, :, :kept] = before[:, :, :, :kept]
             for layer_idx, buffer in zip(group.layers, after, strict=True):
-                layer = self.layers[layer_idx]
-                layer.set_buffer(buffer)
-                layer.set_length(layer.get_seq_length())
+                self.layers[layer_idx].set_buffer(buffer, self.layers[layer_idx].get_seq_length())
 
     def _allocate(self, capacity: int) -> list[torch.Tensor]:
         return [
@@ -158,8 +156,6 @@ class BlockPool:
     """Reference counts of device blocks, with reuse by hash and LRU eviction of unreferenced blocks.
 
     A published block can be found and reused by its hash. Not thread-safe.
-
-    :param num_blocks: blocks of the device cache.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -176,13 +172,8 @@ class BlockPool:
         """Number of blocks that ``allocate`` could return: free blocks, and published blocks without references."""
         return len(self._free) + len(self._idle)
 
-    @property
-    def num_resident(self) -> int:
-        """Number of published blocks, with or without references."""
-        return len(self._by_hash)
-
     def resident(self) -> dict[bytes, int]:
-        """Return the published blocks: a new dict from block hash to block index."""
+        """Return the published blocks, with or without references: a new dict from block hash to block index."""
         return dict(self._by_hash)
 
     def holds(self, block_hash: bytes) -> bool:
@@ -257,8 +248,7 @@ class GroupPages:
         """Copy pages to a request's contiguous buffer.
 
         :param buffer: shape (layers, 2, kv_heads, capacity, head_dim).
-        :param positions: for each page, the index of the block in the request.
-        :param block_ids: the pages, as indices into ``pages``.
+        :param positions: for each of ``block_ids``, the index of the block in the request.
         """
         for paged, pages in self._runs(buffer, positions, block_ids):
             paged.copy_(pages.permute(1, 2, 3, 0, 4, 5))
@@ -271,13 +261,8 @@ class GroupPages:
     def _runs(
         self, buffer: torch.Tensor, positions: Sequence[int], block_ids: Sequence[int]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield a pair of views for each run of blocks that are consecutive both in the buffer and in ``pages``.
-
-        The view of the buffer has shape (layers, 2, kv_heads, blocks, block_size, head_dim), the other is a part of
-        ``pages``.
-
-        :param positions: for each block, its index in the buffer.
-        :param block_ids: for each block, its index in ``pages``.
+        """Yield a pair of views for each run of blocks that are consecutive both in the buffer and in ``pages``: shape
+        (layers, 2, kv_heads, blocks, block_size, head_dim), and a part of ``pages``.
         """
         for run in consecutive_runs(np.array(positions, np.int64), np.array(block_ids, np.int64)):
             count, page = run.stop - run.start, block_ids[run.start]
@@ -287,14 +272,11 @@ class GroupPages:
 
 
 class PagedKVCache:
-    """The pages of all groups; each group has a pool with the same number of blocks.
-
-    Each group's pages are a separate KV tensor, so no page on the device is larger than its group needs. ``cpu.layout``
-    determines the width of the primary tier's rows for such tensors.
+    """The pages of all groups. Each group has a tensor of its own, with the same number of blocks, so no page on the
+    device is larger than its group needs.
     """
 
     def __init__(self, geometry: KVGeometry, num_blocks: int, block_size: int) -> None:
-        """Allocate ``num_blocks`` pages for each group."""
         self.geometry = geometry
         self.num_blocks = num_blocks
         self.block_size = block_size

@@ -1,7 +1,7 @@
 """Models: loading, the check that the engine supports them, and the identity of their KV bytes.
 
 The engine supports models whose whole state is the KV of full or sliding-window attention. The configuration is checked
-first. Then one token is run with a cache that records the KV of each layer.
+first. Then one token is run with transformers' own cache, whose layers show the KV.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -40,8 +40,6 @@ def load_model(
     """Load a model for inference.
 
     :param source: a directory with a checkpoint, or the name of a model that transformers finds.
-    :param dtype: data type of the weights; ``auto``: that of the checkpoint.
-    :param attn_implementation: attention of transformers; None: its default.
     :param device: device to move the model to; None: it stays where transformers loads it.
     :returns: the model and the directory of its weights. The directory is None if adapters were loaded on top of
         them; the model can then only be identified by its state dict.
@@ -85,7 +83,7 @@ def probe_model(model: Any) -> KVGeometry:
     """
     config = model.config.get_text_config(decoder=True)
     _check_config(model, config)
-    return _grouped(type(model).__name__, _sliding_windows(model, config), _record_one_token(model, config))
+    return _grouped(type(model).__name__, _layers_after_one_token(model, config))
 
 
 def _check_config(model: Any, config: Any) -> None:
@@ -110,29 +108,11 @@ def _check_config(model: Any, config: Any) -> None:
             raise UnsupportedModelError(
                 f"{name}: {rope_type!r} rotary embedding makes KV depend on later tokens: no prefix can be shared"
             )
-
-
-def _sliding_windows(model: Any, config: Any) -> list[int | None]:
-    """Return the sliding window of each layer in tokens, from transformers' own cache; None for full attention."""
-    name = type(model).__name__
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()) or getattr(
-        config, "attention_chunk_size", None
-    ):
+    layer_types = getattr(config, "layer_types", None) or ()
+    if "chunked_attention" in layer_types or getattr(config, "attention_chunk_size", None):
         raise UnsupportedModelError(
             f"{name} has chunked attention; only full and sliding-window attention is supported"
         )
-    windows: list[int | None] = []
-    for layer_idx, layer in enumerate(DynamicCache(config=config).layers):
-        if type(layer) is DynamicSlidingWindowLayer:
-            windows.append(int(layer.sliding_window))
-        elif type(layer) is DynamicLayer:
-            windows.append(None)
-        else:
-            raise UnsupportedModelError(
-                f"{name}: layer {layer_idx} keeps a {type(layer).__name__}; "
-                "only full and sliding-window attention is supported"
-            )
-    return windows
 
 
 def _rope_types(config: Any) -> set[str]:
@@ -147,47 +127,40 @@ def _rope_types(config: Any) -> set[str]:
     return found
 
 
-class _RecordingLayer(DynamicLayer):  # type: ignore[misc]
-    """Cache layer for a trial run of a model: ``seen`` has the keys and values of each ``update``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.seen.append((key_states, value_states))
-        keys, values = super().update(key_states, value_states, *args, **kwargs)
-        return keys, values
-
-
-def _record_one_token(model: Any, config: Any) -> list[_RecordingLayer]:
-    layers = [_RecordingLayer() for _ in range(config.num_hidden_layers)]
-    token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+def _layers_after_one_token(model: Any, config: Any) -> list[DynamicLayer]:
+    """Run the model on one token with transformers' own cache; return the cache's layers."""
     name = type(model).__name__
+    cache = DynamicCache(config=config)
+    for layer_idx, layer in enumerate(cache.layers):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise UnsupportedModelError(
+                f"{name}: layer {layer_idx} keeps a {type(layer).__name__}; "
+                "only full and sliding-window attention is supported"
+            )
+    token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     try:
         with torch.inference_mode():
-            model(input_ids=token, past_key_values=Cache(layers=layers), use_cache=True)
+            model(input_ids=token, past_key_values=cache, use_cache=True)
     except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(f"{name} does not run on a plain KV cache: {error}") from error
-    return layers
+    return list(cache.layers)
 
 
-def _grouped(name: str, windows: list[int | None], layers: list[_RecordingLayer]) -> KVGeometry:
+def _grouped(name: str, layers: list[DynamicLayer]) -> KVGeometry:
     kinds: dict[tuple[int, int, int | None, torch.dtype, torch.device], list[int]] = {}
-    for layer_idx, (window, layer) in enumerate(zip(windows, layers, strict=True)):
-        if len(layer.seen) != 1:
+    for layer_idx, layer in enumerate(layers):
+        if layer.get_seq_length() != 1:
             raise UnsupportedModelError(
-                f"{name}: layer {layer_idx} wrote its KV {len(layer.seen)} times for one token, not once"
+                f"{name}: layer {layer_idx} wrote its KV {layer.get_seq_length()} times for one token, not once"
             )
-        keys, values = layer.seen[0]
+        keys, values = layer.keys, layer.values
         if keys.shape != values.shape or keys.dtype != values.dtype or keys.shape[:1] + keys.shape[2:3] != (1, 1):
             raise UnsupportedModelError(
                 f"{name}: layer {layer_idx} has keys of {tuple(keys.shape)} and values of {tuple(values.shape)}; "
                 "(1, heads, 1, head size) is needed for both"
             )
-        kinds.setdefault((keys.shape[1], keys.shape[3], window, keys.dtype, keys.device), []).append(layer_idx)
+        kind = keys.shape[1], keys.shape[3], getattr(layer, "sliding_window", None), keys.dtype, keys.device
+        kinds.setdefault(kind, []).append(layer_idx)
     groups = tuple(KVGroupGeometry(tuple(members), *kind) for kind, members in kinds.items())
     places = sorted({f"{group.dtype} on {group.device}" for group in groups})
     if len(places) != 1:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from persistkv.connector.common import LoadProgress
@@ -14,7 +13,6 @@ from persistkv.connector.worker import OffloadingConnectorWorker
 from persistkv.cpu.layout import cell_bytes, group_layouts
 from persistkv.cpu.shared_offload_region import remove_leftover_regions
 from persistkv.cpu.spec import WorkerGeometry
-from persistkv.errors import ConfigurationError
 from persistkv.integrations.transformers.kv_cache import PagedKVCache
 from persistkv.tiering.manager import TieringOffloadingManager
 from persistkv.tiering.persistent import PersistentTier
@@ -46,37 +44,32 @@ class Tiers:
         """Build the tiers behind a paged cache. If one part cannot be built, the others are released.
 
         :param identity: identity of the KV bytes, as JSON values.
-        :param urls: the stores, nearest first.
         :param cpu_bytes: size of the primary tier, rounded down to whole rows.
-        :param lookup_deadline_s: maximum seconds that a request waits for blocks that are not ready yet.
-        :param prewarm_share: part of the primary tier that ``prewarm`` fills, 0 to 1.
-        :param options: further options of ``PersistentTier``.
+        :param options: options of ``PersistentTier``. They and the other parameters are those of ``Engine.open``.
         :raises ConfigurationError: if the primary tier is too small for one block, or an option is invalid.
         """
         caches = device.canonical()
         remove_leftover_regions()  # file names are unique per engine, so no engine replaces a killed engine's file
-        with _translated_option():
-            spec = TieringOffloadingSpec(
-                extra_config={
-                    "cpu_bytes_to_use": cpu_bytes,
-                    "prewarm_share": prewarm_share,
-                    "secondary_tiers": [
-                        {"type": PersistentTier.get_tier_type(), "url": url, "unique_request_ids": True, **options}
-                        for url in urls
-                    ],
-                },
-                geometry=WorkerGeometry(
-                    instance_id=uuid.uuid4().hex,
-                    gpu_block_size=device.block_size,
-                    gpu_block_bytes=cell_bytes(caches, 1),
-                ),
-                identity=identity,
-                group_layouts=group_layouts(caches, 1),
-            )
+        spec = TieringOffloadingSpec(
+            extra_config={
+                "cpu_bytes_to_use": cpu_bytes,
+                "prewarm_share": prewarm_share,
+                "secondary_tiers": [
+                    {"type": PersistentTier.get_tier_type(), "url": url, "unique_request_ids": True, **options}
+                    for url in urls
+                ],
+            },
+            geometry=WorkerGeometry(
+                instance_id=uuid.uuid4().hex,
+                gpu_block_size=device.block_size,
+                gpu_block_bytes=cell_bytes(caches, 1),
+            ),
+            identity=identity,
+            group_layouts=group_layouts(caches, 1),
+        )
         self.num_blocks = spec.num_blocks
         try:
-            with _translated_option():
-                manager = spec.get_manager()
+            manager = spec.get_manager()
             self._worker = OffloadingConnectorWorker(list(spec.get_handlers(caches)))
             self.scheduler = OffloadingConnectorScheduler(manager, device.specs(), max_load_blocks=spec.num_blocks)
         except BaseException:
@@ -98,10 +91,7 @@ class Tiers:
             time.sleep(_POLL_S)
 
     def begin(self, req_id: str, on_released: Callable[[], None]) -> None:
-        """Register a request.
-
-        :param on_released: called when the request has finished and its device blocks are no longer read.
-        """
+        """Register a request; ``on_released`` is called when its device blocks are no longer read after its end."""
         self._live[req_id] = on_released
 
     def step(self, *, wait: bool = False) -> dict[str, LoadProgress]:
@@ -136,10 +126,8 @@ class Tiers:
         return matched
 
     def load(self, req_id: str, tables: Sequence[BlockTable], num_tokens: int) -> LoadProgress:
-        """Load ``num_tokens``, a result of ``match``, into device blocks, and wait for the load.
-
-        :param tables: for each KV cache group, the request's device blocks from its first token on.
-        :returns: the result; if it is a failure, the content of the device blocks is undefined.
+        """Load ``num_tokens``, a result of ``match``, into the device blocks of ``tables``, and wait for the load. If
+        it fails, the content of the device blocks is undefined.
         """
         if not self.scheduler.update_state_after_alloc(req_id, tables, num_tokens):
             return LoadProgress(success=True, num_tokens=0, num_bytes=0)
@@ -150,11 +138,8 @@ class Tiers:
         return loads[req_id]
 
     def drain(self, deadline: float, req_id: str | None = None) -> bool:
-        """Repeat ``step`` until the transfers of a finished request have ended.
-
-        :param req_id: the request; None: all requests.
-        :param deadline: a ``time.monotonic`` time.
-        :returns: False if the deadline passed first.
+        """Repeat ``step`` until the transfers of a finished request (None: of all) have ended. Return False if
+        ``deadline``, a ``time.monotonic`` time, passed first.
         """
         while self._live if req_id is None else req_id in self._live:
             if time.monotonic() >= deadline:
@@ -168,14 +153,3 @@ class Tiers:
             self._worker.shutdown()
         finally:
             self.scheduler.shutdown()
-
-
-@contextmanager
-def _translated_option() -> Iterator[None]:
-    """Raise errors about the spec's option ``cpu_bytes_to_use`` under the engine's name of it, ``cpu_bytes``."""
-    try:
-        yield
-    except ConfigurationError as error:
-        if error.field != "cpu_bytes_to_use":
-            raise
-        raise ConfigurationError("cpu_bytes", error.value, error.expected) from error

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import repeat, takewhile
+from itertools import takewhile
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NewType
 
 import msgspec
@@ -37,19 +37,9 @@ def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
     return OffloadKey(block_hash + group_idx.to_bytes(GROUP_INDEX_BYTES, "big"))
 
 
-def get_offload_group_idx(key: OffloadKey) -> int:
+def get_offload_group_idx(key: bytes) -> int:
     """Return the index of the key's KV cache group."""
     return int.from_bytes(key[-GROUP_INDEX_BYTES:], "big")
-
-
-def get_offload_group_indices(keys: Sequence[bytes]) -> list[int]:
-    """Return the KV cache group index of each key, in the order of the keys. Fastest if all keys have one group."""
-    first = keys[0][-GROUP_INDEX_BYTES:] if keys else b""
-    if len(first) == GROUP_INDEX_BYTES and all(map(bytes.endswith, keys, repeat(first))):
-        return [int.from_bytes(first, "big")] * len(keys)
-    ends = [key[-GROUP_INDEX_BYTES:] for key in keys]
-    group_of = {end: int.from_bytes(end, "big") for end in set(ends)}
-    return [group_of[end] for end in ends]
 
 
 Priority = Literal["low", "normal"]

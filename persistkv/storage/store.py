@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 
-from persistkv.base import get_offload_group_indices
+from persistkv.base import get_offload_group_idx
 from persistkv.config import parse_durability
 from persistkv.errors import IdentityMismatchError, StoreError
 from persistkv.memory.budget import MemoryShares
@@ -174,7 +174,7 @@ class Store:
         if not len(keys) == len(block_ids) == len(depths):
             raise ValueError(f"{len(keys)} keys for {len(block_ids)} rows and {len(depths)} depths")
         self.rows.check(block_ids)
-        groups = get_offload_group_indices(keys)
+        groups = [get_offload_group_idx(key) for key in keys]
         if max(groups, default=0) >= len(self.rows.layout.groups):
             raise ValueError(f"key of group {max(groups)}; there are {len(self.rows.layout.groups)} groups")
         if self._writable:

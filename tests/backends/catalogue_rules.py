@@ -1,4 +1,7 @@
-"""Rules that persistkv implements once, for all drivers: namespaces, commits, cursors, manifests, scans."""
+"""Further tests of our drivers: namespaces, commits, cursors, manifests, scans.
+
+Most of these rules are implemented once, in ``persistkv.storage.catalog``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 
 from persistkv.errors import StoreError
-from persistkv.storage.backend import CommitBatch, ReadSpan
+from persistkv.storage.backend import CommitBatch, ManifestWrite, ReadSpan
 from persistkv.storage.extensions import (
     InspectableBackend,
     SupportsNotes,
@@ -20,11 +23,13 @@ from persistkv.storage.extensions import (
     scan,
     scan_order,
 )
-from persistkv.storage.format.codec import ZstdCodec
+from persistkv.storage.format.codec import RawCodec, ZstdCodec
+from persistkv.storage.format.manifest import RequestManifest
+from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.testing.conformance import Reader, read_spans
 from persistkv.testing.conformance.suite import BackendSuite, check_totals, read_pack, sample_identity, tables
-from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
+from persistkv.testing.samples import payload_of, sample_keys, sample_manifest, sample_pack, sample_segment
 
 
 class CatalogueRules(BackendSuite):
@@ -360,6 +365,69 @@ class CatalogueRules(BackendSuite):
             if count % 100 == 0:  # the iteration must not hold a lock that this call waits for
                 backend.commit(namespace, CommitBatch([sample_pack(namespace, count)]))
         assert sorted(seen) == sorted(write.manifest.id for write in writes)
+
+    @pytest.mark.parametrize("codec", [RawCodec(), ZstdCodec(1)], ids=str)
+    def test_commit_pack_of_two_groups_stores_table_and_payload(
+        self, backend: InspectableBackend, namespace: bytes, codec: RawCodec | ZstdCodec
+    ) -> None:
+        segments = [
+            sample_segment(1, group=0, blocks=20, block_bytes=100_000),
+            sample_segment(2, group=1, blocks=7, block_bytes=4097, hash_bytes=8),
+        ]
+        pack = PackWriter(namespace, codec, segments)
+        backend.commit(namespace, CommitBatch([pack]))
+        (table,) = backend.changes(namespace, None).added
+        assert table == pack.table
+        assert list(backend.tables(namespace, [bytes(16), pack.pack_id])) == [table]
+        assert table.keys.unpack() == [*segments[0].keys, *segments[1].keys]
+        assert read_pack(backend, namespace, table) == payload_of(pack)
+        assert check_totals(backend).blocks == 27
+
+    @pytest.mark.parametrize("manifest_id", ["engine-1/0", "größe ✓", "x" * 5000, " "])
+    def test_manifests_round_trip_returns_manifest_and_keys(
+        self, backend: InspectableBackend, namespace: bytes, manifest_id: str
+    ) -> None:
+        keys = (PackedKeys.of(sample_keys(1, 300)), PackedKeys.of([b"short", b"of another length", b"x"]), PackedKeys())
+        manifest = RequestManifest(
+            id=manifest_id,
+            created=1234.5,
+            tokens=4801,
+            group_blocks=(300, 3, 0),
+            raw_bytes=1 << 40,
+            ordered=False,
+            labels={"user": "größe", "empty": ""},
+        )
+        backend.commit(namespace, CommitBatch(manifests=[ManifestWrite(manifest, keys)]))
+        assert list(backend.manifests(namespace)) == [manifest]
+        assert backend.manifest_keys(namespace, [manifest_id, "nobody"]) == [keys, None]
+        assert check_totals(backend).requests == 1
+
+    def test_open_two_handles_see_each_others_commits(self, url: str) -> None:
+        self.need_sharing()
+        first, second = self.open(url), self.open(url)
+        namespace = first.open_namespace(sample_identity()).id
+        assert second.open_namespace(sample_identity()).id == namespace
+        cursor = second.changes(namespace, None).cursor
+        pack = sample_pack(namespace, 1)
+        first.commit(namespace, CommitBatch([pack]))
+        assert second.commit(namespace, CommitBatch([sample_pack(namespace, 2)], seen=cursor)).stale
+        assert list(second.changes(namespace, cursor).added) == [pack.table]
+        first.close()
+        assert read_pack(second, namespace, pack.table) == payload_of(pack)
+        assert not second.commit(namespace, CommitBatch([sample_pack(namespace, 2)])).stale
+        check_totals(second)
+        second.close()
+
+    def test_publish_status_adds_replaces_and_removes_row(self, backend: InspectableBackend) -> None:
+        if not isinstance(backend, SupportsStatus):
+            pytest.skip("the driver keeps no status rows")
+        backend.publish_status("one", b"first")
+        backend.publish_status("other", b"theirs")
+        backend.publish_status("one", b"second")
+        assert backend.statuses() == {"one": b"second", "other": b"theirs"}
+        for _ in range(2):
+            backend.publish_status("one", None)
+        assert backend.statuses() == {"other": b"theirs"}
 
 
 def _sizes(pack: PackWriter) -> tuple[int, int]:

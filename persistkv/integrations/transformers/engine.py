@@ -274,18 +274,15 @@ class Engine:
             raise ConfigurationError("token_ids", shown, f"at least one token, each from 0 to {vocabulary - 1}")
         if max_new_tokens <= 0:
             raise ConfigurationError("max_new_tokens", max_new_tokens, "a positive number")
-        blocks = (len(prompt) + max_new_tokens) // self._device.block_size
-        available = self._device.num_blocks
-        if blocks > available:
-            limit = (available + 1) * self._device.block_size - 1
-            raise PromptTooLongError(len(prompt) + max_new_tokens, limit, "device_blocks", blocks)
+        num_tokens, block_size = len(prompt) + max_new_tokens, self._device.block_size
+        limit = (self._device.num_blocks + 1) * block_size - 1
+        if num_tokens > limit:
+            raise PromptTooLongError(num_tokens, limit, "device_blocks", num_tokens // block_size)
         return prompt
 
     def _stop_tokens(self) -> frozenset[int]:
         found = getattr(getattr(self._model, "generation_config", None), "eos_token_id", None)
-        if found is None:
-            return frozenset()
-        return frozenset((found,) if isinstance(found, int) else found)
+        return frozenset([found] if isinstance(found, int) else found or ())
 
     def _check_open(self) -> None:
         if self._closed:

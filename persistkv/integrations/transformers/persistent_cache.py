@@ -12,7 +12,6 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from persistkv.base import OffloadKey, make_offload_key
@@ -41,16 +40,13 @@ class PersistentCache(RequestCache):
     """The KV cache of one sequence, for ``model.generate(..., past_key_values=cache)``. Made by ``load``.
 
     :ivar restored_tokens: the first tokens of the sequence, whose KV came from the store.
+    :param identity: a result of ``model_identity``.
+    :param capacity: tokens for which buffers are allocated at first.
     """
 
     def __init__(
         self, geometry: KVGeometry, url: str, identity: Mapping[str, Any], capacity: int, salt: str | None
     ) -> None:
-        """Make an empty cache. Applications call the function ``load`` instead.
-
-        :param identity: a result of ``model_identity``.
-        :param capacity: tokens for which buffers are allocated at first.
-        """
         super().__init__(geometry, capacity)
         self.restored_tokens: Sequence[int] = ()
         self._url, self._identity, self._salt = url, Identity.of(identity), salt
@@ -137,8 +133,8 @@ class PersistentCache(RequestCache):
         return [[make_offload_key(block_hash, group) for block_hash in hashes] for group in range(len(self._groups))]
 
     def _read(self, store: Store, chains: Sequence[Sequence[bytes]], needed: Sequence[range]) -> list[bytes]:
-        """Copy blocks from the store to the buffers: for each group, those with an index in ``needed``. Stop at the
-        first batch with unreadable blocks and return their keys; return [] if all blocks were read.
+        """Copy each group's blocks with an index in ``needed`` from the store to the buffers. Stop at the first batch
+        with unreadable blocks and return their keys; return [] if all blocks were read.
         """
         wanted = [(group, position) for group, positions in enumerate(needed) for position in positions]
         for start in range(0, len(wanted), len(store.rows)):
@@ -164,9 +160,8 @@ class PersistentCache(RequestCache):
         stride = row_stride_bytes(1, max(self._block_bytes))
         layout = RowLayout(stride, tuple(GroupLayout(((0, size),)) for size in self._block_bytes))
         num_bytes = max(1, _ROWS_BYTES // stride) * stride
-        options = StoreOptions(codec=codec)
-        staging_bytes = max(options.staging_bytes, BLOCKS_STAGED * stride)
-        options = msgspec.structs.replace(options, staging_bytes=staging_bytes)
+        staging_bytes = max(StoreOptions().staging_bytes, BLOCKS_STAGED * stride)
+        options = StoreOptions(codec=codec, staging_bytes=staging_bytes)
         rows = Rows(memoryview(huge_memory(num_bytes))[:num_bytes], layout)
         backend = open_backend(self._url)
         try:

@@ -67,12 +67,9 @@ class BlockHashChain:
 
 
 class Sampler:
-    """Chooses the tokens of one request.
+    """Chooses the tokens of one request; parameters as for ``Engine.generate``. Equal seeds choose equal tokens from
+    equal logits.
 
-    :param temperature: 0 always chooses the most likely token.
-    :param top_p: only the most likely tokens that add up to this probability are chosen.
-    :param top_k: only this many most likely tokens are chosen; 0: no limit.
-    :param seed: equal seeds choose equal tokens from equal logits.
     :raises ConfigurationError: a parameter is out of range.
     """
 
@@ -91,15 +88,11 @@ class Sampler:
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def choose(self, logits: torch.Tensor) -> int:
-        """Return the id of the next token.
-
-        :param logits: shape (vocabulary,).
-        """
+        """Return the id of the next token, given logits of shape (vocabulary,)."""
         if not self._temperature:
             return int(logits.argmax())
         ordered, order = (logits.float() / self._temperature).softmax(-1).sort(descending=True)
-        before = ordered.cumsum(-1) - ordered
-        ordered[before >= self._top_p] = 0.0
+        ordered[ordered.cumsum(-1) - ordered >= self._top_p] = 0.0
         if self._top_k:
             ordered[self._top_k :] = 0.0
         return int(order[torch.multinomial(ordered, 1, generator=self._generator)])
@@ -111,7 +104,6 @@ class Request:
     :ivar tables: for each KV cache group, the device block of each full block of prompt and answer, in order. None:
         the block was outside of the sliding window when the request began, and was therefore not restored.
     :param forward_options: further keyword arguments of each call of the model.
-    :param salt: see ``BlockHashChain``.
     """
 
     def __init__(
@@ -133,11 +125,9 @@ class Request:
     def run(
         self, prompt: Sequence[int], max_new_tokens: int, sampler: Sampler, stop: Collection[int], load: bool
     ) -> GenerateResult:
-        """Run the request to its last token. The caller must call ``on_new_request`` of the connector's scheduler
-        before, and ``request_finished`` afterwards, even if this raises.
+        """Run the request to its last token; parameters as for ``Engine.generate``. The caller must call
+        ``on_new_request`` of the connector's scheduler before, and ``request_finished`` after this, even if it raises.
 
-        :param stop: ids of the tokens that end the generation.
-        :param load: False computes the whole prompt and restores no KV.
         :raises PersistKVError: too few blocks of the device cache are free.
         """
         begin = time.perf_counter()
@@ -166,9 +156,8 @@ class Request:
         self._truncate(0)
 
     def _announce(self, token_ids: Sequence[int], num_tokens: int) -> None:
-        """Append tokens to the block hashes, and report the keys of the blocks that became full to the connector.
-
-        :param num_tokens: tokens of the request, including ``token_ids``.
+        """Append tokens to the block hashes, and report the keys of the blocks that became full to the connector, with
+        the number of tokens of the request, ``token_ids`` included.
         """
         hashes = self._chain.extend(token_ids)
         for group in range(len(self.tables)):
@@ -229,8 +218,6 @@ class Request:
         """Copy the blocks that became full to pages, publish them, report them to the connector; call ``Tiers.step``.
 
         A block that is on the device already is referenced, not written, so that all requests use the same bytes.
-
-        :param num_tokens: tokens of the request with KV in ``cache``.
         """
         first, stop = self._num_blocks, num_tokens // self._device.block_size
         if stop > first:
@@ -251,14 +238,11 @@ class Request:
         """Return ``count`` device blocks to write. If too few are available, wait for transfers of earlier requests;
         if too few are available after that, raise ``PersistKVError``.
         """
-        allocated = pool.allocate(count)
-        if allocated is None:
+        for _ in range(3):
+            if (allocated := pool.allocate(count)) is not None:
+                return allocated
             self._tiers.step(wait=True)
-            self._tiers.step(wait=True)
-            allocated = pool.allocate(count)
-        if allocated is None:
-            raise PersistKVError(f"{count} device blocks are needed, {pool.num_available} are available")
-        return allocated
+        raise PersistKVError(f"{count} device blocks are needed, {pool.num_available} are available")
 
     def _publish(self, first: int) -> None:
         """Make the request's blocks from index ``first`` on reusable by later requests."""

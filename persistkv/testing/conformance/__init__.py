@@ -30,11 +30,9 @@ import pytest
 from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError, StoreError, StoreFullError, StoreUnavailableError
 from persistkv.memory.rows import StagedBlocks
-from persistkv.storage.backend import CommitBatch, ManifestWrite, ReadSpan
-from persistkv.storage.extensions import InspectableBackend, SupportsStatus, scan
-from persistkv.storage.format.codec import RawCodec, ZstdCodec
-from persistkv.storage.format.manifest import RequestManifest
-from persistkv.storage.format.pack import PackedKeys
+from persistkv.storage.backend import CommitBatch, ReadSpan
+from persistkv.storage.extensions import InspectableBackend, scan
+from persistkv.storage.format.codec import RawCodec
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.testing.conformance.suite import (
     BackendSuite,
@@ -51,7 +49,6 @@ from persistkv.testing.samples import (
     sample_keys,
     sample_manifest,
     sample_pack,
-    sample_segment,
 )
 
 __all__ = ["BackendConformance", "RawKind", "RawStore"]
@@ -152,23 +149,6 @@ class BackendConformance(BackendSuite):
         with pytest.raises(StoreError):
             backend.stats()
 
-    @pytest.mark.parametrize("codec", [RawCodec(), ZstdCodec(1)], ids=str)
-    def test_commit_pack_of_two_groups_stores_table_and_payload(
-        self, backend: InspectableBackend, namespace: bytes, codec: RawCodec | ZstdCodec
-    ) -> None:
-        segments = [
-            sample_segment(1, group=0, blocks=20, block_bytes=100_000),
-            sample_segment(2, group=1, blocks=7, block_bytes=4097, hash_bytes=8),
-        ]
-        pack = PackWriter(namespace, codec, segments)
-        backend.commit(namespace, CommitBatch([pack]))
-        (table,) = backend.changes(namespace, None).added
-        assert table == pack.table
-        assert list(backend.tables(namespace, [bytes(16), pack.pack_id])) == [table]
-        assert table.keys.unpack() == [*segments[0].keys, *segments[1].keys]
-        assert read_pack(backend, namespace, table) == payload_of(pack)
-        assert check_totals(backend).blocks == 27
-
     @pytest.mark.parametrize("block_bytes", [1, 4095, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 3 * (1 << 20) + 5])
     def test_commit_any_block_size_stores_payload(
         self, backend: InspectableBackend, namespace: bytes, block_bytes: int
@@ -176,6 +156,7 @@ class BackendConformance(BackendSuite):
         pack = sample_pack(namespace, 1, blocks=3, block_bytes=block_bytes)
         backend.commit(namespace, CommitBatch([pack]))
         assert tables(backend, namespace) == {pack.pack_id: pack.table}
+        assert list(backend.tables(namespace, [bytes(16), pack.pack_id])) == [pack.table]
         assert read_pack(backend, namespace, pack.table) == payload_of(pack)
 
     def test_commit_failing_stream_changes_nothing(self, backend: InspectableBackend, namespace: bytes) -> None:
@@ -380,25 +361,6 @@ class BackendConformance(BackendSuite):
         assert bytes_read == payload_of(pack)
         assert list(held) == [pack.table]
 
-    @pytest.mark.parametrize("manifest_id", ["engine-1/0", "größe ✓", "x" * 5000, " "])
-    def test_manifests_round_trip_returns_manifest_and_keys(
-        self, backend: InspectableBackend, namespace: bytes, manifest_id: str
-    ) -> None:
-        keys = (PackedKeys.of(sample_keys(1, 300)), PackedKeys.of([b"short", b"of another length", b"x"]), PackedKeys())
-        manifest = RequestManifest(
-            id=manifest_id,
-            created=1234.5,
-            tokens=4801,
-            group_blocks=(300, 3, 0),
-            raw_bytes=1 << 40,
-            ordered=False,
-            labels={"user": "größe", "empty": ""},
-        )
-        backend.commit(namespace, CommitBatch(manifests=[ManifestWrite(manifest, keys)]))
-        assert list(backend.manifests(namespace)) == [manifest]
-        assert backend.manifest_keys(namespace, [manifest_id, "nobody"]) == [keys, None]
-        assert check_totals(backend).requests == 1
-
     def test_manifests_damaged_row_is_omitted_until_rewritten(
         self, backend: InspectableBackend, namespace: bytes, raw: RawStore
     ) -> None:
@@ -414,22 +376,6 @@ class BackendConformance(BackendSuite):
         backend.commit(namespace, CommitBatch(manifests=writes[:2]))
         assert {manifest.id for manifest in backend.manifests(namespace)} == {"r0", "r1", "r2"}
         assert backend.manifest_keys(namespace, ["r1"])[0] == writes[1].keys
-
-    def test_open_two_handles_see_each_others_commits(self, url: str) -> None:
-        self.need_sharing()
-        first, second = self.open(url), self.open(url)
-        namespace = first.open_namespace(sample_identity()).id
-        assert second.open_namespace(sample_identity()).id == namespace
-        cursor = second.changes(namespace, None).cursor
-        pack = sample_pack(namespace, 1)
-        first.commit(namespace, CommitBatch([pack]))
-        assert second.commit(namespace, CommitBatch([sample_pack(namespace, 2)], seen=cursor)).stale
-        assert list(second.changes(namespace, cursor).added) == [pack.table]
-        first.close()
-        assert read_pack(second, namespace, pack.table) == payload_of(pack)
-        assert not second.commit(namespace, CommitBatch([sample_pack(namespace, 2)])).stale
-        check_totals(second)
-        second.close()
 
     def test_commit_two_processes_keeps_all_batches(self, url: str) -> None:
         self.need_sharing()
@@ -457,17 +403,6 @@ class BackendConformance(BackendSuite):
         check_totals(backend)
         backend.commit(namespace, _batch(namespace, 5_000_000))
         backend.close()
-
-    def test_publish_status_adds_replaces_and_removes_row(self, backend: InspectableBackend) -> None:
-        if not isinstance(backend, SupportsStatus):
-            pytest.skip("the driver keeps no status rows")
-        backend.publish_status("one", b"first")
-        backend.publish_status("other", b"theirs")
-        backend.publish_status("one", b"second")
-        assert backend.statuses() == {"one": b"second", "other": b"theirs"}
-        for _ in range(2):
-            backend.publish_status("one", None)
-        assert backend.statuses() == {"other": b"theirs"}
 
 
 def _large_pack(namespace: bytes, seed: int) -> PackWriter:

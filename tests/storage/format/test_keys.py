@@ -5,10 +5,9 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from persistkv.base import OffloadKey, get_offload_group_idx, get_offload_group_indices
 from persistkv.errors import CorruptPackError
 from persistkv.storage.format.pack import MAX_KEY_BYTES, PackedKeys
 
@@ -78,12 +77,3 @@ def test_packed_keys_inconsistent_lengths_raise_corrupt(
     with pytest.raises(CorruptPackError) as caught:
         read(packed)
     assert caught.value.field == field
-
-
-_OF_ONE_GROUP = st.binary(max_size=12).map(lambda some: some + bytes(3) + b"\2")
-
-
-@given(st.lists(st.binary(max_size=12) | _OF_ONE_GROUP, max_size=60) | st.lists(_OF_ONE_GROUP, max_size=60))
-@example([b"\2", bytes(3) + b"\1\2"])
-def test_get_offload_group_indices_equals_index_of_each_key(keys: list[OffloadKey]) -> None:
-    assert get_offload_group_indices(keys) == [get_offload_group_idx(key) for key in keys]

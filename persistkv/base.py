@@ -142,14 +142,11 @@ class LoadStoreSpec(ABC):
 
 
 class BlockIDsLoadStoreSpec(LoadStoreSpec):
-    """Source or destination of a transfer that is given as a list of block numbers.
-
-    :param block_ids: numbers of GPU blocks or of rows, depending on the subclass, in the order of the transfer; copied.
-    """
+    """Source or destination of a transfer that is given as a list of block numbers."""
 
     def __init__(self, block_ids: Sequence[int] | npt.NDArray[np.int64]) -> None:
         self.block_ids: npt.NDArray[np.int64] = np.array(block_ids, np.int64)
-        """Block numbers; int64, shape (number of blocks,)."""
+        """Numbers of GPU blocks or of rows, depending on the subclass, in the order of the transfer; a copy."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.block_ids.tolist()!r})"
@@ -293,9 +290,8 @@ class OffloadingManager(ABC):
         """Mark blocks as recently used; later keys are evicted before earlier ones. Ignore keys that are not held."""
 
     def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:  # noqa: B027
-        """Report that a load of these blocks has ended, so that they may be evicted again if no other load uses them.
-
-        Must be called once for each ``prepare_load``, also if the load failed.
+        """End a load, also one that failed: its blocks may be evicted again if no other load uses them. Must be called
+        once for each ``prepare_load``.
 
         :raises KeyError: a block is not being loaded; nothing changed.
         """
@@ -312,17 +308,14 @@ class OffloadingManager(ABC):
         self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
         """Report that the write of blocks has ended. If it succeeded, they become readable; if not, they are dropped.
-
         Blocks that are already readable are ignored.
 
         :raises KeyError: a block is not held; nothing changed.
         """
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return the events since the last call, none if events are disabled. Must be called once per engine step
-        either way.
-
-        The call ends the step: a manager with secondary tiers processes their results and submits promotions in it.
+        """End the engine's step, and return the events since the last call; none if events are disabled. A manager with
+        secondary tiers processes their results and submits promotions in this call, so it is needed once per step.
         """
         return ()
 
@@ -357,7 +350,6 @@ class OffloadingHandler(ABC):
         """Start a transfer. The caller must not change source or destination until ``get_finished`` has reported it.
 
         :param job_id: unique among the transfers in flight.
-        :param spec: source and destination of the transfer.
         :returns: False if the transfer could not be started. Then it is not reported, nothing is copied after the call,
             and the content of the destination is undefined; the same holds for a call that raises.
         :raises ValueError: source and destination do not match each other, or the handler's direction.

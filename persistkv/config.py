@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from importlib.metadata import EntryPoint, entry_points
@@ -82,11 +83,10 @@ def parse_durability(text: str) -> float | None:
     ``commit`` (None): store jobs are cut into packs of at most 32 MiB, and packs of 4 MiB and more are written at once.
     In a local store, their blocks are durable when the store job ends; in a remote store, the job may end earlier. The
     blocks of smaller packs are copied, and their write begins when their request ends, when 16 MiB of the request wait,
-    or at the age of the store option ``max_age_s`` (seconds), whichever is first.
+    or at the age ``StoreOptions.max_age_s``, whichever is first.
 
-    ``interval:5s`` (5.0): accepted blocks wait until the oldest is 5 s old; then one write of all of them begins, which
-    costs little even if many requests end. A request counts as persisted, and lookups find its blocks, only once they
-    are durable.
+    ``interval:5s`` (5.0): accepted blocks wait until the oldest is 5 s old; then one write of all of them begins. A
+    request counts as persisted, and lookups find its blocks, only once they are durable.
 
     At both levels, blocks are written earlier on ``flush`` or if waiting blocks fill half of their memory. A crash of
     the store's host or the machine loses accepted blocks whose write has not ended, and nothing else.
@@ -96,18 +96,15 @@ def parse_durability(text: str) -> float | None:
     if text == "commit":
         return None
     kind, _, interval = text.partition(":")
-    try:
-        if kind == "interval":
+    if kind == "interval":
+        with suppress(ConfigurationError):
             return parse_duration(interval, name="durability")
-    except ConfigurationError:
-        pass
     raise ConfigurationError("durability", text, "commit, or interval:5s for any positive duration")
 
 
 def store_url(store: str | Path) -> str:
-    """Return the URL of an LMDB store that is given by its path: absolute, with ``~`` replaced by the home directory.
-
-    Text is returned unchanged: ``StoreUrl.parse`` accepts URLs and paths.
+    """Return the URL of an LMDB store given by its path: absolute, with ``~`` replaced by the home directory. Text is
+    returned unchanged: ``StoreUrl.parse`` accepts URLs and paths.
     """
     return f"lmdb://{quote(str(store.expanduser().absolute()))}" if isinstance(store, Path) else store
 
@@ -188,9 +185,7 @@ def convert_options(kind: type[OptionsT], options: Mapping[str, Any], *, where: 
 
 
 def _expected(message: str, kind: Any) -> str:
-    """Return the expected value in words for a ``ConfigurationError``: the choices if ``kind`` is a Literal, otherwise
-    what the message of msgspec's ValidationError names.
-    """
+    """Return the expected value in words: the choices of a Literal ``kind``, else what msgspec's message names."""
     choices = [choice for part in (kind, *get_args(kind)) if get_origin(part) is Literal for choice in get_args(part)]
     if choices:
         return f"one of {', '.join(map(str, choices))}"
@@ -206,23 +201,17 @@ def _plain_boolean(value: Any) -> Any:
 
 
 class Registry(Generic[T]):
-    """Subclasses of one base class by name.
+    """Subclasses of ``base`` by name: built-in ones, and plug-ins of an entry-point group.
 
     Plug-ins are looked up on each call and imported only when they are requested. They cannot replace a built-in class.
+
+    :param field: the setting that holds the name, for errors.
     """
 
     def __init__(
         self, group: str, field: str, base: type[Any], built_in: Mapping[str, type[T]] = MappingProxyType({})
     ) -> None:
-        """
-        :param group: the entry-point group of the plug-ins.
-        :param field: the setting that holds the name, for errors.
-        :param base: required base class of all classes.
-        """
-        self._group = group
-        self._field = field
-        self._base = base
-        self._built_in = built_in
+        self._group, self._field, self._base, self._built_in = group, field, base, built_in
 
     def names(self) -> list[str]:
         """Return the names of the built-in classes and of the installed plug-ins, sorted."""
@@ -234,13 +223,12 @@ class Registry(Generic[T]):
         :raises ConfigurationError: no such name (the error lists the known ones), a plug-in that cannot be imported
             (the error names its distribution), or one that is no subclass of the base class.
         """
-        if not isinstance(name, str):
-            raise self._unknown(name)
-        if name in self._built_in:
+        if isinstance(name, str) and name in self._built_in:
             return self._built_in[name]
-        point = self._plugins().get(name)
+        point = self._plugins().get(name) if isinstance(name, str) else None
         if point is None:
-            raise self._unknown(name)
+            known = ", ".join(self.names())
+            raise ConfigurationError(self._field, name, f"one of {known}" if known else f"a plug-in of {self._group}")
         source = f"{point.value} of {point.dist.name if point.dist else 'an unnamed distribution'}"
         try:
             found: Any = point.load()
@@ -253,10 +241,6 @@ class Registry(Generic[T]):
 
     def _plugins(self) -> dict[str, EntryPoint]:
         return {point.name: point for point in entry_points(group=self._group)}
-
-    def _unknown(self, name: object) -> ConfigurationError:
-        known = ", ".join(self.names())
-        return ConfigurationError(self._field, name, f"one of {known}" if known else f"a plug-in of {self._group}")
 
 
 class GroupLayout(msgspec.Struct, frozen=True):
@@ -272,8 +256,8 @@ class GroupLayout(msgspec.Struct, frozen=True):
 
 
 class VectorLayout(msgspec.Struct, frozen=True):
-    """Positions of one KV cache group's numbers in a row. Each cell contains one vector for each token of the block. A
-    cell is one part (keys or values) of one head of one layer in one worker.
+    """Positions of one KV cache group's numbers in a row. A cell is one part (keys or values) of one head of one layer
+    in one worker; it contains one vector for each token of the block.
     """
 
     offset: int
@@ -313,15 +297,13 @@ class RowLayout(msgspec.Struct, frozen=True):
         if not self.groups:
             raise ConfigurationError("groups", self.groups, "at least one KV cache group")
         for index, group in enumerate(self.groups):
-            end = 0
+            name, end = f"groups[{index}].ranges", 0
             for offset, length in group.ranges:
                 if offset < end or length <= 0 or offset + length > self.row_stride:
-                    raise ConfigurationError(
-                        f"groups[{index}].ranges", group.ranges, f"ascending ranges within {self.row_stride} bytes"
-                    )
+                    raise ConfigurationError(name, group.ranges, f"ascending ranges within {self.row_stride} bytes")
                 end = offset + length
             if not end:
-                raise ConfigurationError(f"groups[{index}].ranges", group.ranges, "at least one range")
+                raise ConfigurationError(name, group.ranges, "at least one range")
 
 
 @dataclass(frozen=True)

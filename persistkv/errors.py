@@ -39,49 +39,37 @@ class ConfigurationError(PersistKVError, ValueError):
 
     :param field: name of the setting or argument.
     :param expected: the valid values, in words.
+    :param message: text of the error; None: text with the other three.
     """
 
-    def __init__(self, field: str, value: object, expected: str) -> None:
-        super().__init__(f"{field}: {value!r} is not valid; expected {expected}")
+    def __init__(self, field: str, value: object, expected: str, message: str | None = None) -> None:
+        super().__init__(message or f"{field}: {value!r} is not valid; expected {expected}")
         self.field = field
         self.value = value
         self.expected = expected
 
 
 class MissingOptionError(ConfigurationError):
-    """A required value was not given.
-
-    :param what: what requires it, such as an option or a command.
-    :param needed: the possible values.
-    """
+    """A required value was not given: ``what``, such as an option or a command, requires one of ``needed``."""
 
     def __init__(self, what: str, needed: str) -> None:
-        PersistKVError.__init__(self, f"{what} requires {needed}")
-        self.field, self.value, self.expected = what, None, needed
+        super().__init__(what, None, needed, f"{what} requires {needed}")
 
 
 class UnsupportedStoreError(ConfigurationError):
-    """The driver of a store lacks an optional capability that the operation needs.
-
-    :param ability: what the driver does not do, such as ``list requests``.
-    """
+    """The driver of a store lacks an optional ability that the operation needs, such as ``list requests``."""
 
     def __init__(self, url: str, ability: str) -> None:
-        PersistKVError.__init__(self, f"{url}: the driver of this store does not {ability}")
-        self.field, self.value, self.expected = "url", url, ability
+        super().__init__("url", url, ability, f"{url}: the driver of this store does not {ability}")
 
 
 class FileError(ConfigurationError):
-    """A file that the caller named cannot be used.
-
-    :param action: what failed, such as ``read`` or ``write``.
-    """
+    """A file that the caller named cannot be used; ``action`` is what failed, such as ``read`` or ``write``."""
 
     def __init__(self, action: str, path: Path, error: Exception) -> None:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         where = "standard output" if str(path) == "-" else str(path)
-        PersistKVError.__init__(self, f"cannot {action} {where}: {reason}")
-        self.field, self.value, self.expected = action, str(path), reason
+        super().__init__(action, str(path), reason, f"cannot {action} {where}: {reason}")
 
 
 class EngineClosedError(PersistKVError):
@@ -94,18 +82,13 @@ class EngineClosedError(PersistKVError):
 class PromptTooLongError(ConfigurationError):
     """The prompt with its new tokens does not fit the device cache. Nothing was run.
 
-    :param tokens: tokens of the prompt and of the answer.
-    :param limit: tokens that fit.
-    :param option: option of the engine that raises the limit.
-    :param needed: its smallest sufficient value.
+    :param tokens: tokens of the prompt and of the answer, of which ``limit`` fit.
+    :param option: option of the engine that raises the limit, with its smallest sufficient value ``needed``.
     """
 
     def __init__(self, tokens: int, limit: int, option: str, needed: int) -> None:
         super().__init__("token_ids", f"{tokens} tokens", f"at most {limit} tokens, or {option}={needed}")
-        self.tokens = tokens
-        self.limit = limit
-        self.option = option
-        self.needed = needed
+        self.tokens, self.limit, self.option, self.needed = tokens, limit, option, needed
 
 
 class UnsupportedModelError(PersistKVError):
@@ -142,9 +125,7 @@ class ProcessIdInUseError(StoreUnavailableError):
 
 
 class StoreBusyError(StoreError):
-    """Another process or thread has held the store's lock for longer than a commit takes. Nothing was changed; the call
-    may be repeated later.
-    """
+    """Another process or thread held the store's lock longer than a commit takes. Nothing was changed; retry later."""
 
 
 class StoreFullError(StoreError):
@@ -152,9 +133,7 @@ class StoreFullError(StoreError):
 
 
 class CorruptStoreError(StoreError):
-    """The catalogue of a store (its tables of packs, manifests, free space and totals) is invalid. The operation that
-    found this changed nothing.
-    """
+    """The catalogue of a store (tables of packs, manifests, free space, totals) is invalid. Nothing was changed."""
 
 
 class CorruptPackError(StoreError):
@@ -170,9 +149,7 @@ class CorruptPackError(StoreError):
 
 
 class HostError(PersistKVError):
-    """The process or thread that runs a store cannot be used: it does not start, does not answer, is closed, or belongs
-    to the process that forked this one.
-    """
+    """The host of a store does not start or answer, is closed, or belongs to the process that forked this one."""
 
 
 class MissingExtraError(PersistKVError):

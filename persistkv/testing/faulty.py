@@ -26,7 +26,7 @@ class FaultyBackend(InspectableBackend, Generic[B]):
         backend.after("read", lambda filled, namespace, spans: [False for _ in filled])  # and find nothing
         backend.clear_faults()
 
-    Calls that the wrapped backend makes to itself have no faults.
+    Calls that the wrapped backend makes to itself have no faults. Naming a method that it lacks raises ValueError.
     """
 
     inner: B
@@ -51,18 +51,13 @@ class FaultyBackend(InspectableBackend, Generic[B]):
         self._after: dict[str, list[Callable[..., Any]]] = defaultdict(list)
 
     def before(self, method: str, call: Callable[..., object]) -> None:
-        """Run ``call(*arguments)`` before each call of the method; if it raises, the method is not called.
-
-        :raises ValueError: the backend has no such method.
-        """
+        """Run ``call(*arguments)`` before each call of the method; if it raises, the method is not called."""
         self._check(method)
         self._before[method].append(call)
 
     def after(self, method: str, call: Callable[..., Any]) -> None:
-        """Run ``call(result, *arguments)`` after each call of the method that returned. The return value of
-        ``call`` replaces the result.
-
-        :raises ValueError: the backend has no such method.
+        """Run ``call(result, *arguments)`` after each call of the method that returned. Its return value replaces the
+        result.
         """
         self._check(method)
         self._after[method].append(call)
@@ -72,7 +67,6 @@ class FaultyBackend(InspectableBackend, Generic[B]):
 
         :param error: each call raises a copy, because the traceback of an error references the buffers of its call.
         :param times: number of calls that fail; None: all, until ``clear_faults``.
-        :raises ValueError: the backend has no such method.
         """
         errors = repeat(error) if times is None else repeat(error, times)
 

@@ -37,7 +37,7 @@ class MemoryRows(Rows):
         self._keys: dict[str, list[bytes]] = {table: [] for table in TABLES}
 
     def copy(self) -> MemoryRows:
-        """Return a copy that can be changed without an effect on these rows."""
+        """Return an independent copy."""
         made = MemoryRows()
         made.num_bytes = self.num_bytes
         made._rows = {table: dict(rows) for table, rows in self._rows.items()}
@@ -68,11 +68,7 @@ class MemoryRows(Rows):
 
 
 class MemoryBackend(RowBackend):
-    """Storage driver that keeps all data in this process's memory.
-
-    :param capacity: bound on the bytes of all data, keys and payloads included; None: no bound.
-    :param ttl_s: seconds after which unused packs and manifests expire; None: never.
-    """
+    """Storage driver that keeps all data in this process's memory. Parameters: see ``MemoryOptions``."""
 
     capabilities = Capabilities(persistent=False, shared=False)
     status_interval_s: float | None = None

@@ -16,10 +16,7 @@ from persistkv.storage.format.pack_writer import NewPack, PackWriter, Segment
 
 
 class ArraySource(StagedBlocks):
-    """Source of blocks in one array.
-
-    :param blocks: shape (blocks, bytes of a block).
-    """
+    """Source of blocks in one array, shape (blocks, bytes of a block)."""
 
     def __init__(self, blocks: ByteArray) -> None:
         super().__init__([blocks])
@@ -49,7 +46,7 @@ def sample_segment(
     content: int | None = None,
     depth: int = 0,
 ) -> Segment:
-    """Return consecutive blocks of one group, for a pack. They are no segment file of an LMDB store.
+    """Return consecutive blocks of one group, for a pack.
 
     :param content: seed of the blocks' bytes; None: the seed of the keys.
     :param depth: number of blocks before the first one in its request.
@@ -90,11 +87,7 @@ def sample_manifest(
     ttl_s: float | None = None,
     priority: Priority = "normal",
 ) -> ManifestWrite:
-    """Return a manifest of one group.
-
-    :param packs: ids of the packs that the manifest names.
-    :param ttl_s: see ``RequestManifest``, and likewise ``priority``.
-    """
+    """Return a manifest of one group that names packs by id; other parameters as for ``RequestManifest``."""
     keys = PackedKeys.of(sample_keys(seed, blocks))
     manifest = RequestManifest(
         id=manifest_id,

@@ -46,9 +46,7 @@ class TierRig:
         return job.job_id
 
     def results(self, job_ids: Collection[int]) -> dict[int, JobResult]:
-        """Poll the tier until each of the jobs has a result; return the results by job id. Fail after 90 s, or if
-        another job gets a result.
-        """
+        """Poll the tier until each of the jobs has a result, 90 s at most; return the results by job id."""
         found: dict[int, JobResult] = {}
         deadline = time.monotonic() + TIMEOUT_S
         while len(found) < len(job_ids):
@@ -65,9 +63,7 @@ class TierRig:
         return self.results([job_id])[job_id]
 
     def wait_held(self, keys: Sequence[OffloadKey], req: ReqContext) -> None:
-        """Poll the tier until lookups find all keys: it may need time to make the blocks durable. Fail after 90 s, or
-        if a job gets a result.
-        """
+        """Poll the tier until lookups find all keys, 90 s at most: it may need time to make the blocks durable."""
         deadline = time.monotonic() + TIMEOUT_S
         while not all(self.tier.lookup(key, req) for key in keys):
             assert not list(self.tier.get_finished_jobs())
@@ -77,7 +73,7 @@ class TierRig:
 
 
 def block_bytes(rows: npt.NDArray[np.uint8], key: OffloadKey, row: int) -> bytes:
-    """Return the bytes that the key's block uses in row number ``row``: the ranges of the key's KV cache group."""
+    """Return the bytes of the key's block in row number ``row``."""
     return b"".join(rows[row, offset : offset + size].tobytes() for offset, size in LAYOUT.groups[key[-1]].ranges)
 
 

@@ -64,9 +64,8 @@ class Engine:
             into evaluation mode. All engines that open the same checkpoint share its KV; the KV of a model object is
             identified by its state dict.
         :param store: URL of the store, such as ``lmdb:///var/kv?capacity=100GiB``, or the path of an LMDB store; None:
-            nothing outlives this process. URLs are checked before the model is loaded. Several stores are given nearest
-            first: each stores all contexts, and a context that only a later store holds is written to the others when
-            it is used.
+            nothing outlives this process. Several stores are given nearest first: each stores all contexts, and a
+            context that only a later store holds is written to the others when it is used.
         :param block_size: tokens in a block.
         :param device_blocks: blocks of the device cache for each KV cache group; by default enough for 8,192 tokens.
         :param cpu_bytes: size of the primary tier.
@@ -177,9 +176,8 @@ class Engine:
             self._tiers.step()
 
     def wait_persisted(self, request: GenerateResult | str, timeout_s: float = 60.0) -> bool:
-        """Wait until the whole context of a request is durable in every store.
-
-        :returns: False if the timeout passed first, a store dropped part of the context, or the engine has no store.
+        """Wait until the whole context of a request is durable in every store. Return False if the timeout passed
+        first, a store dropped part of the context, or the engine has no store.
         """
         self._check_open()
         req_id = request if isinstance(request, str) else request.req_id
@@ -191,9 +189,8 @@ class Engine:
         )
 
     def flush(self, timeout_s: float = 60.0) -> bool:
-        """Wait until all submitted blocks are durable or dropped in every store.
-
-        :returns: False if the timeout passed first, or a store is not open.
+        """Wait until all submitted blocks are durable or dropped in every store. Return False if the timeout passed
+        first, or a store is not open.
         """
         self._check_open()
         deadline = time.monotonic() + timeout_s

@@ -95,10 +95,8 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append the KV of new tokens.
-
-        :param key_states: shape (1, kv_heads, tokens, head_dim), the same as ``value_states``.
-        :returns: keys and values of all tokens that at least one of the new tokens attends to.
+        """Append the KV of new tokens, shape (1, kv_heads, tokens, head_dim) each. Return keys and values of all tokens
+        that at least one of the new tokens attends to.
         """
         start, stop = self._length, self._length + key_states.shape[-2]
         self._buffer[0, :, :, start:stop] = key_states
@@ -232,7 +230,6 @@ class GroupPages:
     """Device memory of one KV cache group. A page is one block: ``block_size`` tokens of all layers, contiguous.
 
     :ivar pages: shape (num_blocks, layers, 2, kv_heads, block_size, head_dim).
-    :ivar pool: reference counts of the pages.
     :ivar blocks: computes which blocks a request with a given number of tokens needs.
     """
 

@@ -73,7 +73,7 @@ class BackendSuite:
 
     @pytest.fixture
     def backend(self, url: str) -> Iterator[InspectableBackend]:
-        """The store of ``url``, open for writing. Its totals are checked after the test, which must not close it."""
+        """The store of ``url``, see ``opened``."""
         yield from self.opened(url)
 
     @pytest.fixture
@@ -83,7 +83,7 @@ class BackendSuite:
 
     @pytest.fixture
     def small(self, small_url: str | None) -> Iterator[InspectableBackend]:
-        """The store of ``small_url``, open for writing. As for ``backend``, its totals are checked after the test."""
+        """The store of ``small_url``, see ``opened``."""
         yield from self.opened(small_url)
 
     @pytest.fixture
@@ -92,8 +92,8 @@ class BackendSuite:
         return small.open_namespace(sample_identity()).id
 
     def opened(self, url: str | None) -> Iterator[InspectableBackend]:
-        """Open a store for a fixture; after the test, check its totals and close it. Skip the test if ``url`` is
-        None.
+        """Open a store for writing; after the test, which must not close it, check its totals and close it. Skip the
+        test if ``url`` is None.
         """
         if url is None:
             pytest.skip("the driver does not support this option")

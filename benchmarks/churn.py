@@ -16,13 +16,13 @@ import numpy as np
 
 from benchmarks.rig import show
 from persistkv.config import parse_size
+from persistkv.memory.rows import StagedBlocks
 from persistkv.storage import open_inspectable
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.codec import RawCodec
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.identity import Identity
-from persistkv.testing.samples import ArraySource
 
 TARGET = 0.8
 BLOCK_BYTES = 64 << 10  # 64 KiB
@@ -37,7 +37,7 @@ class Churn:
         self._draw = random.Random(seed)
         self._namespace = backend.open_namespace(Identity.of({"benchmark": "churn"})).id
         blocks = np.random.default_rng(seed).integers(0, 256, (MAX_BLOCKS, BLOCK_BYTES), dtype=np.uint8)
-        self._source = ArraySource(blocks)
+        self._source = StagedBlocks([blocks])
         self.evicted = 0
         self.most_bytes = 0
 

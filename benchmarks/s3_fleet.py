@@ -26,14 +26,13 @@ import psutil
 
 from benchmarks.rig import percentile, show
 from persistkv.config import GroupLayout, RowLayout
-from persistkv.memory.rows import Rows
+from persistkv.memory.rows import Rows, StagedBlocks
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.format.codec import RawCodec
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
 from persistkv.storage.store import Store
-from persistkv.testing.samples import ArraySource
 from persistkv_s3 import S3Backend
 from persistkv_s3.catalogue import Catalogue
 from persistkv_s3.feed.format import (
@@ -80,7 +79,7 @@ def pack_of(draw: random.Random, blocks: int) -> PackWriter:
     words = draw.randbytes(32 * blocks)
     keys = [words[start : start + 32] + bytes(4) for start in range(0, len(words), 32)]
     return PackWriter(
-        IDENTITY.digest, RawCodec(), [Segment(0, 8, keys, ArraySource(np.zeros((blocks, 8), np.uint8)), 0)]
+        IDENTITY.digest, RawCodec(), [Segment(0, 8, keys, StagedBlocks([np.zeros((blocks, 8), np.uint8)]), 0)]
     )
 
 

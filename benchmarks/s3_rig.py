@@ -15,10 +15,9 @@ from typing import Any
 import boto3
 
 from benchmarks.store_rig import fresh_keys
-from persistkv.memory.rows import ByteArray
+from persistkv.memory.rows import ByteArray, StagedBlocks
 from persistkv.storage.format.codec import RawCodec
 from persistkv.storage.format.pack_writer import PackWriter, Segment
-from persistkv.testing.samples import ArraySource
 
 
 @contextmanager
@@ -69,5 +68,5 @@ def make_bucket(endpoint: str) -> str:
 
 def pack_of(namespace: bytes, blocks: ByteArray) -> PackWriter:
     """Return a pack of these blocks under new random keys."""
-    segment = Segment(0, blocks.shape[1], fresh_keys(len(blocks)), ArraySource(blocks), 0)
+    segment = Segment(0, blocks.shape[1], fresh_keys(len(blocks)), StagedBlocks([blocks]), 0)
     return PackWriter(namespace, RawCodec(), [segment])

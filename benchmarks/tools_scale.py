@@ -26,6 +26,7 @@ import numpy as np
 
 from benchmarks.rig import show
 from persistkv.config import parse_size
+from persistkv.memory.rows import StagedBlocks
 from persistkv.storage import open_inspectable
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.format.codec import RawCodec
@@ -33,7 +34,6 @@ from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.identity import Identity
-from persistkv.testing.samples import ArraySource
 from persistkv_tools.inspect.bench import drop_page_cache
 
 TARGETS = {"stat": 2.0, "ls": 1.0, "show": 1.0}  # seconds
@@ -87,7 +87,7 @@ def fill(url: str, requests: int, blocks: int, block_bytes: int) -> str:
     """
     draw = random.Random(0)
     own = blocks // requests
-    source = ArraySource(np.random.default_rng(0).integers(0, 256, (own, block_bytes), dtype=np.uint8))
+    source = StagedBlocks([np.random.default_rng(0).integers(0, 256, (own, block_bytes), dtype=np.uint8)])
     with closing(open_inspectable(url)) as backend:
         namespace = backend.open_namespace(Identity.of({"benchmark": "tools scale"})).id
         chains: list[list[bytes]] = []

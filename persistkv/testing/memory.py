@@ -68,7 +68,7 @@ class MemoryRows(Rows):
 
 
 class MemoryBackend(RowBackend):
-    """Storage driver that keeps all data in this process's memory. Parameters: see ``MemoryOptions``."""
+    """Storage driver that keeps all data in memory; ``capacity`` in bytes and ``ttl_s``: see ``MemoryOptions``."""
 
     capabilities = Capabilities(persistent=False, shared=False)
     status_interval_s: float | None = None

@@ -15,13 +15,6 @@ from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.format.pack_writer import NewPack, PackWriter, Segment
 
 
-class ArraySource(StagedBlocks):
-    """Source of blocks in one array, shape (blocks, bytes of a block)."""
-
-    def __init__(self, blocks: ByteArray) -> None:
-        super().__init__([blocks])
-
-
 def sample_keys(seed: int, count: int, *, group: int = 0, hash_bytes: int = 32) -> list[bytes]:
     """Return ``count`` block keys of one group; each contains ``hash_bytes`` random bytes in place of a hash."""
     rng = np.random.default_rng(seed)
@@ -51,7 +44,7 @@ def sample_segment(
     :param content: seed of the blocks' bytes; None: the seed of the keys.
     :param depth: number of blocks before the first one in its request.
     """
-    source = ArraySource(sample_blocks(seed if content is None else content, blocks, block_bytes))
+    source = StagedBlocks([sample_blocks(seed if content is None else content, blocks, block_bytes)])
     keys = sample_keys(seed, blocks, group=group, hash_bytes=hash_bytes)
     return Segment(group, block_bytes, keys, source, depth)
 

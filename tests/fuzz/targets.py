@@ -20,7 +20,7 @@ import xxhash
 from persistkv.base import make_offload_key
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import ConfigurationError, CorruptPackError
-from persistkv.memory.rows import Rows
+from persistkv.memory.rows import Rows, StagedBlocks
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.format.codec import Codec, PlanesCodec, RawCodec, ZstdCodec, parse_codec
 from persistkv.storage.format.manifest import (
@@ -36,7 +36,6 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
 from persistkv.storage.store import Store
 from persistkv.testing.memory import MemoryBackend
-from persistkv.testing.samples import ArraySource
 from persistkv_s3.catalogue import Catalogue
 from persistkv_s3.feed.format import Entry, Feed, Head, ManifestRow, NamespaceHead, PackRow, Snapshot, seal, unseal
 from tests.memory_rows import set_payload, set_table_row
@@ -87,8 +86,8 @@ def keys(group: int, hash_bytes: int = 32) -> list[bytes]:
 
 def packs() -> list[PackWriter]:
     """Return one pack for each codec and kind of table."""
-    both = [Segment(group, SIZES[group], keys(group), ArraySource(blocks(group)), depth=0) for group in (0, 1)]
-    uneven = Segment(0, BLOCK, keys(0)[:2] + keys(0, 16)[2:], ArraySource(blocks(0)))
+    both = [Segment(group, SIZES[group], keys(group), StagedBlocks([blocks(group)]), depth=0) for group in (0, 1)]
+    uneven = Segment(0, BLOCK, keys(0)[:2] + keys(0, 16)[2:], StagedBlocks([blocks(0)]))
     made = [
         (RawCodec(), both),
         (ZstdCodec(), both[:1]),

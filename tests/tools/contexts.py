@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from persistkv.base import make_offload_key
+from persistkv.memory.rows import StagedBlocks
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.codec import Codec, RawCodec
@@ -16,7 +17,6 @@ from persistkv.storage.format.manifest import RequestManifest, context_digest
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.identity import Identity
-from persistkv.testing.samples import ArraySource
 
 BLOCK_BYTES = 4096
 LLAMA = Identity.of({"weights": "checkpoint:1", "config": {"rope_theta": 10000.0}, "dtype": {"model": "bfloat16"}})
@@ -75,14 +75,14 @@ class Contexts:
         self._pack_of_key.update((key, pack.pack_id) for segment in segments for key in segment.keys)
         return [pack]
 
-    def _blocks(self, keys: Sequence[bytes]) -> ArraySource:
+    def _blocks(self, keys: Sequence[bytes]) -> StagedBlocks:
         """Derive bytes from the keys; the second half of each block repeats, so that codecs can compress it."""
         blocks = np.empty((len(keys), self._block_bytes), dtype=np.uint8)
         for block, key in zip(blocks, keys, strict=True):
             rng = np.random.default_rng(int.from_bytes(key[:8], "big"))
             block[:] = rng.integers(0, 256, self._block_bytes, dtype=np.uint8)
             block[self._block_bytes // 2 :] = block[0]
-        return ArraySource(blocks)
+        return StagedBlocks([blocks])
 
     def _manifest(
         self, name: str, chains: Sequence[list[bytes]], labels: dict[str, str], created: float

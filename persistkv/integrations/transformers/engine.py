@@ -15,7 +15,7 @@ import torch
 from persistkv.config import StoreUrl, parse_size, store_url
 from persistkv.errors import ConfigurationError, EngineClosedError, PromptTooLongError
 from persistkv.integrations.request_options import RequestOptions
-from persistkv.integrations.transformers.kv_cache import KVGeometry, PagedKVCache
+from persistkv.integrations.transformers.kv_cache import PagedKVCache
 from persistkv.integrations.transformers.model import load_model, model_identity, probe_model
 from persistkv.integrations.transformers.request import Request, Sampler, TokenIds, one_row
 from persistkv.integrations.transformers.results import EngineStats, GenerateResult
@@ -30,12 +30,16 @@ class Engine:
 
     Created with ``Engine.open``, not with the constructor. Must be closed, or used in a ``with`` statement. Called from
     one thread, and never after a fork.
+
+    :ivar model: the Hugging Face model.
+    :ivar geometry: the model's KV cache groups, and the shape of their KV.
     """
 
     def __init__(self, model: Any, device: PagedKVCache, tiers: Tiers) -> None:
         self._num_requests = 0
         self._closed = False
-        self._model, self._device, self._tiers = model, device, tiers
+        self.model, self.geometry = model, device.geometry
+        self._device, self._tiers = device, tiers
         # Models that can, compute the logits of the last position only.
         last_only = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._forward_options = {"logits_to_keep": 1} if last_only else {}
@@ -157,7 +161,7 @@ class Engine:
         self._check_open()
         prompt = self._checked_prompt(token_ids, max_new_tokens)
         stop = self._stop_tokens() if stop_token_ids is None else frozenset(stop_token_ids)
-        sampler = Sampler(temperature, top_p, top_k, seed, self._model.device)
+        sampler = Sampler(temperature, top_p, top_k, seed, self.model.device)
         options = RequestOptions.parse(kv_transfer_params)
         load, store, labels = load and options.load, store and options.store, {**(labels or {}), **options.labels}
         req_id = uuid.uuid4().hex
@@ -166,7 +170,7 @@ class Engine:
         self._tiers.scheduler.on_new_request(
             req_id, kv_transfer_params, labels, store=store, retention=options.retention
         )
-        request = Request(self._model, self._forward_options, self._device, self._tiers, req_id, salt)
+        request = Request(self.model, self._forward_options, self._device, self._tiers, req_id, salt)
         self._tiers.begin(req_id, request.release)
         try:
             with torch.no_grad():
@@ -217,16 +221,6 @@ class Engine:
         """Messages of the stores for the user, such as the reason why a store contains nothing for this model."""
         return tuple(notice for tier in self._tiers.persistent for notice in tier.notices)
 
-    @property
-    def model(self) -> Any:
-        """The Hugging Face model that the engine runs."""
-        return self._model
-
-    @property
-    def geometry(self) -> KVGeometry:
-        """The model's KV cache groups, and the shape of their KV."""
-        return self._device.geometry
-
     def resident_pages(self, group_idx: int = 0) -> dict[bytes, torch.Tensor]:
         """Return the reusable pages of one group of ``geometry`` by block hash: views, shape (layers, 2, kv_heads,
         block_size, head_dim).
@@ -265,7 +259,7 @@ class Engine:
 
     def _checked_prompt(self, token_ids: TokenIds, max_new_tokens: int) -> list[int]:
         prompt = one_row(token_ids)
-        vocabulary = self._model.get_input_embeddings().num_embeddings
+        vocabulary = self.model.get_input_embeddings().num_embeddings
         if not prompt or min(prompt) < 0 or max(prompt) >= vocabulary:
             shown = f"{len(prompt)} tokens" if prompt else "no tokens"
             raise ConfigurationError("token_ids", shown, f"at least one token, each from 0 to {vocabulary - 1}")
@@ -278,7 +272,7 @@ class Engine:
         return prompt
 
     def _stop_tokens(self) -> frozenset[int]:
-        found = getattr(getattr(self._model, "generation_config", None), "eos_token_id", None)
+        found = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
         return frozenset([found] if isinstance(found, int) else found or ())
 
     def _check_open(self) -> None:

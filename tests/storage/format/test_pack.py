@@ -25,7 +25,7 @@ from persistkv.storage.format.pack import (
     verify_frame,
 )
 from persistkv.storage.format.pack_writer import PackCopy, PackWriter, Segment
-from persistkv.testing.samples import ArraySource, payload_of, sample_blocks, sample_keys, sample_pack, sample_segment
+from persistkv.testing.samples import payload_of, sample_blocks, sample_keys, sample_pack, sample_segment
 from tests.storage.packs import NAMESPACE, blocks_of, raw_blocks, segments, write
 
 
@@ -63,7 +63,7 @@ def test_pack_unknown_depth_is_kept_in_all_frames() -> None:
 
 def test_pack_incompressible_frame_is_stored_raw() -> None:
     noise = np.random.default_rng(1).integers(0, 256, (4, 4096), dtype=np.uint8)
-    payload, table = write(Segment(0, 4096, sample_keys(1, 4), ArraySource(noise)), codec=ZstdCodec())
+    payload, table = write(Segment(0, 4096, sample_keys(1, 4), StagedBlocks([noise])), codec=ZstdCodec())
     (frame,) = table.frames
     assert not frame.encoded
     assert payload[: frame.stored_length] == noise.tobytes()
@@ -72,8 +72,8 @@ def test_pack_incompressible_frame_is_stored_raw() -> None:
 def test_pack_only_incompressible_frames_are_stored_raw() -> None:
     noise = np.random.default_rng(1).integers(0, 256, (3, 8192), dtype=np.uint8)
     parts = [
-        Segment(0, 8192, sample_keys(1, 3), ArraySource(np.full((3, 8192), 7, np.uint8))),
-        Segment(1, 8192, sample_keys(2, 3, group=1), ArraySource(noise)),
+        Segment(0, 8192, sample_keys(1, 3), StagedBlocks([np.full((3, 8192), 7, np.uint8)])),
+        Segment(1, 8192, sample_keys(2, 3, group=1), StagedBlocks([noise])),
     ]
     payload, table = write(*parts, codec=ZstdCodec())
     assert table.codec == "zstd:1"
@@ -125,7 +125,7 @@ def test_pack_id_depends_on_namespace_keys_and_codec_only() -> None:
 
 def test_pack_id_differs_for_other_key_boundaries() -> None:
     def named(keys: list[bytes]) -> bytes:
-        part = Segment(0, 8, keys, ArraySource(sample_blocks(1, len(keys), 8)))
+        part = Segment(0, 8, keys, StagedBlocks([sample_blocks(1, len(keys), 8)]))
         return PackWriter(NAMESPACE, RawCodec(), [part]).pack_id
 
     assert named([b"ab", b"c"]) != named([b"a", b"bc"])
@@ -134,7 +134,7 @@ def test_pack_id_differs_for_other_key_boundaries() -> None:
 
 def test_pack_writer_repeated_key_raises() -> None:
     keys = sample_keys(1, 3)
-    part = Segment(0, 8, [*keys, keys[0]], ArraySource(sample_blocks(1, 4, 8)))
+    part = Segment(0, 8, [*keys, keys[0]], StagedBlocks([sample_blocks(1, 4, 8)]))
     with pytest.raises(ValueError, match="twice"):
         PackWriter(NAMESPACE, RawCodec(), [part])
 

@@ -9,13 +9,13 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from persistkv.memory.rows import ByteArray
+from persistkv.memory.rows import ByteArray, StagedBlocks
 from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.format.codec import Codec, PlanesCodec, RawCodec
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.identity import Identity
-from persistkv.testing.samples import ArraySource, sample_keys
+from persistkv.testing.samples import sample_keys
 from persistkv_tools.inspect.bench import CodecFigure, recommend
 from persistkv_tools.inspect.doctor import CODECS
 from tests.tools.conftest import Run
@@ -41,7 +41,7 @@ def fill(url: str) -> Fill:
     def write(blocks: ByteArray, codec: Codec | None = None) -> str:
         with closing(open_backend(url)) as backend:
             namespace = backend.open_namespace(Identity.of({})).id
-            segment = Segment(0, BLOCK_BYTES, sample_keys(1, len(blocks)), ArraySource(blocks))
+            segment = Segment(0, BLOCK_BYTES, sample_keys(1, len(blocks)), StagedBlocks([blocks]))
             backend.commit(namespace, CommitBatch([PackWriter(namespace, codec or RawCodec(), [segment])]))
         return url
 

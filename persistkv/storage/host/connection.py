@@ -51,17 +51,16 @@ class Connection(ABC):
 
     @abstractmethod
     def receive(self) -> list[Any]:
-        """Return messages that have arrived; some may be left for the next call. Never waits.
+        """Return messages that have arrived: 256 KiB or 64 at most, so that a step of the engine or of the host's loop
+        stays short. Never waits.
 
         :raises HostError: the input is malformed; the connection has ended.
         """
 
     @property
-    @abstractmethod
     def congested(self) -> bool:
-        """Whether the outbox has more than 1 MiB (within a process: 256 messages), because the other side is slow to
-        receive.
-        """
+        """Whether the other side is slow to receive: more than 1 MiB, or within a process 256 messages, are queued."""
+        return False
 
     @abstractmethod
     def close(self) -> None:
@@ -74,10 +73,6 @@ class ServedConnection(Connection):
     @abstractmethod
     def wake(self) -> None:
         """Make the owner's current or next ``wait`` return. May be called from any thread."""
-
-    @abstractmethod
-    def post(self, message: ToEngine) -> None:
-        """Send a message from any thread. The owner may drop the oldest of more than 1,000 unsent messages."""
 
     @abstractmethod
     def wait(self, seconds: float | None, engine_pidfd: int | None) -> bool:
@@ -93,8 +88,7 @@ class ServedConnection(Connection):
         return self.receive()
 
 
-_WAKE = object()
-"""Queue entry that only wakes the receiver."""
+_WAKE = object()  # queue entry that only wakes the receiver
 
 
 class QueueConnection(ServedConnection):
@@ -106,14 +100,12 @@ class QueueConnection(ServedConnection):
     """
 
     def __init__(self, inbox: SimpleQueue[Any], outbox: SimpleQueue[Any]) -> None:
-        """Create one end. Use ``pair``, which creates both."""
         self._inbox = inbox
         self._outbox = outbox
         self._waited_for: list[Any] = []
 
     @classmethod
     def pair(cls) -> tuple[QueueConnection, QueueConnection]:
-        """Return both ends of a new connection. They are alike: either one can be the host's."""
         there: SimpleQueue[Any] = SimpleQueue()
         back: SimpleQueue[Any] = SimpleQueue()
         return cls(back, there), cls(there, back)
@@ -129,11 +121,7 @@ class QueueConnection(ServedConnection):
     def wake(self) -> None:
         self._inbox.put(_WAKE)
 
-    def post(self, message: ToEngine) -> None:
-        self.send(message)
-
     def receive(self) -> list[Any]:
-        """Return at most 64 messages, so that a step of the engine or of the host's loop stays short."""
         messages, self._waited_for = self._waited_for, []
         while not self.ended and len(messages) < _MESSAGES_A_STEP:
             try:
@@ -172,7 +160,7 @@ class SocketConnection(ServedConnection):
         self._socket = sock
         self._decoder = msgspec.msgpack.Decoder(receives)
         self._encoder = msgspec.msgpack.Encoder()
-        self._arriving = bytearray(_RECEIVE_BYTES)
+        self._arriving = bytearray(_RECEIVE_BYTES)  # ``recv`` would allocate one in each step of an engine
         self._inbox = bytearray()
         self._outbox: deque[tuple[memoryview, Table | None]] = deque()
         self._fds: deque[int] = deque()
@@ -181,7 +169,6 @@ class SocketConnection(ServedConnection):
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
-        """Return the socket's descriptor, so that a poller can register this object."""
         return self._socket.fileno()
 
     def send(self, message: ToStore | ToEngine) -> None:
@@ -202,11 +189,12 @@ class SocketConnection(ServedConnection):
             os.eventfd_write(self._bell, 1)
 
     def post(self, message: ToEngine) -> None:
+        """Send a message from any thread. The owner may drop the oldest of more than 1,000 unsent messages."""
         self._posted.append(message)
         self.wake()
 
     def push(self) -> None:
-        """Send as many bytes of the outbox as the socket accepts; drop the outbox if the other side has closed."""
+        """Send as many bytes of the outbox as the socket accepts."""
         try:
             while self._outbox:
                 data, table = self._outbox[0]
@@ -230,11 +218,7 @@ class SocketConnection(ServedConnection):
         self._outbox_bytes = 0
 
     def receive(self) -> list[Any]:
-        """Send queued bytes, then read at most 256 KiB and return the complete messages. The bound keeps a step of the
-        engine or of the host's loop short.
-        """
-        if self._outbox:
-            self.push()
+        self.push()
         return self._decoded() if self._pull() else []
 
     def receive_rest(self) -> list[Any]:
@@ -256,10 +240,7 @@ class SocketConnection(ServedConnection):
         return any(fd == engine_pidfd for fd, _ in ready)
 
     def _pull(self) -> bool:
-        """Read bytes from the socket into the inbox; return False if there are none or the connection has ended.
-
-        Reuses one buffer, because ``recv`` would allocate one in each step of an engine.
-        """
+        """Read bytes from the socket into the inbox; return False if there are none or the connection has ended."""
         if self.ended:
             return False
         try:

@@ -34,7 +34,7 @@ from persistkv.storage.executor import Executor, InPlaceExecutor, ThreadExecutor
 from persistkv.storage.extensions import InspectableBackend, SupportsCounters
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host import protocol
-from persistkv.storage.host.connection import ServedConnection
+from persistkv.storage.host.connection import ServedConnection, SocketConnection
 from persistkv.storage.host.prewarm import recent_contexts
 from persistkv.storage.host.protocol import Notice
 from persistkv.storage.host.status import StatusPublisher
@@ -444,7 +444,7 @@ class StoreServer:
 class NoticeHandler(logging.Handler):
     """Log handler that sends the records of all threads to the engine, which logs them."""
 
-    def __init__(self, connection: ServedConnection) -> None:
+    def __init__(self, connection: SocketConnection) -> None:
         super().__init__(logging.INFO)
         self._connection = connection
 

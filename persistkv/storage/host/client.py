@@ -259,7 +259,7 @@ class StoreClient:
         else:
             self._refuse(job_id, keys)
 
-    def _begin(self, message: protocol.Job, keys: Sequence[bytes], num_bytes: int = 0) -> None:
+    def _begin(self, message: protocol.StoreJob | protocol.LoadJob, keys: Sequence[bytes], num_bytes: int = 0) -> None:
         self._expect_reply()
         self._jobs[message.job_id] = _Job(keys, num_bytes, time.monotonic())
         self._queued_bytes += num_bytes

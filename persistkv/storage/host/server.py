@@ -34,7 +34,7 @@ from persistkv.storage.executor import Executor, InPlaceExecutor, ThreadExecutor
 from persistkv.storage.extensions import InspectableBackend, SupportsCounters
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host import protocol
-from persistkv.storage.host.connection import ServedConnection, SocketConnection
+from persistkv.storage.host.connection import SocketConnection
 from persistkv.storage.host.prewarm import recent_contexts
 from persistkv.storage.host.protocol import Notice
 from persistkv.storage.host.status import StatusPublisher
@@ -426,7 +426,7 @@ class NoticeHandler(logging.Handler):
 
 
 def serve(
-    connection: ServedConnection,
+    connection: SocketConnection,
     rows_buffer: memoryview,
     engine_pidfd: int | None = None,
     lifecycle: Lifecycle | None = None,

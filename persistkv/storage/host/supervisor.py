@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 from persistkv.errors import HostError
 from persistkv.storage.executor import InPlaceExecutor
 from persistkv.storage.host import protocol
-from persistkv.storage.host.connection import Connection, QueueConnection, SocketConnection, discard
+from persistkv.storage.host.connection import Connection, SocketConnection, ThreadConnection, discard
 from persistkv.storage.host.protocol import ToEngine, ToStore
 from persistkv.storage.host.server import StoreServer, serve
 
@@ -232,7 +232,7 @@ class ThreadHost(_EngineHost):
     _thread: threading.Thread | None = None
 
     def start(self) -> Connection:
-        ours, theirs = QueueConnection.pair()
+        ours, theirs = ThreadConnection.pair()
         self._thread = threading.Thread(target=serve, args=(theirs, self._rows()), name="persistkv-store", daemon=True)
         self._thread.start()
         return ours
@@ -365,7 +365,7 @@ class Supervisor:
         """
         self.host = host
         self.hello = hello
-        self.connection: Connection = QueueConnection.pair()[0]
+        self.connection = Connection()
         """Connection to the host; closed while no host runs."""
         self.connection.close()
         self.state = State.DOWN

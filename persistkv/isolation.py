@@ -16,6 +16,14 @@ _REPORT_INTERVAL_S = 60.0
 logger = logging.getLogger(__name__)
 
 
+@dataclass
+class Guard:
+    """Target of ``Isolation.guard``."""
+
+    raised: bool = False
+    """Whether the block raised; set when the block ends."""
+
+
 class Isolation:
     """Logs the exceptions of one component instead of raising them. Not thread-safe.
 
@@ -33,8 +41,6 @@ class Isolation:
     def guard(self, call: str, consequence: str) -> Iterator[Guard]:
         """Return a context manager around one call of the component that logs and suppresses its exception.
 
-        The target, a ``Guard``, shows whether the call raised.
-
         :param call: name of the call in the log line.
         :param consequence: effect of an exception of the call, for the log line.
         """
@@ -46,10 +52,7 @@ class Isolation:
             self.report(call, consequence, error)
 
     def attempt(self, call: str, consequence: str, default: T, function: Callable[..., T], *arguments: Any) -> T:
-        """Return the result of ``function(*arguments)``; if it raises, log the exception and return ``default``.
-
-        ``call`` and ``consequence`` are as in ``guard``.
-        """
+        """Return the result of ``function(*arguments)``; if it raises, log the exception and return ``default``."""
         try:
             return function(*arguments)
         except Exception as error:
@@ -57,19 +60,10 @@ class Isolation:
             return default
 
     def report(self, call: str, consequence: str, error: Exception) -> None:
-        """Log an exception of a call with its traceback, unless one of the same call was logged less than a minute ago.
-
-        ``call`` and ``consequence`` are as in ``guard``.
+        """Log an exception of a call with its traceback, unless one of the same call was logged less than a minute
+        ago.
         """
         now = time.monotonic()
         if now >= self._next_report.get(call, now):
             self._next_report[call] = now + _REPORT_INTERVAL_S
             logger.error("%s raised in %s: %s", self.component, call, consequence, exc_info=error)
-
-
-@dataclass
-class Guard:
-    """Result of a guarded block."""
-
-    raised: bool = False
-    """Whether the block raised; set when the block ends."""

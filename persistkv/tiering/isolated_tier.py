@@ -1,9 +1,11 @@
-"""A secondary tier as the tiering manager calls it: none of its exceptions reaches the manager or another tier."""
+"""A secondary tier as the tiering manager calls it."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
+from typing import cast
 
 from persistkv.base import OffloadingEvent, OffloadKey, OffloadPolicy, ReqContext
 from persistkv.isolation import Isolation
@@ -14,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class IsolatedTier:
-    """Wrapper of a secondary tier that catches its exceptions: it logs them and returns what an empty tier would.
+    """Wrapper of a secondary tier that logs its exceptions and then returns what an empty tier would.
 
     A tier is unusable, which means that it gets no lookups and no jobs,
 
@@ -27,9 +29,8 @@ class IsolatedTier:
         self._isolation = Isolation(f"secondary tier {tier.get_tier_type()}")
         self._attempt = self._isolation.attempt
         self.num_cascading = 0
-        """Number of blocks that the tier's store jobs in flight keep from eviction; updated by the manager."""
+        """Blocks that the tier's store jobs in flight keep from eviction; updated by the manager."""
         self.is_usable = True
-        """Whether the tier gets lookups and jobs."""
         self.is_silent = False
         """Whether the tier's last ``get_finished_jobs`` raised."""
         self._is_stale = False
@@ -42,10 +43,7 @@ class IsolatedTier:
             return False
 
     def num_held(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:
-        """Return the number of keys before the first one for which the tier's ``lookup`` does not return True.
-
-        0 also if the tier has no ``lookup_prefix`` of its own, so that single lookups are as fast, or if it raised.
-        """
+        """Return the tier's ``lookup_prefix``; 0 if it has no own one, so that single lookups are as fast."""
         if type(self.tier).lookup_prefix is SecondaryTierManager.lookup_prefix:
             return 0
         return self._attempt("lookup_prefix", "its blocks are misses", 0, self.tier.lookup_prefix, keys, req_context)
@@ -55,11 +53,9 @@ class IsolatedTier:
 
     def submit(self, job: JobMetadata) -> bool:
         """Submit a load or store job to the tier. Return False if the tier raised: the job has failed."""
+        submit = self.tier.submit_load if job.is_promotion else self.tier.submit_store
         with self._isolation.guard("submit_load" if job.is_promotion else "submit_store", "the job failed") as guard:
-            if job.is_promotion:
-                self.tier.submit_load(job)
-            else:
-                self.tier.submit_store(job)
+            submit(job)
         return not guard.raised
 
     def finished_jobs(self) -> list[JobResult]:
@@ -80,8 +76,7 @@ class IsolatedTier:
         )
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        consequence = "the tier may miss the end of the request"
-        self._attempt("on_request_finished", consequence, None, self.tier.on_request_finished, req_context)
+        self._attempt("on_request_finished", "the tier may miss it", None, self.tier.on_request_finished, req_context)
 
     def take_events(self) -> list[OffloadingEvent]:
         events: list[OffloadingEvent] = []
@@ -98,15 +93,12 @@ class IsolatedTier:
             self.is_usable = not (self.is_silent or self._is_stale)
 
     def ask_recent(self, max_blocks: int, *, only_asked: bool = False) -> bool:
-        def ask() -> bool:
-            return isinstance(self.tier, RecentContexts) and self.tier.ask_recent(max_blocks, only_asked=only_asked)
-
+        """See ``RecentContexts``, which the tier must implement."""
+        ask = partial(cast(RecentContexts, self.tier).ask_recent, max_blocks, only_asked=only_asked)
         return self._attempt("ask_recent", "recently used contexts are not promoted", False, ask)
 
     def take_recent(self) -> list[list[OffloadKey]] | None:
-        def take() -> list[list[OffloadKey]] | None:
-            return self.tier.take_recent() if isinstance(self.tier, RecentContexts) else None
-
+        take = cast(RecentContexts, self.tier).take_recent
         return self._attempt("take_recent", "recently used contexts are not promoted", None, take)
 
     def has_pending_work(self) -> bool:

@@ -65,8 +65,7 @@ class TieringStats:
     """Blocks not loaded from a secondary tier, because the primary tier had no row for them. A promotion for which it
     has no row at all waits up to ``hold_s`` seconds first."""
     expired_holds: int = 0
-    """Promoted blocks that a waiting request did not load within ``hold_s`` seconds; a block counts once per
-    request."""
+    """Promoted blocks that a waiting request did not load within ``hold_s`` seconds, per request."""
 
 
 @dataclass
@@ -75,25 +74,14 @@ class _Promotion:
 
     context: ReqContext
     keys: dict[OffloadKey, None] = field(default_factory=dict)
-    """Keys of the blocks in the order of their lookups; the dictionary is an ordered set."""
+    """Ordered set of keys, in the order of their lookups."""
     since: float = field(default_factory=time.monotonic)
-    """Time of creation, in seconds of ``time.monotonic``. It bounds how long the promotion waits for rows."""
-
-    def in_prefix_order(self) -> list[OffloadKey]:
-        """Return the keys sorted by their position in the request, KV cache groups interleaved.
-
-        If the list is cut, each group keeps a prefix. If ``context.description`` is None, the positions are unknown and
-        the order of the lookups is kept.
-        """
-        description = self.context.description
-        if description is None:
-            return list(self.keys)
-        return sorted(self.keys, key=lambda key: description.depth(key) or 0)
+    """Time of creation. It bounds how long the promotion waits for rows."""
 
 
 @dataclass
 class _Job:
-    """A store (cascade) or load (promotion) that was submitted to a secondary tier and has not finished."""
+    """Job in flight of a secondary tier: a store (cascade) or load (promotion)."""
 
     tier: IsolatedTier
     data: JobMetadata
@@ -111,15 +99,14 @@ class _Request:
     storing: int = 0
     """Number of blocks of the request that are being written to the primary tier."""
     awaiting: set[OffloadKey] = field(default_factory=set)
-    """Blocks that the request offered for storing while a promotion or another request was writing them. The tiers
-    receive these blocks before ``on_request_finished``."""
+    """Blocks that the request offered for storing while a promotion or another request was writing them."""
     finished: bool = False
     missed: set[OffloadKey] = field(default_factory=set)
     """Blocks whose promotion failed or found no row: misses for this request, so that it does not retry forever."""
     held: set[OffloadKey] = field(default_factory=set)
     """Promoted blocks that stay referenced until the request loads them."""
     held_until: float = 0.0
-    """``time.monotonic`` time at which ``held`` blocks whose load has not started are released."""
+    """``time.monotonic`` time at which ``held`` blocks are released."""
     received: dict[IsolatedTier, set[OffloadKey]] = field(default_factory=dict)
     """For each request-level tier, promoted blocks that it received before the request offered them for storing."""
 
@@ -130,13 +117,7 @@ class TieringOffloadingManager(OffloadingManager):
     :param primary_tier: owned by the manager, which shuts it down last.
     :param secondary_tiers: in the order of lookups; owned by the manager. May be empty.
     :param enable_events: whether ``take_events`` returns events. Call it in each step either way: it starts promotions.
-    :param cascade_share: fraction, above 0 and at most 1, of the primary tier's rows that cascades (store jobs of the
-        tiers) may keep from eviction, divided evenly among the tiers. A job that would exceed it is not submitted,
-        unless its tier has no other store job.
-    :param hold_s: seconds, above 0, that promoted rows stay referenced for their request, and that a promotion waits
-        for rows.
-    :param prewarm_share: fraction, 0 to 1, of the primary tier's rows to fill, in the first steps, with the most
-        recently used contexts of the first tier that lists them; 0: no prewarming.
+    :param cascade_share: see ``TieringOffloadingOptions``, as for the other numbers.
     :raises ConfigurationError: a number is out of range.
     """
 
@@ -205,9 +186,9 @@ class TieringOffloadingManager(OffloadingManager):
     def _lookup(
         self, key: OffloadKey, req_context: ReqContext, tier_of: Mapping[OffloadKey, IsolatedTier] | None
     ) -> bool | None:
-        """Look up one block as ``lookup`` does. If only a secondary tier holds it, queue its promotion and return None.
+        """Look up one block. If only a secondary tier holds it, queue its promotion and return None.
 
-        :param tier_of: key → a tier that holds it, so that this tier need not be probed again; None: no such tiers.
+        :param tier_of: key → a tier that holds it, so that this tier need not be probed again.
         """
         answer = self.primary_tier.lookup(key, req_context)
         if answer:
@@ -239,13 +220,15 @@ class TieringOffloadingManager(OffloadingManager):
         primary, pending = self.primary_tier, self._pending
         self._pending = {}
         for (tier, req_id), promotion in pending.items():
-            keys, context = promotion.in_prefix_order(), promotion.context
+            keys, context, resident = list(promotion.keys), promotion.context, list[OffloadKey]()
             if not tier.is_usable:
                 self._miss(keys)
                 continue
-            # The request's blocks in the primary tier: its promotion must not evict its own prefix.
-            chains = context.description.group_keys if context.description is not None else ()
-            resident = [key for chain in chains for key in chain if primary.is_ready(key)]
+            if (description := context.description) is not None:
+                depths = {key: description.depth(key) or 0 for key in keys}
+                keys.sort(key=depths.__getitem__)  # if the list is cut, each group keeps a prefix
+                # The request's blocks in the primary tier: its promotion must not evict its own prefix.
+                resident = [key for chain in description.group_keys for key in chain if primary.is_ready(key)]
             room = primary.num_free_or_evictable() - primary.num_evictable_of(resident)
             if not room and time.monotonic() - promotion.since < self._hold_s:
                 self._pending[tier, req_id] = promotion
@@ -292,9 +275,7 @@ class TieringOffloadingManager(OffloadingManager):
         *,
         is_promotion: bool,
     ) -> bool:
-        """Submit a load or store job to a tier, and return True. If the tier raises, finish the job as failed and
-        return False.
-        """
+        """Submit a job to a tier, and return True. If the tier raises, finish the job as failed and return False."""
         block_ids = cast(CPULoadStoreSpec, rows).block_ids
         job = JobMetadata(next(self._job_ids), keys, block_ids, is_promotion, context)
         self._jobs[job.job_id] = _Job(tier, job, self._epoch)
@@ -359,9 +340,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._settle((*written, *orphaned))
 
     def _settle(self, keys: Sequence[OffloadKey]) -> None:
-        """Remove blocks that are no longer being written from ``_Request.awaiting``. End requests that only waited for
-        them.
-        """
+        """Blocks are no longer being written: end the requests that only awaited them."""
         for key in keys if self._awaited else ():
             for req_id in self._awaited.pop(key, ()):
                 if request := self._requests.get(req_id):
@@ -370,9 +349,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _cascade(self, tier: IsolatedTier, ready: list[OffloadKey], req_context: ReqContext) -> bool:
         """Submit readable blocks to a tier for storing, unless the tier's stores already use their share of the rows.
-
-        :returns: whether the blocks were submitted. False: ``ready`` is empty, the tier is unusable, its share is used,
-            or it raised; the call is not repeated.
+        Return whether they were submitted; the call is not repeated.
         """
         if not ready or not tier.is_usable:
             return False
@@ -396,15 +373,14 @@ class TieringOffloadingManager(OffloadingManager):
         return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL if wants_all else OffloadPolicy.BLOCK_LEVEL)
 
     def _begin(self, req_context: ReqContext) -> _Request:
-        """Create the state of a request, and announce the request to each tier before its first lookup or job there."""
+        """Create the state of a request, and announce the request to each tier."""
         wanting = [tier for tier in self._tiers if tier.on_new_request(req_context) is OffloadPolicy.REQUEST_LEVEL]
         request = self._requests[req_context.req_id] = _Request(req_context, wanting)
         return request
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """End a request, and drop the pending promotions that no other request waits for.
-
-        The secondary tiers receive the end when no block of the request is being written to the primary tier.
+        """See ``OffloadingManager``. The secondary tiers receive the end when no block of the request is being written
+        to the primary tier. Pending promotions that no other request waits for are dropped.
         """
         req_id = req_context.req_id
         request = self._requests.get(req_id)
@@ -452,9 +428,8 @@ class TieringOffloadingManager(OffloadingManager):
                 self._lose_promotions(tier)
 
     def _lose_promotions(self, tier: IsolatedTier) -> None:
-        """Treat the promotions of a tier that cannot be polled as misses for the requests that wait for them.
-
-        Their rows stay reserved, because the tier may still write to them.
+        """Treat the promotions of a tier that cannot be polled as misses. Their rows stay reserved: the tier may still
+        write to them.
         """
         for job in self._jobs.values():
             if job.tier is tier and job.data.is_promotion and job.epoch == self._epoch:
@@ -487,13 +462,10 @@ class TieringOffloadingManager(OffloadingManager):
         self._settle(keys)
 
     def _deliver(self, source: IsolatedTier, keys: Sequence[OffloadKey]) -> None:
-        """Protect promoted blocks for the requests that wait for them, and pass the blocks to request-level tiers.
+        """Hold promoted blocks for the requests that wait for them, and pass the blocks to request-level tiers.
 
-        A protected block stays in the primary tier until the request loads it or ends, or ``hold_s`` passes. A
-        request-level tier receives the blocks that the request has offered for storing and, if the request stores
-        blocks, those that it waits for. The tier that loaded the blocks receives only the offered ones.
-
-        :param source: tier that loaded the blocks.
+        Such a tier receives the blocks that the request has offered for storing and, unless it is the ``source`` that
+        loaded them or the request does not store, those that the request waits for.
         """
         waited: dict[str, set[OffloadKey]] = {}
         for key in keys:
@@ -528,7 +500,6 @@ class TieringOffloadingManager(OffloadingManager):
     # All tiers
 
     def has_pending_work(self) -> bool:
-        """Return whether tiers have work in progress, so that the engine must take steps even if no request runs."""
         if self._pending or not (self._prewarming is None or self._prewarming.ended):
             return True
         if any(job.tier.is_usable for job in self._jobs.values()):
@@ -548,9 +519,7 @@ class TieringOffloadingManager(OffloadingManager):
             tier.reset_cache(weights_changed)
 
     def shutdown(self) -> None:
-        """Shut down the secondary tiers, then the primary tier. Waits up to 60 s per tier for its jobs in flight,
-        because they use the primary tier's rows.
-        """
+        """Shut down all tiers. Waits up to 60 s per tier for its jobs, because they use the primary tier's rows."""
         try:
             for tier in self._tiers:
                 tier.shutdown(_DRAIN_S)

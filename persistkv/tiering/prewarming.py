@@ -20,13 +20,7 @@ class RecentContexts(Protocol):
     """Optional interface of a tier that lists recently used contexts; see ``PersistentTier``."""
 
     def ask_recent(self, max_blocks: int, *, only_asked: bool = False) -> bool:
-        """Ask the tier for keys of recently used requests, at most ``max_blocks`` in all, which ``take_recent``
-        returns.
-
-        Return False if the tier is not ready: nothing was requested, and the caller asks again later.
-
-        :param only_asked: ask only for requests that were explicitly selected, such as with ``persistkv warm``.
-        """
+        """Ask for keys of recently used requests; return False if the tier is not ready."""
         ...
 
     def take_recent(self) -> list[list[OffloadKey]] | None:
@@ -38,8 +32,7 @@ class Prewarming:
     """Queue of stored contexts to promote: at the start those requested with ``persistkv warm``, then the most recently
     used ones; afterwards those that are requested later.
 
-    :param tier: lists the contexts.
-    :param max_blocks: most blocks to ask the tier for, in each call of ``RecentContexts.ask_recent``; 0: none.
+    :param max_blocks: most blocks to ask the tier for in each call; 0: none.
     """
 
     def __init__(self, tier: RecentContexts, max_blocks: int) -> None:
@@ -57,8 +50,7 @@ class Prewarming:
     def next_context(self) -> list[OffloadKey] | None:
         """Return the keys of the next stored request to promote; None if there is none (yet).
 
-        Call it when the promotion of the previous request has ended. It asks the tier for more contexts if none are
-        left and the tier's last answer is 5 s old.
+        Asks the tier for more contexts if none are left and its last answer is 5 s old.
         """
         if not self._contexts and self._max_blocks > 0:
             self.ended = self.ended or self._learned

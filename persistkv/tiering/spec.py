@@ -53,14 +53,15 @@ class TieringOffloadingOptions(CPUOffloadingOptions, frozen=True, kw_only=True):
     secondary_tiers: tuple[dict[str, Any], ...] = ()
     """One ``{"type": NAME, option: value, …}`` per tier, in the order of lookups; none by default."""
     cascade_share: float = 0.5
-    """Fraction, above 0 and at most 1, of the primary tier's rows that running store jobs of all secondary tiers may
-    keep from eviction. Blocks beyond it are not passed to the tiers."""
+    """Fraction, above 0 and at most 1, of the primary tier's rows that running store jobs of the secondary tiers may
+    keep from eviction, divided evenly among the tiers. A job that would exceed it is not submitted, unless its tier has
+    no other store job."""
     hold_s: float = 30.0
     """Seconds, above 0, that blocks loaded from a secondary tier stay in the primary tier until their request loads
     them, and that such a load waits for free rows."""
     prewarm_share: float = 0.0
     """Fraction, 0 to 1, of the primary tier's rows to fill, in the first steps, with the most recently used contexts of
-    a secondary tier; 0: none."""
+    the first tier that lists them; 0: none."""
 
 
 @dataclass(kw_only=True)

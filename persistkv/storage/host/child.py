@@ -32,10 +32,9 @@ _RAISED_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_DATA,
 def main(region_bytes: int, engine_pidfd: int, socket_fd: int, *region_fds: int) -> None:
     """Run the host process: serve the engine until it ends the connection or dies, then close the store and return.
 
-    :param engine_pidfd: inherited pidfd of the engine, to detect its death.
-    :param socket_fd: inherited socket to the engine.
-    :param region_fds: inherited descriptors of the primary tier's memory, ``region_bytes`` bytes in all.
-    :raises OSError: the rows cannot be mapped.
+    The descriptors are inherited.
+
+    :param region_fds: the primary tier's memory, ``region_bytes`` bytes in all.
     """
     for fd in (engine_pidfd, socket_fd):
         os.set_inheritable(fd, False)
@@ -55,12 +54,9 @@ def main(region_bytes: int, engine_pidfd: int, socket_fd: int, *region_fds: int)
 
 class _HostProcess(Lifecycle):
     def __init__(self, rows: memoryview) -> None:
-        self._rows = rows
+        self._address, self._num_bytes = libc.address_of(rows), len(rows)
         self._released = threading.Event()
-        address = libc.address_of(rows)
-        ready = threading.Thread(target=_ready, args=(address, len(rows), self._released), name="persistkv-rows")
-        ready.daemon = True
-        ready.start()
+        threading.Thread(target=self._ready_rows, name="persistkv-rows", daemon=True).start()
 
     def opened(self) -> None:
         os.chdir("/")  # not before: the driver resolves a relative path when it opens
@@ -70,18 +66,28 @@ class _HostProcess(Lifecycle):
         signal.alarm(_REMOTE_END_S if remote else _END_S)
 
     def released(self) -> None:
-        self._released.set()
-        libc.unmap(libc.address_of(self._rows), len(self._rows))
+        self._released.set()  # ends the mapping of pages early
+        libc.unmap(self._address, self._num_bytes)
+
+    def _ready_rows(self) -> None:
+        """Move the rows into huge pages if the engine did not, then map all their pages into this process's page table.
+
+        Otherwise the first job that uses a row maps them: 32 MiB of rows took 10 ms, and the first promotion after a
+        start matters most. Mapping a gigabyte of small pages takes 0.1 s, and 2 MiB of page table, needed in any case.
+        """
+        collapse(self._address, self._num_bytes, threads=1)
+        for begin in range(0, self._num_bytes, _STEP_BYTES):
+            size = min(_STEP_BYTES, self._num_bytes - begin)
+            # this also makes pages of /dev/shm writable
+            if self._released.is_set() or libc.madvise(self._address + begin, size, libc.MADV_POPULATE_READ):
+                return  # on an older kernel, pages are entered at the first use of each row
 
 
 def _reset() -> None:
     """Reset the signal dispositions, limits and CPU affinity inherited from the engine, and set a scheduling class.
 
-    With this class (SCHED_BATCH), a message of the engine that wakes this process does not preempt the engine.
-
-    Without it, the kernel often ran this process instead of the sender. On two busy cores, the engine's scheduler took
-    6 ms to send a job without it, and 0.2 ms with it (99th percentile). The jobs themselves took the same time
-    (benchmarks.busy_scheduler).
+    With SCHED_BATCH, a message that wakes this process does not preempt the engine. On two busy cores, the engine's
+    scheduler took 6 ms to send a job without it, and 0.2 ms with it (99th percentile; benchmarks.busy_scheduler).
     """
     for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:  # Python ignores these two
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -103,8 +109,6 @@ def map_rows(region_fds: Sequence[int], region_bytes: int) -> memoryview:
     """Map the primary tier's rows; return them as a writable view of bytes.
 
     :param region_fds: inherited descriptors; closed here, because they share the engine's flock and would keep it.
-    :param region_bytes: size of all of them together.
-    :raises OSError: the rows cannot be mapped.
     """
     own = []
     for fd in region_fds:
@@ -116,20 +120,3 @@ def map_rows(region_fds: Sequence[int], region_bytes: int) -> memoryview:
         for fd in own:
             os.close(fd)
     return libc.memory_at(address, region_bytes)
-
-
-def _ready(address: int, num_bytes: int, released: threading.Event) -> None:
-    """Move the rows into huge pages if the engine did not, then map all their pages into this process's page table.
-
-    Otherwise the first job that uses a row maps them: 32 MiB of rows took 10 ms, and the first promotion after a start
-    matters most. Mapping a gigabyte of small pages takes 0.1 s, and 2 MiB of page table, needed in any case.
-
-    :param released: set before the rows are unmapped; this ends the mapping of pages early.
-    """
-    collapse(address, num_bytes, threads=1)
-    for begin in range(0, num_bytes, _STEP_BYTES):
-        # this also makes pages of /dev/shm writable
-        if released.is_set() or libc.madvise(
-            address + begin, min(_STEP_BYTES, num_bytes - begin), libc.MADV_POPULATE_READ
-        ):
-            return  # on an older kernel, pages are entered at the first use of each row

@@ -6,6 +6,8 @@ Invariants of this file:
 2. ``poll`` returns exactly one outcome for each submitted job, regardless of what happens to the host.
 3. A job fails only when its rows are certainly not in use: it was refused before it was sent, the host has answered it,
    or the host is known to be dead.
+4. Store jobs and request ends are two queues, each bounded in bytes. An entry that exceeds the bound is refused unless
+   its queue is empty. Load jobs are not bounded.
 
 Must be used from one thread, the scheduler's. In a forked child, ``open``, ``poll``, ``flush``, ``stats`` and the
 methods that submit work raise HostError.
@@ -23,12 +25,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from persistkv.errors import (
-    CorruptStoreError,
-    HostError,
-    PersistKVError,
-    ProcessIdInUseError,
-)
+from persistkv.errors import CorruptStoreError, HostError, PersistKVError, ProcessIdInUseError
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host import protocol
 from persistkv.storage.host.supervisor import KILL_S, Host, State, Supervisor
@@ -51,8 +48,8 @@ class JobOutcome(NamedTuple):
 
     job_id: int
     failed: list[bytes]
-    """Store job: keys whose blocks were dropped; those of the others are durable, or staged to be written later. Load
-    job: keys whose rows have undefined content."""
+    """Store job: keys whose blocks were dropped; the others are durable, or staged to be written later. Load job: keys
+    whose rows have undefined content."""
     refused: bool
     """True: the job was not sent, or the host died before its answer. All keys have failed."""
     num_bytes: int
@@ -71,7 +68,7 @@ class ClientCounters(msgspec.Struct):
     refused_bytes: int = 0
     """Raw bytes of the refused store jobs."""
     refused_ends: int = 0
-    """Request ends refused because their queue was full or the store was not open; their requests get no manifest."""
+    """Request ends refused for the same reasons; their requests get no manifest."""
     lost_jobs: int = 0
     """Jobs that were in flight when the host died; they failed."""
     restarts: int = 0
@@ -93,126 +90,12 @@ class StoreStats(msgspec.Struct, frozen=True):
 class _Job(NamedTuple):
     keys: Sequence[bytes]
     num_bytes: int
+    """Raw bytes of a store job; 0 for a load job."""
     begin: float
-    is_store: bool
-
-
-class InFlight:
-    """Queue of the jobs and request ends that were sent to the host and not answered yet.
-
-    1. Each job ends exactly once: it is refused here, answered by the host, or lost when the host dies.
-    2. Store jobs and request ends are two queues, each bounded in bytes. An entry that exceeds the bound is refused
-       unless its queue is empty. Load jobs are not bounded.
-    """
-
-    def __init__(self, counters: ClientCounters, max_queue_bytes: int) -> None:
-        """:param max_queue_bytes: bound on the raw bytes of store jobs in flight."""
-        self._counters = counters
-        self._max_queue_bytes = max_queue_bytes
-        self._jobs: dict[int, _Job] = {}
-        self.queued_bytes = 0
-        """Raw bytes of the store jobs in flight."""
-        self._ending: dict[str, int] = {}
-        self._ending_bytes = 0
-        self._outcomes: list[JobOutcome] = []
-        self._persisted: dict[str, bool] = {}
-
-    def __len__(self) -> int:
-        return len(self._jobs)
-
-    @property
-    def expects_reply(self) -> bool:
-        """Whether the host still has to answer a job or a request end."""
-        return bool(self._jobs or self._ending)
-
-    @property
-    def pending(self) -> bool:
-        """Whether jobs or request ends are in flight, or ``take_outcomes`` has outcomes to return."""
-        return bool(self._jobs or self._ending or self._outcomes)
-
-    def fits(self, num_bytes: int) -> bool:
-        """Return whether a store job of ``num_bytes`` raw bytes fits in the queue and may be sent."""
-        return self.queued_bytes == 0 or self.queued_bytes + num_bytes <= self._max_queue_bytes
-
-    def begin(self, job_id: int, keys: Sequence[bytes], num_bytes: int, *, is_store: bool) -> None:
-        """Record that a job is sent to the host. ``num_bytes`` is the raw bytes of a store job, 0 for a load job."""
-        self._jobs[job_id] = _Job(keys, num_bytes, time.monotonic(), is_store)
-        self.queued_bytes += num_bytes
-
-    def refuse(self, job_id: int, keys: Sequence[bytes], num_bytes: int) -> None:
-        """Record a job that is not sent to the host; all of its keys have failed.
-
-        :param num_bytes: raw bytes of a store job, 0 for a load job.
-        """
-        self._counters.refused_jobs += 1
-        self._counters.refused_bytes += num_bytes
-        self._outcomes.append(JobOutcome(job_id, list(keys), True, 0, 0.0))
-
-    def end(self, job_id: int, failed: list[bytes], loaded_bytes: int) -> None:
-        """Record the host's answer to a job; ignore the answer if no such job is in flight.
-
-        :param failed: keys that were not stored or loaded.
-        :param loaded_bytes: raw bytes that a load job wrote to rows; ignored for a store job.
-        """
-        job = self._jobs.pop(job_id, None)
-        if job is None:
-            return
-        self.queued_bytes -= job.num_bytes
-        num_bytes = loaded_bytes
-        if job.is_store:
-            num_bytes = job.num_bytes * (len(job.keys) - len(failed)) // max(1, len(job.keys))
-        self._outcomes.append(JobOutcome(job_id, failed, False, num_bytes, time.monotonic() - job.begin))
-
-    def begin_end(self, request: str, num_bytes: int) -> bool:
-        """Record a request end of ``RequestEnd.num_bytes`` bytes. Return False and refuse it if the queue is full."""
-        if self._ending_bytes and self._ending_bytes + num_bytes > _MOST_ENDING_BYTES:
-            self.refuse_end(request)
-            return False
-        self._ending[request] = self._ending.get(request, 0) + num_bytes
-        self._ending_bytes += num_bytes
-        return True
-
-    def refuse_end(self, request: str) -> None:
-        """Record a request end that is not sent to the host: the context of the request is not persisted."""
-        self._counters.refused_ends += 1
-        self._persisted[request] = False
-
-    def request_persisted(self, request: str, whole: bool) -> None:
-        """Record that the host processed a request end.
-
-        :param whole: whether all blocks of the request are durable.
-        """
-        self._ending_bytes -= self._ending.pop(request, 0)
-        self._persisted[request] = whole
-
-    def fail_all(self) -> None:
-        """Fail all jobs and request ends in flight. Call it once the host is dead and no longer uses rows."""
-        self._counters.lost_jobs += len(self._jobs)
-        now = time.monotonic()
-        for job_id, job in self._jobs.items():
-            self._outcomes.append(JobOutcome(job_id, list(job.keys), True, 0, now - job.begin))
-        self._persisted.update(dict.fromkeys(self._ending, False))
-        self._jobs.clear()
-        self._ending.clear()
-        self.queued_bytes = self._ending_bytes = 0
-
-    def take_outcomes(self) -> list[JobOutcome]:
-        """Return the results of the jobs that were answered, refused or lost since the last call."""
-        outcomes, self._outcomes = self._outcomes, []
-        return outcomes
-
-    def take_persisted(self) -> dict[str, bool]:
-        """Return ids of requests whose end was processed since the last call. True: all their blocks are durable;
-        False: some are not, or the end was refused or lost with the host.
-        """
-        persisted, self._persisted = self._persisted, {}
-        return persisted
 
 
 class StoreClient:
-    """The engine's client of the store in the host: submits jobs, polls for their results and restarts a dead host.
-    Must be used from one thread.
-    """
+    """The engine's client of the store in the host: submits jobs, polls for their results and restarts a dead host."""
 
     def __init__(
         self,
@@ -225,30 +108,31 @@ class StoreClient:
     ) -> None:
         """Create a client; ``open`` starts the host.
 
-        :param hello: first message to the host after each start; it opens the store.
-        :param max_queue_bytes: bound on the raw bytes of store jobs in flight. A job that would exceed it is refused,
-            unless no other one is in flight.
-        :param watchdog_s: seconds after which the host is killed and restarted if an answer is due and it sends no
-            message. A single call to the storage medium may take ten times as long.
-        :param least_start_s: minimum of ``watchdog_s`` while the host opens the store.
+        :param max_queue_bytes: bound on the raw bytes of store jobs in flight.
+
+        See ``Supervisor`` for the other parameters.
         """
+        self.host = host
         self.counters = ClientCounters()
         self.notices: list[str] = []
         """Messages for the user from opening, such as the differences from the nearest namespace."""
         self.supervisor = Supervisor(host, hello, watchdog_s=watchdog_s, least_start_s=least_start_s)
         self._pid = os.getpid()
         self.table = LookupTable()
-        """Fingerprints of the keys that are durable and can be loaded; empty while the host is down. Callers must not
-        modify it.
-        """
+        """Fingerprints of the keys that are durable and can be loaded; empty while the host is down."""
         self.contains = self.table.contains
-        """Method that returns whether a key can probably be loaded; see ``LookupTable.contains``."""
         self.wants_all = False
         """Whether store jobs must be submitted even if ``table`` contains all of their keys."""
         self._others_load = False
         self._touched: set[bytes] = set()
         self._events = News()
-        self._in_flight = InFlight(self.counters, max_queue_bytes)
+        self._max_queue_bytes = max_queue_bytes
+        self._jobs: dict[int, _Job] = {}
+        self._queued_bytes = 0  # raw bytes of the store jobs in flight
+        self._ending: dict[str, int] = {}  # bytes of the request ends in flight
+        self._ending_bytes = 0
+        self._outcomes: list[JobOutcome] = []
+        self._persisted: dict[str, bool] = {}
         self._answer: Any = None
         self._recent: list[list[bytes]] | None = None
         self._token = 0
@@ -312,11 +196,6 @@ class StoreClient:
         return attempt == 0 and isinstance(self._open_error, CorruptStoreError)
 
     @property
-    def host(self) -> Host:
-        """The host that runs the store."""
-        return self.supervisor.host
-
-    @property
     def state(self) -> State:
         """State of the host as known from the last ``poll`` or blocking call."""
         return self.supervisor.state
@@ -330,6 +209,16 @@ class StoreClient:
     def __len__(self) -> int:
         return len(self.table)
 
+    @property
+    def num_jobs(self) -> int:
+        """Number of jobs that the host has not answered yet."""
+        return len(self._jobs)
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether jobs or request ends are in flight, or ``poll`` has outcomes to return."""
+        return bool(self._jobs or self._ending or self._outcomes)
+
     def submit_store(
         self,
         job_id: int,
@@ -341,10 +230,7 @@ class StoreClient:
     ) -> None:
         """Submit a store job: persist the blocks in these rows, which the host may read until ``poll`` returns the job.
 
-        The job is refused if the store is not open or the queue is full. Then ``poll`` returns it as refused.
-
         :param job_id: chosen by the caller; no other job in flight may have it.
-        :param request: id of the request to which the blocks belong.
         :param block_ids: for each key, the number of the block's row in the primary tier.
         :param depths: for each key, how many blocks of its group precede it in the request; None if unknown.
         :param num_bytes: raw bytes of the blocks, for the bound on the queue.
@@ -352,33 +238,56 @@ class StoreClient:
         """
         self._check_process()
         self.counters.store_jobs += 1
-        if self.state is not State.OPEN or not self._in_flight.fits(num_bytes):
-            self._in_flight.refuse(job_id, keys, num_bytes)
+        is_full = self._queued_bytes > 0 and self._queued_bytes + num_bytes > self._max_queue_bytes
+        if self.state is not State.OPEN or is_full:
+            self.counters.refused_bytes += num_bytes
+            self._refuse(job_id, keys)
             return
         depth_bytes = b"" if depths is None else _joined(depths)
-        message = protocol.StoreJob(job_id, request, PackedKeys.of(keys), _joined(block_ids), depth_bytes)
-        self._expect_reply()
-        self._in_flight.begin(job_id, keys, num_bytes, is_store=True)
-        self.supervisor.connection.send(message)
+        message = protocol.StoreJob(job_id, PackedKeys.of(keys), _joined(block_ids), request, depth_bytes)
+        self._begin(message, keys, num_bytes)
 
     def submit_load(self, job_id: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        """Submit a load job: read blocks into these rows. The host may write the rows until ``poll`` returns the job.
+        """Submit a load job: read blocks into these rows, which the host may write until ``poll`` returns the job.
 
-        If the store is not open, the job is refused, and ``poll`` returns it as refused.
-
-        :param job_id: chosen by the caller; no other job in flight may have it.
-        :param block_ids: for each key, the number of the row to fill.
-        :raises ValueError: a key is empty; nothing was submitted.
+        The parameters and errors are those of ``submit_store``.
         """
         self._check_process()
         self.counters.load_jobs += 1
-        if self.state is not State.OPEN:
-            self._in_flight.refuse(job_id, keys, 0)
-            return
-        message = protocol.LoadJob(job_id, PackedKeys.of(keys), _joined(block_ids))
+        if self.state is State.OPEN:
+            self._begin(protocol.LoadJob(job_id, PackedKeys.of(keys), _joined(block_ids)), keys)
+        else:
+            self._refuse(job_id, keys)
+
+    def _begin(self, message: protocol.StoreJob | protocol.LoadJob, keys: Sequence[bytes], num_bytes: int = 0) -> None:
         self._expect_reply()
-        self._in_flight.begin(job_id, keys, 0, is_store=False)
+        self._jobs[message.job_id] = _Job(keys, num_bytes, time.monotonic())
+        self._queued_bytes += num_bytes
         self.supervisor.connection.send(message)
+
+    def _refuse(self, job_id: int, keys: Sequence[bytes]) -> None:
+        self.counters.refused_jobs += 1
+        self._outcomes.append(JobOutcome(job_id, list(keys), True, 0, 0.0))
+
+    def _end(self, answer: protocol.JobDone) -> None:
+        failed = answer.failed.unpack()
+        job = self._jobs.pop(answer.job_id, None)
+        if job is not None:
+            self._queued_bytes -= job.num_bytes
+            stored_bytes = job.num_bytes * (len(job.keys) - len(failed)) // max(1, len(job.keys))
+            seconds = time.monotonic() - job.begin
+            self._outcomes.append(JobOutcome(answer.job_id, failed, False, answer.num_bytes + stored_bytes, seconds))
+
+    def _fail_all(self) -> None:
+        """Fail all jobs and request ends in flight. Call it once the host is dead and no longer uses rows."""
+        self.counters.lost_jobs += len(self._jobs)
+        now = time.monotonic()
+        for job_id, job in self._jobs.items():
+            self._outcomes.append(JobOutcome(job_id, list(job.keys), True, 0, now - job.begin))
+        self._persisted.update(dict.fromkeys(self._ending, False))
+        self._jobs.clear()
+        self._ending.clear()
+        self._queued_bytes = self._ending_bytes = 0
 
     def touch(self, keys: Collection[bytes]) -> None:
         """Mark blocks as recently used, so that others are evicted first. The next calls of ``poll`` send the keys.
@@ -392,10 +301,7 @@ class StoreClient:
             self._touched.update(compress(keys, self.table.held(keys)))
 
     def loaded_elsewhere(self, keys: Sequence[bytes]) -> None:
-        """Report that another tier loads blocks, so that the store does not count them as computed by the engine.
-
-        :raises HostError: after a fork.
-        """
+        """Report that another tier loads blocks, so that the store does not count them as computed by the engine."""
         self._check_process()
         self._others_load = True
         if self.wants_all and keys and self.state is State.OPEN:
@@ -404,49 +310,47 @@ class StoreClient:
     def end_request(self, end: RequestEnd) -> None:
         """Report the end of a request to the host, which writes its remaining blocks and its manifest.
 
-        ``take_persisted`` later returns the result: False if the end was refused, because the store is not open or the
-        queue of request ends is full.
+        ``take_persisted`` later returns the result.
         """
         self._check_process()
-        if self.state is not State.OPEN:
-            self._in_flight.refuse_end(end.request)
+        num_bytes = end.num_bytes
+        is_full = self._ending_bytes > 0 and self._ending_bytes + num_bytes > _MOST_ENDING_BYTES
+        if self.state is not State.OPEN or is_full:
+            self.counters.refused_ends += 1
+            self._persisted[end.request] = False
             return
         self._expect_reply()
-        if self._in_flight.begin_end(end.request, end.num_bytes):
-            self.supervisor.connection.send(end)
+        self._ending[end.request] = self._ending.get(end.request, 0) + num_bytes
+        self._ending_bytes += num_bytes
+        self.supervisor.connection.send(end)
 
     def _expect_reply(self) -> None:
         """Start the watchdog for the next answer, unless an earlier answer is still due."""
-        if not self._in_flight.expects_reply:
+        if not (self._jobs or self._ending):
             self.supervisor.watchdog.restart_timer()
 
     # The step
 
     def poll(self) -> list[JobOutcome]:
-        """Process messages, supervise the host, and return the results of ended jobs. Call once per scheduler step."""
+        """Process messages, supervise the host, and return the results of ended jobs. Call once per scheduler step.
+
+        Most steps of a decoding engine have nothing in flight: they skip the rest, unless the last poll is too old.
+        """
         self._check_process()
-        if self._may_skip_poll():
+        now = time.monotonic()
+        if now < self._next_look and not self.has_pending_work and not self._touched:
             return []
+        self._next_look = now + self.host.idle_look_s if self.state is State.OPEN else now
         if self.state in (State.OPENING, State.OPEN) and self._receive():
             self._next_look = 0.0  # more messages may be waiting
         self._send_touched()
         self.table.release_some()
         if self.supervisor.has_exited():
-            self._in_flight.fail_all()
+            self._fail_all()
         elif self.supervisor.maybe_restart():
             self.counters.restarts += 1
-        return self._in_flight.take_outcomes()
-
-    def _may_skip_poll(self) -> bool:
-        """Return whether this step can skip the poll: no work is in flight or to be sent, and the last poll was recent.
-
-        A decoding engine takes dozens of steps with nothing in flight.
-        """
-        now = time.monotonic()
-        if now < self._next_look and not self._in_flight.pending and not self._touched:
-            return True
-        self._next_look = now + self.supervisor.host.idle_look_s if self.state is State.OPEN else now
-        return False
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
 
     def _send_touched(self) -> None:
         """Send some keys recorded by ``touch``, unless the connection is congested: its outbox must stay bounded."""
@@ -455,21 +359,10 @@ class StoreClient:
             if touched:
                 self.supervisor.connection.send(protocol.Touch(PackedKeys.of(touched)))
 
-    @property
-    def num_jobs(self) -> int:
-        """Number of jobs that the host has not answered yet."""
-        return len(self._in_flight)
-
-    @property
-    def has_pending_work(self) -> bool:
-        """Whether work is in flight or ``poll`` has outcomes to return."""
-        return self._in_flight.pending
-
     def take_events(self) -> News:
         """Return the keys that were stored or removed since the last call; ``News.lost`` is set if some are missing.
-        Empty unless ``StoreOptions.events`` is set.
 
-        Keys that the store held when it was opened are not included.
+        Empty unless ``StoreOptions.events`` is set. Keys that the store held when it was opened are not included.
         """
         events, self._events = self._events, News()
         return events
@@ -478,17 +371,11 @@ class StoreClient:
         """Return ids of requests whose end was processed since the last call. True: all their blocks are durable;
         False: some are not, or the end was refused or lost with the host.
         """
-        return self._in_flight.take_persisted()
+        persisted, self._persisted = self._persisted, {}
+        return persisted
 
     def ask_recent(self, max_blocks: int, *, only_asked: bool = False, choice: Choice | None = None) -> bool:
-        """Ask the host for keys of stored requests to promote: first those that ``persistkv warm`` asked for, then the
-        most recently used ones. ``take_recent`` returns them once they arrive.
-
-        :param max_blocks: maximum number of keys to return, over all requests.
-        :param only_asked: return only those that ``persistkv warm`` asked for; ignored if ``choice`` is set.
-        :param choice: return only the recently used ones that this filter includes; None: no filter.
-        :returns: False if the store is not open; nothing was requested.
-        """
+        """Send ``protocol.AskRecent``, whose fields the parameters are; return False if the store is not open."""
         if self.state is State.OPEN:
             self.supervisor.connection.send(protocol.AskRecent(max_blocks, only_asked, choice))
         return self.state is State.OPEN
@@ -515,7 +402,7 @@ class StoreClient:
         except (ValueError, TypeError, PersistKVError) as error:
             logger.error("the host sent a malformed message: %s", error)
             self._mark_lost()
-        if supervisor.is_lost(owes=self._in_flight.expects_reply):
+        if supervisor.is_lost(owes=bool(self._jobs or self._ending)):
             self._mark_lost()
         return bool(messages)
 
@@ -523,7 +410,7 @@ class StoreClient:
         match message:
             case protocol.JobDone():
                 self.supervisor.worked()
-                self._in_flight.end(message.job_id, message.failed.unpack(), message.num_bytes)
+                self._end(message)
             case protocol.Table():
                 self._map(message)
             case News():
@@ -531,7 +418,8 @@ class StoreClient:
                 self._events.lost |= message.lost
                 self._events.add(stored=message.stored, removed=message.removed)
                 for request, whole in message.persisted:
-                    self._in_flight.request_persisted(request, whole)
+                    self._ending_bytes -= self._ending.pop(request, 0)
+                    self._persisted[request] = whole
             case protocol.Flushed() | protocol.HostStats():
                 if isinstance(message, protocol.HostStats):
                     self._totals = message
@@ -589,15 +477,13 @@ class StoreClient:
 
     def glance(self) -> StoreStats:
         """Return totals of client and host without waiting, and ask the host for new ones for later calls, at most
-        every 5 s.
-
-        The host's totals are the last that arrived: old if calls are rare or the host is down, None if none arrived.
+        every 5 s. The host's totals are the last that arrived.
         """
         now = time.monotonic()
         if self.state is State.OPEN and now >= self._next_glance:
             self._next_glance = now + _GLANCE_S
             self.supervisor.connection.send(protocol.AskStats(_GLANCE_TOKEN))
-        return StoreStats(self.state.value, self.counters, self._totals, self._in_flight.queued_bytes)
+        return StoreStats(self.state.value, self.counters, self._totals, self._queued_bytes)
 
     def _ask(self, question: Callable[[int], protocol.Flush | protocol.AskStats], timeout_s: float) -> Any:
         """Send a message with a new token, and return the answer; None if the store is not open or does not answer."""
@@ -631,7 +517,7 @@ class StoreClient:
         self.table.clear()
         exited = self.supervisor.close(max(1.0, deadline - time.monotonic()))
         if not self.supervisor.uses_rows:
-            self._in_flight.fail_all()
+            self._fail_all()
         return exited
 
 

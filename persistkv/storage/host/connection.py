@@ -10,12 +10,10 @@ import os
 import select
 import socket
 import struct
-from abc import ABC, abstractmethod
 from array import array
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import msgspec
@@ -26,11 +24,9 @@ from persistkv.storage.host.protocol import Table, ToEngine, ToStore, table_of
 _LENGTH = struct.Struct("<I")
 _FD_SPACE = socket.CMSG_SPACE(16)  # four descriptors; more than one waits only if the host is fast
 _RECEIVE_BYTES = 256 << 10  # 256 KiB: the answers to many jobs, or some thousand keys of events
-_MESSAGES_A_STEP = 64
 _MOST_POSTED = 1_000  # bound on messages of other threads that the owner has not sent; older ones are dropped
 MAX_MESSAGE_BYTES = 1 << 30  # 1 GiB; a larger length is certainly malformed
 CONGESTED_BYTES = 1 << 20  # 1 MiB in an outbox, not counting the socket's own buffer
-_CONGESTED_MESSAGES = 256
 
 
 def discard(messages: Iterable[Any]) -> None:
@@ -39,132 +35,38 @@ def discard(messages: Iterable[Any]) -> None:
         table.discard()
 
 
-class Connection(ABC):
-    """One end of a message connection between the engine and the host."""
+class Connection:
+    """One end of a message connection between the engine and the host. This class: an end that leads nowhere."""
 
     ended = False
     """True: this end was closed, or the other side has closed and all its messages were received."""
 
-    @abstractmethod
     def send(self, message: ToStore | ToEngine) -> None:
         """Send or queue a message. Never waits; drops the message after the connection has ended."""
 
-    @abstractmethod
     def receive(self) -> list[Any]:
-        """Return messages that have arrived; some may be left for the next call. Never waits.
+        """Return messages that have arrived: 256 KiB at most, so that a step of the engine or of the host's loop stays
+        short. Never waits.
 
         :raises HostError: the input is malformed; the connection has ended.
         """
-
-    @property
-    @abstractmethod
-    def congested(self) -> bool:
-        """Whether the outbox has more than 1 MiB (within a process: 256 messages), because the other side is slow to
-        receive.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close this end; idempotent."""
-
-
-class ServedConnection(Connection):
-    """The host's end of a connection. Its owner is the thread that runs the host's loop and waits on it."""
-
-    @abstractmethod
-    def wake(self) -> None:
-        """Make the owner's current or next ``wait`` return. May be called from any thread."""
-
-    @abstractmethod
-    def post(self, message: ToEngine) -> None:
-        """Send a message from any thread. The owner may drop the oldest of more than 1,000 unsent messages."""
-
-    @abstractmethod
-    def wait(self, seconds: float | None, engine_pidfd: int | None) -> bool:
-        """Wait until a message arrives, ``wake`` is called, the engine dies, or the time limit has passed.
-
-        :param seconds: time limit; None: no limit.
-        :param engine_pidfd: pidfd of the engine, to detect its death; None: do not detect it.
-        :returns: whether the engine is dead.
-        """
-
-    def receive_rest(self) -> list[Any]:
-        """Return all messages that have arrived. For use when the other side is dead and sends no further ones."""
-        return self.receive()
-
-
-_WAKE = object()
-"""Queue entry that only wakes the receiver."""
-
-
-class QueueConnection(ServedConnection):
-    """One end of a connection within a process, made of two queues.
-
-    Polling makes no system call. If it did, and a scheduler polled each millisecond, the thread at the other end might
-    never run: the poll would release and reacquire the GIL before that thread is awake, and restart that thread's wait
-    for the GIL each time (measured: 20 s for a job of 60 ms).
-    """
-
-    def __init__(self, inbox: SimpleQueue[Any], outbox: SimpleQueue[Any]) -> None:
-        """Create one end. Use ``pair``, which creates both."""
-        self._inbox = inbox
-        self._outbox = outbox
-        self._waited_for: list[Any] = []
-
-    @classmethod
-    def pair(cls) -> tuple[QueueConnection, QueueConnection]:
-        """Return both ends of a new connection. They are alike: either one can be the host's."""
-        there: SimpleQueue[Any] = SimpleQueue()
-        back: SimpleQueue[Any] = SimpleQueue()
-        return cls(back, there), cls(there, back)
-
-    def send(self, message: ToStore | ToEngine) -> None:
-        if not self.ended:
-            self._outbox.put(message)
+        return []
 
     @property
     def congested(self) -> bool:
-        return self._outbox.qsize() > _CONGESTED_MESSAGES
-
-    def wake(self) -> None:
-        self._inbox.put(_WAKE)
-
-    def post(self, message: ToEngine) -> None:
-        self.send(message)
-
-    def receive(self) -> list[Any]:
-        """Return at most 64 messages, so that a step of the engine or of the host's loop stays short."""
-        messages, self._waited_for = self._waited_for, []
-        while not self.ended and len(messages) < _MESSAGES_A_STEP:
-            try:
-                message = self._inbox.get_nowait()
-            except Empty:
-                break
-            self._take(message, messages)
-        return messages
-
-    def wait(self, seconds: float | None, engine_pidfd: int | None) -> bool:
-        if not self._waited_for and not self.ended:
-            with suppress(Empty):
-                self._take(self._inbox.get(timeout=seconds), self._waited_for)
+        """Whether the other side is slow to receive: more than 1 MiB are queued."""
         return False
 
-    def _take(self, message: Any, messages: list[Any]) -> None:
-        if message is None:
-            self.ended = True
-        elif message is not _WAKE:
-            messages.append(message)
-
     def close(self) -> None:
-        if not self.ended:
-            self._outbox.put(None)
+        """Close this end; idempotent."""
         self.ended = True
-        while not self._inbox.empty():
-            discard([self._inbox.get_nowait()])
 
 
-class SocketConnection(ServedConnection):
-    """One end of a connection between processes: length-prefixed msgpack messages on a stream socket."""
+class SocketConnection(Connection):
+    """One end of a connection between processes: length-prefixed msgpack messages on a stream socket.
+
+    Only ``wake`` and ``post`` may be called by other threads than the one that waits for messages.
+    """
 
     def __init__(self, sock: socket.socket, receives: Any) -> None:
         """:param receives: the union of message types that may arrive."""
@@ -172,7 +74,7 @@ class SocketConnection(ServedConnection):
         self._socket = sock
         self._decoder = msgspec.msgpack.Decoder(receives)
         self._encoder = msgspec.msgpack.Encoder()
-        self._arriving = bytearray(_RECEIVE_BYTES)
+        self._arriving = bytearray(_RECEIVE_BYTES)  # ``recv`` would allocate one in each step of an engine
         self._inbox = bytearray()
         self._outbox: deque[tuple[memoryview, Table | None]] = deque()
         self._fds: deque[int] = deque()
@@ -181,7 +83,6 @@ class SocketConnection(ServedConnection):
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
-        """Return the socket's descriptor, so that a poller can register this object."""
         return self._socket.fileno()
 
     def send(self, message: ToStore | ToEngine) -> None:
@@ -198,15 +99,17 @@ class SocketConnection(ServedConnection):
         return self._outbox_bytes > CONGESTED_BYTES
 
     def wake(self) -> None:
+        """Make the current or next ``wait`` return."""
         with suppress(OSError):  # closed: the owner no longer waits
             os.eventfd_write(self._bell, 1)
 
     def post(self, message: ToEngine) -> None:
+        """Send a message during the next ``wait``. The oldest of more than 1,000 unsent messages are dropped."""
         self._posted.append(message)
         self.wake()
 
     def push(self) -> None:
-        """Send as many bytes of the outbox as the socket accepts; drop the outbox if the other side has closed."""
+        """Send as many bytes of the outbox as the socket accepts."""
         try:
             while self._outbox:
                 data, table = self._outbox[0]
@@ -230,19 +133,23 @@ class SocketConnection(ServedConnection):
         self._outbox_bytes = 0
 
     def receive(self) -> list[Any]:
-        """Send queued bytes, then read at most 256 KiB and return the complete messages. The bound keeps a step of the
-        engine or of the host's loop short.
-        """
         if self._outbox:
             self.push()
         return self._decoded() if self._pull() else []
 
     def receive_rest(self) -> list[Any]:
+        """Return all messages that have arrived. For use when the other side is dead and sends no further ones."""
         while self._pull():
             pass
         return self._decoded()
 
     def wait(self, seconds: float | None, engine_pidfd: int | None) -> bool:
+        """Wait until a message arrives, ``wake`` is called, the engine dies, or the time limit has passed.
+
+        :param seconds: time limit; None: no limit.
+        :param engine_pidfd: pidfd of the engine, to detect its death; None: do not detect it.
+        :returns: whether the engine is dead.
+        """
         poller = select.poll()
         poller.register(self, select.POLLIN | (select.POLLOUT if self._outbox else 0))
         poller.register(self._bell, select.POLLIN)
@@ -256,10 +163,7 @@ class SocketConnection(ServedConnection):
         return any(fd == engine_pidfd for fd, _ in ready)
 
     def _pull(self) -> bool:
-        """Read bytes from the socket into the inbox; return False if there are none or the connection has ended.
-
-        Reuses one buffer, because ``recv`` would allocate one in each step of an engine.
-        """
+        """Read bytes from the socket into the inbox; return False if there are none or the connection has ended."""
         if self.ended:
             return False
         try:
@@ -314,3 +218,40 @@ class SocketConnection(ServedConnection):
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)  # a forked child may hold a copy, which ``close`` leaves open
         self._socket.close()
+
+
+class ThreadConnection(SocketConnection):
+    """One end of a connection between threads. To receive, it makes no system call unless the other end has sent bytes.
+
+    If it did, and a scheduler polled each millisecond, the thread at the other end might never run: the poll would
+    release and reacquire the GIL before that thread is awake, and restart that thread's wait for the GIL each time
+    (measured: 20 s for a job of 60 ms).
+    """
+
+    _other: ThreadConnection
+    _has_bytes = False
+
+    @classmethod
+    def pair(cls) -> tuple[ThreadConnection, ThreadConnection]:
+        """Return the ends of the engine and of the host."""
+        engine, host = socket.socketpair()
+        ends = cls(engine, ToEngine), cls(host, ToStore)
+        ends[0]._other, ends[1]._other = ends[1], ends[0]
+        return ends
+
+    def push(self) -> None:
+        super().push()
+        self._other._has_bytes = True
+
+    def close(self) -> None:
+        super().close()
+        self._other._has_bytes = True
+
+    def _pull(self) -> bool:
+        if not self._has_bytes:
+            return False
+        self._has_bytes = False  # before the call: the other end may send during it
+        pulled = super()._pull()
+        if pulled:
+            self._has_bytes = True  # there may be more
+        return pulled

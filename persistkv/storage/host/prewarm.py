@@ -1,5 +1,4 @@
-"""Prewarming: contexts that an engine promotes before a request needs them. Requested contexts are promoted first, then
-the most recently used ones.
+"""Prewarming: contexts that an engine promotes before a request needs them.
 
 A primary tier is memory of its engine, so other processes cannot fill it; they can only send a warm request.
 ``persistkv warm`` publishes the request as a row in the store, with the backend methods that publish engine status
@@ -26,13 +25,13 @@ from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from heapq import nlargest
 from itertools import islice
-from typing import TypeVar
 
 import msgspec
 
 from persistkv.errors import StoreError, StoreUnavailableError
 from persistkv.storage.backend import Backend
 from persistkv.storage.extensions import InspectableBackend, SupportsStatus, statuses
+from persistkv.storage.host.status import decoded
 from persistkv.storage.records import Choice
 
 DEFAULT_TTL_S = 3600.0
@@ -41,8 +40,6 @@ _NAME_BYTES = 16
 _AT_ONCE = 64  # manifests whose keys are read with one call
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class _WarmRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +51,7 @@ class _WarmRow(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str
     """The namespace's id, hexadecimal."""
     request: str
-    """Full manifest id of the stored request; ``InspectableBackend.manifest_keys`` returns its keys."""
+    """Full manifest id of the stored request."""
     asked: float
     """Time of the warm request: seconds since the epoch, on the clock of the process that asked."""
 
@@ -64,13 +61,6 @@ class WarmRequest(_WarmRow, frozen=True, kw_only=True):
 
     ttl_s: float
     """Seconds from ``asked`` for which this warm request is valid."""
-
-    def counts(self, now: float) -> bool:
-        """Return whether the warm request is still valid.
-
-        :param now: the reader's ``time.time()``.
-        """
-        return now < self.asked + self.ttl_s
 
 
 class WarmAnswer(_WarmRow, frozen=True, kw_only=True):
@@ -97,8 +87,8 @@ def request_warm(backend: Backend, namespace: bytes, request: str, ttl_s: float 
     :raises StoreError: the medium failed; the request was not published.
     """
     now = time.time()
-    for name, row in _decoded(statuses(backend), _ASK, _DECODE_REQUEST):
-        if not row.counts(now):
+    for name, row in decoded(statuses(backend), _DECODE_REQUEST, _ASK):
+        if now >= row.asked + row.ttl_s:
             _withdraw(backend, name)
     asked = WarmRequest(namespace=namespace.hex(), request=request, asked=now, ttl_s=ttl_s)
     _publish(backend, _ASK + _name(asked.namespace, request), msgspec.json.encode(asked))
@@ -116,28 +106,24 @@ def withdraw_warm(backend: Backend, namespace: bytes, request: str) -> None:
 
 
 def pending_warm(backend: Backend, namespace: bytes, engine: str) -> list[WarmRequest]:
-    """Return the namespace's valid warm requests that this engine has not answered, oldest first. Lists all status rows
-    once.
+    """Return the namespace's valid warm requests that this engine has not answered, oldest first.
 
     :param engine: name of this engine's status row (``EngineStatus.engine``).
     """
     now, space = time.time(), namespace.hex()
     rows = statuses(backend)
-    answered = {
-        (answer.request, answer.asked)
-        for _, answer in _decoded(rows, _ANSWER, _DECODE_ANSWER)
-        if answer.engine == engine and answer.namespace == space
-    }
-    asked = [row for _, row in _decoded(rows, _ASK, _DECODE_REQUEST) if row.namespace == space and row.counts(now)]
-    return sorted((row for row in asked if (row.request, row.asked) not in answered), key=lambda row: row.asked)
+    answers = [answer for _, answer in decoded(rows, _DECODE_ANSWER, _ANSWER) if answer.engine == engine]
+    answered = {(answer.namespace, answer.request, answer.asked) for answer in answers}
+    asked = [row for _, row in decoded(rows, _DECODE_REQUEST, _ASK) if row.namespace == space]
+    valid = [row for row in asked if now < row.asked + row.ttl_s and (space, row.request, row.asked) not in answered]
+    return sorted(valid, key=lambda row: row.asked)
 
 
 def acknowledge_warm(backend: Backend, asked: WarmRequest, engine: str, *, blocks: int, missing: int) -> None:
     """Publish this engine's answer to a warm request.
 
-    :param engine: letters and digits, as in ``EngineStatus.engine``.
-    :param blocks: number of blocks of the stored request that were passed to the engine for promotion.
-    :param missing: number of its other blocks.
+    The parameters are those of ``WarmAnswer``; ``engine`` has letters and digits only.
+
     :raises StoreError: the answer was not published; ``pending_warm`` returns the request again.
     """
     answer = WarmAnswer(
@@ -156,7 +142,7 @@ def acknowledge_warm(backend: Backend, asked: WarmRequest, engine: str, *, block
 def warm_answers(backend: Backend, asked: WarmRequest) -> list[WarmAnswer]:
     """Return the engines' answers to a warm request, earliest first."""
     prefix = f"{_ANSWER}{_name(asked.namespace, asked.request)}{_BY}"
-    found = [answer for _, answer in _decoded(statuses(backend), prefix, _DECODE_ANSWER) if answer.asked == asked.asked]
+    found = [answer for _, answer in decoded(statuses(backend), _DECODE_ANSWER, prefix) if answer.asked == asked.asked]
     return sorted(found, key=lambda answer: (answer.time, answer.engine))
 
 
@@ -167,26 +153,16 @@ def _publish(backend: Backend, name: str, row: bytes | None) -> None:
 
 
 def _withdraw(backend: Backend, name: str) -> None:
-    """Delete the status row ``name`` (``ask<n>``) of a warm request, then the rows of its answers."""
     _publish(backend, name, None)
     prefix = f"{_ANSWER}{name.removeprefix(_ASK)}{_BY}"
-    for answer in [other for other in statuses(backend) if other.startswith(prefix)]:
-        _publish(backend, answer, None)
+    for row in statuses(backend):
+        if row.startswith(prefix):
+            _publish(backend, row, None)
 
 
 # Made at import: msgspec 0.22 crashes if two threads are the first to decode a type.
 _DECODE_REQUEST = msgspec.json.Decoder(WarmRequest).decode
 _DECODE_ANSWER = msgspec.json.Decoder(WarmAnswer).decode
-
-
-def _decoded(rows: dict[str, bytes], prefix: str, decode: Callable[[bytes], T]) -> Iterator[tuple[str, T]]:
-    """Yield the name and the decoded content of each row whose name starts with the prefix; skip undecodable rows."""
-    for name, row in rows.items():
-        if name.startswith(prefix):
-            try:
-                yield name, decode(row)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                continue
 
 
 def _name(namespace: str, request: str) -> str:
@@ -242,12 +218,9 @@ def _answer(backend: InspectableBackend, asked: WarmRequest, named: set[bytes], 
 
 
 def _by_last_use(backend: InspectableBackend, namespace: bytes, most: int, choice: Choice) -> list[str]:
-    """Return manifest ids of the ``most`` most recently used requests that ``choice`` includes, latest first.
+    """Return manifest ids of the ``most`` most recently used requests that ``choice`` includes, latest first."""
 
-    Reads the manifests in batches, because a store can have millions.
-    """
-
-    def moments() -> Iterator[tuple[float, str]]:
+    def moments() -> Iterator[tuple[float, str]]:  # in batches, because a store can have millions
         heads = filter(choice.includes, backend.manifests(namespace))
         while some := list(islice(heads, _AT_ONCE)):
             for head, use in zip(some, backend.uses(namespace, [head.id for head in some]), strict=True):

@@ -1,11 +1,13 @@
 """Messages between the engine and the host.
 
-A job is one message, regardless of its number of blocks: keys and numbers are sent as joined bytes.
+A job is one message, regardless of its number of blocks: keys and numbers (little-endian u32) are sent as joined bytes.
+Questions have a token, which the answer repeats, so that late answers to earlier calls are recognized.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -25,14 +27,14 @@ from persistkv.errors import (
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.records import Choice, News, RequestEnd, StoreCounters, StoreOptions
 
-_ERRORS: dict[str, type[PersistKVError]] = {
+_ERRORS: dict[str, Callable[..., PersistKVError]] = {
     kind.__name__: kind
-    for kind in (CorruptStoreError, ProcessIdInUseError, StoreError, StoreFullError, StoreUnavailableError)
+    for kind in (ConfigurationError, CorruptStoreError, ProcessIdInUseError, StoreFullError, StoreUnavailableError)
 }
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True):
-    """Base of all messages."""
+    pass
 
 
 # Engine to store
@@ -42,38 +44,34 @@ class Hello(_Message):
     """Open the store and the namespace of the identity. The first message to a host."""
 
     url: str
-    """The store's URL, with options."""
     identity: bytes
     """The engine's identity as canonical JSON; see ``persistkv.storage.identity``."""
     layout: RowLayout
-    """Layout of the primary tier's rows."""
     options: StoreOptions
     engine_pid: int = msgspec.field(default_factory=os.getpid)
     """Id of the process that runs the model."""
 
 
-class StoreJob(_Message):
-    """Store blocks from rows of the primary tier."""
+class Job(_Message):
+    """A store or load job; ``JobDone`` answers it."""
 
     job_id: int
-    """Chosen by the engine; ``JobDone`` repeats it."""
+    keys: PackedKeys
+    block_ids: bytes
+    """For each key, the row of the primary tier to read or to fill."""
+
+
+class StoreJob(Job):
+    """Store blocks from rows."""
+
     request: str
     """The engine's request id."""
-    keys: PackedKeys
-    block_ids: bytes
-    """For each key, its row as little-endian u32."""
     depths: bytes = b""
-    """For each key, how many blocks of its group precede it in the request, as little-endian u32; empty if unknown."""
+    """For each key, how many blocks of its group precede it in the request; empty if unknown."""
 
 
-class LoadJob(_Message):
-    """Load blocks into rows of the primary tier."""
-
-    job_id: int
-    """Chosen by the engine; ``JobDone`` repeats it."""
-    keys: PackedKeys
-    block_ids: bytes
-    """For each key, the row to fill as little-endian u32."""
+class LoadJob(Job):
+    """Load blocks into rows."""
 
 
 class Loaded(_Message):
@@ -97,27 +95,21 @@ class Flush(_Message):
     """Commit all work received before this message, then answer with ``Flushed``; also if blocks had to be dropped."""
 
     token: int
-    """Number that the answer repeats, so that late answers to earlier calls are recognized."""
 
 
 class AskStats(_Message):
-    """Answer with the store's totals (``HostStats``)."""
+    """Answer with ``HostStats``."""
 
     token: int
-    """Number that the answer repeats, as in ``Flush``; 0 if no caller waits for the answer."""
+    """0: no caller waits for the answer."""
 
 
 class AskRecent(_Message):
-    """Answer with keys of stored requests to prewarm (``Recent``): first those chosen with ``persistkv warm``, then the
-    most recently used ones.
-    """
+    """Answer with keys of stored requests to prewarm (``Recent``). The parameters are those of ``recent_contexts``."""
 
     max_blocks: int
-    """Bound on the number of keys in the answer."""
     only_asked: bool = False
-    """Answer only with stored requests chosen with ``persistkv warm``; ignored if ``choice`` is set."""
     choice: Choice | None = None
-    """Answer only with stored requests that this filter includes, regardless of ``persistkv warm``; None: no filter."""
 
 
 class Ping(_Message):
@@ -140,7 +132,6 @@ class Table(_Message):
     """Descriptor of the memfd that holds the table, sent with the message; the receiver closes it."""
 
     def discard(self) -> None:
-        """Close the descriptor, because the message is not delivered."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -171,28 +162,25 @@ class OpenFailed(_Message):
 
     kind: str
     """Name of the error's class."""
-    message: str
-    details: list[Any]
-    """Arguments of the error's constructor; empty if it takes only the message."""
+    arguments: list[Any]
+    """Arguments of its constructor."""
 
     @classmethod
     def of(cls, error: Exception) -> OpenFailed:
         """Encode an exception as a message."""
-        details: list[Any] = []
-        if isinstance(error, ConfigurationError):
-            details = [error.field, str(error.value), error.expected]
+        arguments: list[Any] = [str(error)]
+        if type(error) is ConfigurationError:
+            arguments = [error.field, str(error.value), error.expected]
         elif isinstance(error, IdentityMismatchError):
-            details = [error.url, [list(map(str, difference)) for difference in error.differences]]
-        return cls(type(error).__name__, str(error), details)
+            arguments = [error.url, [list(map(str, difference)) for difference in error.differences]]
+        return cls(type(error).__name__, arguments)
 
     def error(self) -> PersistKVError:
         """Decode the exception that ``of`` encoded; an unknown class becomes StoreError."""
-        if self.kind == ConfigurationError.__name__:
-            return ConfigurationError(*self.details)
         if self.kind == IdentityMismatchError.__name__:
-            url, differences = self.details
+            url, differences = self.arguments
             return IdentityMismatchError(url, [FieldDifference(*difference) for difference in differences])
-        return _ERRORS.get(self.kind, StoreError)(self.message)
+        return _ERRORS.get(self.kind, StoreError)(*self.arguments)
 
 
 class JobDone(_Message):
@@ -209,14 +197,12 @@ class Flushed(_Message):
     """The answer to ``Flush``: all work received before it is durable or dropped."""
 
     token: int
-    """The token of the ``Flush``."""
 
 
 class HostStats(_Message):
     """The answer to ``AskStats``."""
 
     token: int
-    """The token of the ``AskStats``."""
     counters: StoreCounters
     held_blocks: int
     """Number of blocks in the namespace's index, including usable ones of an adopted namespace; a block in two packs
@@ -233,15 +219,14 @@ class HostStats(_Message):
     """Number of requests sent to the medium since the store was opened, by HTTP method or other kind; empty if not
     counted."""
     breaker: str | None = None
-    """State of the medium's circuit breaker: ``closed``, ``open`` (no requests are sent) or ``half-open``; None: it has
-    none."""
+    """State of the medium's circuit breaker, as in ``EngineStatus``."""
 
 
 class Recent(_Message):
     """The answer to ``AskRecent``."""
 
     contexts: tuple[PackedKeys, ...]
-    """One entry of keys per stored request, as ``prewarm.recent_contexts`` returns them; empty if the medium failed."""
+    """As ``recent_contexts`` returns them; empty if the medium failed."""
 
 
 class Pong(_Message):
@@ -259,7 +244,6 @@ class Notice(_Message):
     """A log record of the host, for the engine's log."""
 
     level: int
-    """Level of the ``logging`` module, such as ``logging.INFO``."""
     text: str
 
 

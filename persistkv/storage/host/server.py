@@ -17,7 +17,7 @@ and reports how long opening has taken so far.
 from __future__ import annotations
 
 import logging
-import resource
+import time
 import traceback
 from array import array
 from collections import deque
@@ -34,7 +34,7 @@ from persistkv.storage.executor import Executor, InPlaceExecutor, ThreadExecutor
 from persistkv.storage.extensions import InspectableBackend, SupportsCounters
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host import protocol
-from persistkv.storage.host.connection import ServedConnection
+from persistkv.storage.host.connection import SocketConnection
 from persistkv.storage.host.prewarm import recent_contexts
 from persistkv.storage.host.protocol import Notice
 from persistkv.storage.host.status import StatusPublisher
@@ -50,8 +50,6 @@ _CONGESTED_S = 0.1  # seconds between checks whether the engine receives message
 
 @dataclass
 class _Job:
-    """A store job in progress: its rows may still be read."""
-
     message: protocol.StoreJob
     keys: list[bytes]
     borrowed: set[bytes] = field(default_factory=set)
@@ -59,20 +57,20 @@ class _Job:
 
 
 class Lifecycle:
-    """Callbacks of ``StoreServer`` for its owner. The base class does nothing; the host process overrides it."""
+    """Callbacks of ``StoreServer`` for its owner, the host process."""
 
     def opened(self) -> None:
-        """Called when the store is open."""
+        """The store is open."""
 
     def ending(self, *, remote: bool) -> None:
-        """Called when the server begins to close. ``remote``: the storage medium is on another machine."""
+        """The server begins to close. ``remote``: the storage medium is on another machine."""
 
     def released(self) -> None:
-        """Called when the server no longer uses the primary tier's rows."""
+        """The server no longer uses the primary tier's rows."""
 
 
 class StoreServer:
-    """Runs one store for an engine: queues its messages, executes jobs and sends the answers."""
+    """Runs one store for an engine."""
 
     def __init__(
         self,
@@ -82,12 +80,10 @@ class StoreServer:
         congested: Callable[[], bool] = lambda: False,
         lifecycle: Lifecycle | None = None,
     ) -> None:
-        """Create a server; a ``Hello`` message opens its store.
-
-        :param rows_buffer: the primary tier's rows, writable; used from the first job to ``Lifecycle.released``.
-        :param make_executor: returns an executor with the given number of threads. The server closes it.
+        """:param rows_buffer: the primary tier's rows, writable; used from the first job to ``Lifecycle.released``.
         :param send: sends a message to the engine; never waits.
-        :param congested: returns whether the engine is slow to receive: many sent messages are still queued.
+        :param make_executor: returns an executor with the given number of threads. The server closes it.
+        :param congested: returns whether the engine is slow to receive; see ``Connection.congested``.
         """
         self._buffer: memoryview | None = rows_buffer
         self._send = send
@@ -113,37 +109,39 @@ class StoreServer:
     # Messages
 
     def handle(self, message: Any) -> None:
-        """Process one message from the engine. Jobs, flushes and request ends are queued, and ``step`` starts them."""
+        """Process one message from the engine. Jobs, flushes and request ends are queued, and ``step`` starts them.
+
+        Other messages are ignored until the store is open: the engine does not wait for their answers.
+        """
+        store = self._store
         match message:
-            case protocol.Hello() if self._store is not None or self._opening:
+            case protocol.Hello() if store is not None or self._opening:
                 self._send(protocol.OpenFailed.of(HostError("a store is opened once, before it is closed")))
             case protocol.Hello():
                 self._opening = True
                 self._executor = self._make_executor(1)
                 self._executor.begin(self._open(message))
-            case protocol.LoadJob():
-                self._loads.append(message)
-            case protocol.Loaded():
-                if self._store is not None and self._store.canary is not None:
-                    self._store.canary.loaded_elsewhere(message.keys.unpack())
-            case protocol.Touch():
-                if self._store is not None:
-                    self._store.touch(message.keys.unpack())
-            case protocol.Mapped():
-                if self._store is not None:
-                    self._store.index.release_retired()
-            case protocol.AskStats():
-                if self._store is not None:
-                    self._executor.begin(self._answer_stats(self._store, message))
-            case protocol.AskRecent():
-                if self._store is not None:
-                    self._executor.begin(self._answer_recent(self._store, message))
             case protocol.Ping():
                 self._send(protocol.Pong(self._executor.longest_s()))
             case protocol.End():
                 self.ending = True
-            case _:
+            case protocol.LoadJob():
+                self._loads.append(message)
+            case protocol.StoreJob() | protocol.Flush() | RequestEnd():
                 self._queue.append(message)
+            case _ if store is None:
+                pass
+            case protocol.Loaded():
+                if store.canary is not None:
+                    store.canary.loaded_elsewhere(message.keys.unpack())
+            case protocol.Touch():
+                store.touch(message.keys.unpack())
+            case protocol.Mapped():
+                store.index.release_retired()
+            case protocol.AskStats():
+                self._executor.begin(self._answer_stats(store, message))
+            case protocol.AskRecent():
+                self._executor.begin(self._answer_recent(store, message))
 
     async def _open(self, hello: protocol.Hello) -> None:
         opener = self._executor
@@ -163,7 +161,7 @@ class StoreServer:
             self._opening = False
 
     def _make_store(self, hello: protocol.Hello) -> Store:
-        """Open the backend and the store. Runs on the executor; ``close`` waits for it before the rows are released."""
+        """Open the backend and the store. Runs on the executor; ``close`` waits for it before it releases the rows."""
         if self._buffer is None:
             raise HostError("the host has released its rows")
         rows = Rows(self._buffer, hello.layout)
@@ -190,20 +188,12 @@ class StoreServer:
                 disk_bytes, capacity = totals.disk_bytes, totals.capacity
         except StoreError as error:
             logger.warning("totals cannot be read: %s", str(error))  # the exception references rows
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        self._send(
-            protocol.HostStats(
-                ask.token,
-                store.counters,
-                len(store.index),
-                store.staged_bytes,
-                disk_bytes,
-                capacity,
-                usage.ru_utime + usage.ru_stime,
-                dict(backend.requests) if isinstance(backend, SupportsCounters) else {},
-                backend.breaker_state if isinstance(backend, SupportsCounters) else None,
-            )
+        stats = protocol.HostStats(
+            ask.token, store.counters, len(store.index), store.staged_bytes, disk_bytes, capacity, time.process_time()
         )
+        if isinstance(backend, SupportsCounters):
+            stats.requests, stats.breaker = dict(backend.requests), backend.breaker_state
+        self._send(stats)
 
     async def _answer_recent(self, store: Store, ask: protocol.AskRecent) -> None:
         backend, contexts = store.catalogue.backend, list[list[bytes]]()
@@ -217,12 +207,6 @@ class StoreServer:
         self._send(protocol.Recent(tuple(map(PackedKeys.of, contexts))))
 
     # Work
-
-    @property
-    def busy(self) -> bool:
-        """Whether jobs, request ends or flushes of the engine are queued or running."""
-        jobs = self._loads or self._loading or self._queue or self._taking or self._writing
-        return bool(jobs or self._flushing or self._flushed)
 
     def seconds_to_work(self) -> float | None:
         """Return how many seconds the owner may wait before it calls ``step``; None: until a message arrives or an
@@ -257,16 +241,12 @@ class StoreServer:
             self._status.tick(waiting_jobs=len(self._queue), writing_jobs=len(self._writing), loading_jobs=loading)
 
     def _may_process_next(self, store: Store) -> bool:
-        """Return whether the next queued message may be processed.
-
-        The store must have accepted the previous one, have memory left, and run no flush.
-        """
+        """Return whether the store has accepted the previous message, has memory left, and runs no flush."""
         return bool(self._queue) and not self._taking and self._flushing is None and store.has_room
 
     def _send_news(self, store: Store) -> None:
-        """Send the engine the new lookup table and the store's news, unless the connection is congested.
-
-        An idle engine may receive nothing for hours, and the outbox must not grow meanwhile.
+        """Send the engine the new lookup table and the store's news, unless the connection is congested: an idle engine
+        may receive nothing for hours, and the outbox must not grow meanwhile.
         """
         if self._congested():
             return
@@ -281,7 +261,6 @@ class StoreServer:
         return protocol.Table(slots, fd)
 
     def _is_up_to_date(self, store: Store) -> bool:
-        """Return whether all changes of the store were sent to the engine."""
         return store.news == News() and store.index.version == self._table_version
 
     def _load(self, store: Store, message: protocol.LoadJob) -> None:
@@ -312,7 +291,7 @@ class StoreServer:
 
     def _put(self, store: Store, job: _Job) -> None:
         """Pass a job to the store. When the store has accepted its blocks, answer the job if its rows may be reused;
-        otherwise ``_settle_jobs`` answers it later. Reject an invalid job, with all its keys failed.
+        otherwise ``_settle_jobs`` answers it later.
         """
         message = job.message
 
@@ -355,7 +334,9 @@ class StoreServer:
             self._flushing = None
 
     def _settle_jobs(self, store: Store) -> None:
-        """Answer the store jobs whose rows are no longer read."""
+        """Answer the store jobs whose rows are no longer read. If other jobs failed to store a job's ``borrowed`` keys,
+        pass it to the store again instead, unless the host is ending.
+        """
         if store.ended_packs == self._ended_packs:
             return
         self._ended_packs = store.ended_packs
@@ -363,28 +344,20 @@ class StoreServer:
         for job in jobs:
             if store.in_flight(job.keys):
                 self._writing.append(job)
+                continue
+            missing = store.missing(job.keys)
+            if self.ending or job.borrowed.isdisjoint(missing):
+                self._done(job, missing)
             else:
-                self._settle(store, job)
-
-    def _settle(self, store: Store, job: _Job) -> None:
-        """Answer a store job whose rows are no longer read. If other jobs failed to store its ``borrowed`` keys, pass
-        it to the store again instead, unless the host is ending.
-        """
-        missing = store.missing(job.keys)
-        if self.ending or job.borrowed.isdisjoint(missing):
-            self._done(job, missing)
-        else:
-            self._put(store, job)
+                self._put(store, job)
 
     def _done(self, job: _Job, failed: list[bytes]) -> None:
         self._send(protocol.JobDone(job.message.job_id, PackedKeys.of(failed), 0))
 
     def _refuse_all(self) -> None:
         """Fail all queued jobs, because no store is open."""
-        for load in self._loads:
-            self._send(protocol.JobDone(load.job_id, load.keys, 0))
-        for message in self._queue:
-            if isinstance(message, protocol.StoreJob):
+        for message in (*self._loads, *self._queue):
+            if isinstance(message, protocol.Job):
                 self._send(protocol.JobDone(message.job_id, message.keys, 0))
         self._loads.clear()
         self._queue.clear()
@@ -428,11 +401,11 @@ class StoreServer:
         store.begin_flush()  # also while a read hangs
 
     def _finished(self) -> bool:
-        self._flushed.clear()  # the engine no longer receives answers
         self.step()
         if not (self._loading or self._taking or self._writing):
             self._release()
-        return not (self.busy or self._executor.writing)
+        busy = self._loads or self._loading or self._queue or self._taking or self._writing or self._flushing
+        return not (busy or self._executor.writing)
 
     def _release(self) -> None:
         if self._buffer is not None:
@@ -444,7 +417,7 @@ class StoreServer:
 class NoticeHandler(logging.Handler):
     """Log handler that sends the records of all threads to the engine, which logs them."""
 
-    def __init__(self, connection: ServedConnection) -> None:
+    def __init__(self, connection: SocketConnection) -> None:
         super().__init__(logging.INFO)
         self._connection = connection
 
@@ -453,7 +426,7 @@ class NoticeHandler(logging.Handler):
 
 
 def serve(
-    connection: ServedConnection,
+    connection: SocketConnection,
     rows_buffer: memoryview,
     engine_pidfd: int | None = None,
     lifecycle: Lifecycle | None = None,

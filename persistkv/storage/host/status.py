@@ -10,8 +10,10 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -23,6 +25,8 @@ from persistkv.storage.records import StoreCounters
 
 if TYPE_CHECKING:
     from persistkv.storage.store import Store
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -66,14 +70,10 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Id of the process that runs the model; None: unknown."""
 
     def encode(self) -> bytes:
-        """Return the row as JSON."""
         return msgspec.json.encode(self)
 
     def is_live(self, now: float) -> bool:
-        """Return whether the row is at most five intervals old, so that the engine is assumed to be running.
-
-        :param now: the reader's ``time.time()``.
-        """
+        """Return whether the row is at most five intervals old at ``time.time()`` = ``now``."""
         return now - self.time <= _MISSED * self.interval_s
 
 
@@ -85,22 +85,22 @@ def read_statuses(backend: Backend) -> list[EngineStatus]:
 
     :raises StoreError: the medium failed.
     """
-    found: list[EngineStatus] = []
-    for row in statuses(backend).values():
-        try:
-            found.append(_DECODE(row))
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            continue
+    found = [status for _, status in decoded(statuses(backend), _DECODE)]
     return sorted(found, key=lambda status: (status.started, status.engine))
+
+
+def decoded(rows: dict[str, bytes], decode: Callable[[bytes], T], prefix: str = "") -> Iterator[tuple[str, T]]:
+    """Yield the name and the decoded content of each row whose name starts with the prefix; skip undecodable rows."""
+    for name, row in rows.items():
+        if name.startswith(prefix):
+            with suppress(msgspec.DecodeError, UnicodeDecodeError):
+                yield name, decode(row)
 
 
 class StatusPublisher:
     """Publishes the status row of one engine periodically. A failure is logged; the next row is written as usual."""
 
     def __init__(self, store: Store, executor: Executor, engine_pid: int) -> None:
-        """:param executor: runs the writes of the row.
-        :param engine_pid: id of the process that runs the model.
-        """
         self._store = store
         self._engine_pid = engine_pid
         self._executor = executor
@@ -114,9 +114,8 @@ class StatusPublisher:
         self._failed = False
 
     def tick(self, *, waiting_jobs: int, writing_jobs: int, loading_jobs: int) -> None:
-        """Start to write the status row to the store if it is due and the executor runs no other write.
-
-        The arguments are the present numbers of jobs, which the fields of the same names in ``EngineStatus`` describe.
+        """Start to write the status row if it is due and the executor runs no other write. The arguments are fields of
+        ``EngineStatus``.
         """
         now = time.monotonic()
         if self._backend is None or self._interval_s is None or now < self._due or self._executor.writing:
@@ -152,8 +151,7 @@ class StatusPublisher:
             self._failed = False
 
     def withdraw(self) -> None:
-        """Delete this engine's status row and wait until it is deleted. No other write may be in progress. Failures are
-        logged."""
+        """Delete this engine's status row and wait until it is deleted. No other write may be in progress."""
         if self._backend is None or self._interval_s is None:
             return
         try:

@@ -20,16 +20,15 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
 from persistkv.errors import HostError
 from persistkv.storage.executor import InPlaceExecutor
 from persistkv.storage.host import protocol
-from persistkv.storage.host.connection import Connection, QueueConnection, SocketConnection, discard
+from persistkv.storage.host.connection import Connection, SocketConnection, ThreadConnection, discard
 from persistkv.storage.host.protocol import ToEngine, ToStore
 from persistkv.storage.host.server import StoreServer, serve
 
@@ -57,13 +56,13 @@ _SOCKET_BYTES = 4 << 20  # 4 MiB: space for hundreds of jobs while the host is i
 
 
 class Host(ABC):
-    """Execution environment of a store, seen from the engine: start it, kill it, and detect its exit."""
+    """Execution environment of a store, seen from the engine."""
 
     name: ClassVar[str]
     restartable: ClassVar[bool]
     """Whether ``start`` may be called again after the host is dead."""
     idle_look_s: ClassVar[float]
-    """Seconds between two polls while no answer is due. These polls find keys that other processes stored."""
+    """Seconds between two polls while no answer is due."""
 
     @abstractmethod
     def start(self) -> Connection:
@@ -84,7 +83,7 @@ class Host(ABC):
         """Wait up to ``timeout_s`` seconds until the host has ended and accesses no row; return whether it has."""
 
     def cpu_wait_s(self) -> float:
-        """Return how long the host's main thread has waited for a CPU since its start, in seconds; 0 if unknown."""
+        """Return how long the host has waited for a CPU since its start, in seconds; 0 if unknown."""
         return 0.0
 
     @abstractmethod
@@ -106,12 +105,11 @@ class ProcessHost(Host):
     idle_look_s = 0.05  # a poll is a system call: with cold caches about 25 us of an engine's step
 
     def __init__(self, region_fds: Sequence[int], region_bytes: int) -> None:
-        """:param region_fds: descriptors of the primary tier's memory, see ``map_aligned``; the caller closes them
-            after the last start.
-        :param region_bytes: size of all of them together.
+        """:param region_fds: descriptors of the primary tier's memory, ``region_bytes`` bytes in all, see
+        ``map_aligned``; the caller closes them after the last start.
         """
         self.pid: int | None = None
-        """Process id of the last host process that became ready; None if there was none."""
+        """Process id of the last host process that became ready."""
         self._region_fds = tuple(region_fds)
         self._region_bytes = region_bytes
         self._engine_pidfd = os.pidfd_open(os.getpid())
@@ -121,7 +119,12 @@ class ProcessHost(Host):
 
     def start(self) -> Connection:
         self._forget()
-        ours, theirs = _socket_pair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise HostError(f"no socket for the host: {error}") from error
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
         with theirs:
             inherited = (self._engine_pidfd, theirs.fileno(), *self._region_fds)
             path = [os.path.abspath(entry) for entry in sys.path]
@@ -142,9 +145,8 @@ class ProcessHost(Host):
         return SocketConnection(ours, ToEngine)
 
     def ready(self) -> bool:
-        """Receive the host's pidfd; return False if it has not arrived.
-
-        If the host has closed its socket, return True, too: then the connection reports the end.
+        """Receive the host's pidfd; return False if it has not arrived. If the host has closed its socket, return True,
+        too: then the connection reports the end.
         """
         if self._socket is not None:
             try:
@@ -191,13 +193,14 @@ class ProcessHost(Host):
         os.close(pidfd)
 
     def _forget(self) -> None:
-        """Close the pidfd of the last host process. End the helper process that forks the host if it has not exited."""
+        """Close the pidfd of the last host process."""
         self._reap_spawner()
         self._socket, pidfd, self._pidfd = None, self._pidfd, None
         if pidfd is not None:
             os.close(pidfd)
 
     def _reap_spawner(self) -> None:
+        """End the helper process that forks the host if it has not exited."""
         spawner, self._spawner = self._spawner, None
         if spawner is not None:
             spawner.kill()  # has no effect once it has started the host process
@@ -229,7 +232,7 @@ class ThreadHost(_EngineHost):
     _thread: threading.Thread | None = None
 
     def start(self) -> Connection:
-        ours, theirs = QueueConnection.pair()
+        ours, theirs = ThreadConnection.pair()
         self._thread = threading.Thread(target=serve, args=(theirs, self._rows()), name="persistkv-store", daemon=True)
         self._thread.start()
         return ours
@@ -262,26 +265,28 @@ class InlineHost(_EngineHost):
 
 class _InlineConnection(Connection):
     def __init__(self, rows_buffer: memoryview) -> None:
-        self._answers: deque[Any] = deque()
-        send: Callable[[ToEngine], None] = self._answers.append
-        self._server = StoreServer(rows_buffer, send, lambda threads: InPlaceExecutor())
-
-    @property
-    def congested(self) -> bool:
-        return False
+        self._messages: list[Any] = []
+        self._answers: list[Any] = []
+        self._server = StoreServer(rows_buffer, self._answers.append, lambda threads: InPlaceExecutor())
 
     def send(self, message: ToStore | ToEngine) -> None:
         if not self.ended:
-            with self._ends_on_error():
-                self._server.handle(message)
+            self._messages.append(message)
 
     def receive(self) -> list[Any]:
         if not self.ended:
-            with self._ends_on_error():
+            messages, self._messages = self._messages, []
+            try:
+                for message in messages:
+                    self._server.handle(message)
                 self._server.step()
+            except BaseException:  # the server's state is undefined, and its current job would never end
+                self.ended = True
+                self._server.close(finish=False)
+                raise
             if self._server.ending:
                 self.close()
-        answers = list(self._answers)
+        answers = self._answers.copy()
         self._answers.clear()
         return answers
 
@@ -290,29 +295,6 @@ class _InlineConnection(Connection):
             self.ended = True
             self._server.close()
             discard(self._answers)
-
-    @contextmanager
-    def _ends_on_error(self) -> Iterator[None]:
-        """Context manager that ends the connection if the block raises, and re-raises the exception.
-
-        The server's state is undefined then, and its current job would never end.
-        """
-        try:
-            yield
-        except BaseException:
-            self.ended = True
-            self._server.close(finish=False)
-            raise
-
-
-def _socket_pair() -> tuple[socket.socket, socket.socket]:
-    try:
-        pair = socket.socketpair()
-    except OSError as error:
-        raise HostError(f"no socket for the host: {error}") from error
-    for end in pair:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-    return pair
 
 
 class Watchdog:
@@ -323,11 +305,8 @@ class Watchdog:
     """
 
     def __init__(self, patience_s: float, cpu_wait_s: Callable[[], float]) -> None:
-        """:param patience_s: time limit: seconds that the host may be silent.
-        :param cpu_wait_s: returns how long the host has waited for a CPU since its start, in seconds.
-        """
         self.patience_s = patience_s
-        """Time limit in seconds, which the owner may change."""
+        """Time limit: seconds that the host may be silent. The owner may change it."""
         self._cpu_wait_s = cpu_wait_s
         self._heard = 0.0
         self._asked: float | None = None
@@ -340,7 +319,7 @@ class Watchdog:
     def is_silent(self, ping: Callable[[], None]) -> bool:
         """Return whether the host has been silent for the time limit, so that the caller must kill it.
 
-        :param ping: sends a ``Ping``; called once after half of the limit.
+        :param ping: sends a ``Ping``.
         """
         now = time.monotonic()
         if self._asked is None:
@@ -355,7 +334,6 @@ class Watchdog:
 
     def call_hangs(self, longest_s: float) -> bool:
         """Return whether the oldest backend call, running for ``longest_s`` seconds, exceeds ten times the time limit.
-
         This limit is longer because the host's loop still answers.
         """
         hangs = longest_s > _CALL_PATIENCE * self.patience_s
@@ -365,8 +343,6 @@ class Watchdog:
 
 
 class State(enum.Enum):
-    """State of the host."""
-
     OPENING = "opening"
     """The host was started and opens the store: lookups miss, jobs are refused."""
     OPEN = "open"
@@ -375,23 +351,21 @@ class State(enum.Enum):
     DOWN = "down"
     """The host is dead or was never started. If it can be restarted, that happens when its backoff is over."""
     CLOSED = "closed"
-    """The supervisor was closed or abandoned; the host is not restarted."""
+    """The host is not restarted."""
 
 
 class Supervisor:
     """Starts, watches, kills and restarts the host of one ``StoreClient``."""
 
     def __init__(self, host: Host, hello: protocol.Hello, *, watchdog_s: float, least_start_s: float) -> None:
-        """Create a supervisor without starting the host.
-
-        :param hello: first message to the host after each start; it opens the store.
-        :param watchdog_s: seconds after which a host that has to send an answer, but sends no message, is lost.
+        """:param hello: first message to the host after each start; it opens the store.
+        :param watchdog_s: seconds after which a host that has to send an answer, but sends no message, is lost. A
+            single call to the storage medium may take ten times as long.
         :param least_start_s: minimum of ``watchdog_s`` while the host opens the store.
         """
         self.host = host
         self.hello = hello
-        """First message to the host after each start; it opens the store."""
-        self.connection: Connection = QueueConnection.pair()[0]
+        self.connection = Connection()
         """Connection to the host; closed while no host runs."""
         self.connection.close()
         self.state = State.DOWN
@@ -406,7 +380,7 @@ class Supervisor:
     # Life
 
     def start(self) -> None:
-        """Start the host. The caller must then call ``send_hello`` until it returns True; that opens the store.
+        """Start the host. The caller must then call ``send_hello`` until it returns True.
 
         :raises HostError: the host cannot be started.
         """
@@ -423,7 +397,6 @@ class Supervisor:
         return self.uses_rows
 
     def opened(self) -> None:
-        """Record that the host has opened the store."""
         self.state = State.OPEN
         self.watchdog.patience_s = self.watchdog_s
 
@@ -444,9 +417,7 @@ class Supervisor:
         return True
 
     def maybe_restart(self) -> bool:
-        """Restart a dead host if its backoff is over; return whether a start was attempted. A failed start is logged,
-        and the next one is delayed further.
-        """
+        """Restart a dead host if its backoff is over; return whether a start was attempted."""
         if self.state is not State.DOWN or not self.host.restartable or time.monotonic() < self._start_at:
             return False
         try:
@@ -467,9 +438,7 @@ class Supervisor:
         self._backoff_s = _FIRST_BACKOFF_S
 
     def abandon(self) -> None:
-        """Kill the host without finishing its work, and wait at most 5 s for its exit. It is not restarted; a host in
-        the engine's process cannot be killed.
-        """
+        """Kill the host without finishing its work, and wait at most 5 s for its exit."""
         self.mark_lost()
         self._end(self.host.wait(KILL_S))
 
@@ -503,8 +472,6 @@ class Supervisor:
 
     def is_lost(self, *, owes: bool) -> bool:
         """Return whether the host has died or is silent for too long. The caller must then call ``mark_lost``.
-
-        Sends the ``Ping`` of the watchdog if one is due.
 
         :param owes: whether the host has to answer a job or a request end.
         """

@@ -39,7 +39,7 @@ from persistkv.storage.commit_pipeline import (
     divide,
     plan_packs,
 )
-from persistkv.storage.executor import Executor, InPlaceExecutor
+from persistkv.storage.executor import Executor
 from persistkv.storage.extensions import SupportsNamespaceLookup
 from persistkv.storage.format.codec import parse_codec
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
@@ -94,7 +94,7 @@ class Store:
         the most similar one. Otherwise empty."""
         backend.open_namespace(identity)
         self.namespace = identity.digest
-        executor = executor or InPlaceExecutor()
+        executor = executor or Executor()
         self.catalogue = NamespaceView(backend, self.namespace, executor, self.counters, rows.layout, options)
         self.canary: Canary | None = None
         """Compares and serves the namespace of another engine release; None if blocks cannot or must not be compared.

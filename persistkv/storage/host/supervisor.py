@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from persistkv.errors import HostError
-from persistkv.storage.executor import InPlaceExecutor
+from persistkv.storage.executor import Executor
 from persistkv.storage.host import protocol
 from persistkv.storage.host.connection import Connection, QueueConnection, SocketConnection, discard
 from persistkv.storage.host.protocol import ToEngine, ToStore
@@ -264,7 +264,7 @@ class _InlineConnection(Connection):
     def __init__(self, rows_buffer: memoryview) -> None:
         self._answers: deque[Any] = deque()
         send: Callable[[ToEngine], None] = self._answers.append
-        self._server = StoreServer(rows_buffer, send, lambda threads: InPlaceExecutor())
+        self._server = StoreServer(rows_buffer, send, lambda threads: Executor())
 
     @property
     def congested(self) -> bool:

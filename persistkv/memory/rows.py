@@ -61,26 +61,14 @@ class Rows:
         return [place for block_id in block_ids for place in self.places(group, block_id)]
 
     def gather(self, group: int, block_ids: Sequence[int]) -> ByteArray:
-        """Return blocks of the group as an array of shape (len(block_ids), block_bytes).
-
-        It is a view if the group uses one byte range of a row, and the blocks are one block or consecutive whole
-        rows. Otherwise it is a copy. ``block_ids`` must not be empty.
-        """
-        layout = self.layout.groups[group]
-        first, count = block_ids[0], len(block_ids)
-        offset, length = layout.ranges[0]
-        whole_row = length == self.layout.row_stride
-        if (whole_row or count == 1) and len(layout.ranges) == 1 and _consecutive(block_ids):
-            return self.array[first : first + count, offset : offset + length]
-        if len(layout.ranges) == 1:
-            return self.array[np.asarray(block_ids), offset : offset + length]
+        """Return a copy of blocks of the group, as an array of shape (len(block_ids), block_bytes)."""
         ids = np.asarray(block_ids)
-        return np.concatenate([self.array[ids, start : start + size] for start, size in layout.ranges], axis=1)
+        ranges = self.layout.groups[group].ranges
+        parts = [self.array[ids, offset : offset + size] for offset, size in ranges]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
     def scatter(self, group: int, block_ids: Sequence[int], blocks: ByteArray) -> None:
-        """Copy ``blocks``, an array of shape (len(block_ids), block_bytes), into the byte ranges that the group uses in
-        the rows ``block_ids``.
-        """
+        """Copy ``blocks``, an array as ``gather`` returns it, into the rows ``block_ids``."""
         ids = np.asarray(block_ids)
         start = 0
         for offset, size in self.layout.groups[group].ranges:
@@ -98,11 +86,6 @@ def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
             first = number
         end = number + 1
     return [*found, (first, end)]
-
-
-def _consecutive(block_ids: Sequence[int]) -> bool:
-    first = block_ids[0]
-    return block_ids[-1] - first == len(block_ids) - 1 and list(block_ids) == list(range(first, first + len(block_ids)))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain, groupby, takewhile, zip_longest
+from itertools import chain, takewhile, zip_longest
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 _FAILURE_LOG_S = 60.0  # seconds between warnings that blocks are dropped
 _QUARANTINE_ATTEMPTS = 3
 _MOST_RECENT_KEYS = 16_384  # keys of the packs whose tables are kept: 2 MB
-_LONG_RUN = 16  # keys with the same candidate, from which on a comparison with its table at once is faster
 _READ_AT_ONCE = 4
 """Number of tables of a local store up to which the caller's thread reads them, in 0.1 to 0.3 ms. Another thread would
 begin 0.2 to 1.8 ms later, or after all parts of queued load jobs."""
@@ -206,20 +205,12 @@ class NamespaceView:
         found: list[HeldPack | None] = [None] * len(keys)
         packs = await self._packs({pack_id: None for pack_id in candidates if pack_id is not None})
         unsure: list[int] = []
-        stop = 0
-        for pack_id, run in groupby(candidates):
-            start, stop = stop, stop + len(list(run))
-            if pack_id is None:
-                continue
-            pack = packs.get(pack_id)
-            if pack is not None and stop - start >= _LONG_RUN and pack.start_of(keys[start:stop]) is not None:
-                found[start:stop] = [pack] * (stop - start)
-                continue
-            for place in range(start, stop):
-                if pack is not None and keys[place] in pack.places:
-                    found[place] = pack
-                else:
-                    unsure.append(place)
+        for place, (key, pack_id) in enumerate(zip(keys, candidates, strict=True)):
+            pack = packs.get(pack_id) if pack_id is not None else None
+            if pack is not None and key in pack.places:
+                found[place] = pack
+            elif pack_id is not None:
+                unsure.append(place)
         if unsure:
             await self._find_others(keys, unsure, found)
         return found

@@ -33,21 +33,20 @@ from persistkv.storage.backend import Backend, CommitBatch
 from persistkv.storage.commit_pipeline import (
     DIRECT_BYTES,
     Blocks,
-    Outgoing,
     Staging,
     Transaction,
     divide,
     plan_packs,
 )
 from persistkv.storage.executor import Executor
-from persistkv.storage.extensions import SupportsNamespaceLookup
+from persistkv.storage.extensions import SupportsFrames, SupportsNamespaceLookup
 from persistkv.storage.format.codec import parse_codec
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.identity import Identity
 from persistkv.storage.identity.canary import Canary
 from persistkv.storage.index import HeldPack, Index
-from persistkv.storage.load import ReadOutcome, make_scratch, part_bytes, plan_reads, read_part
+from persistkv.storage.load import ReadOutcome, Scratch, part_bytes, plan_reads, read_part
 from persistkv.storage.namespace_view import NamespaceView
 from persistkv.storage.records import News, RequestEnd, StoreCounters, StoreOptions
 
@@ -104,11 +103,12 @@ class Store:
         self._writable = backend.capabilities.writable
         self._shares = MemoryShares.of(options.staging_bytes)
         self._remote = backend.capabilities.remote
+        self._streams = isinstance(backend, SupportsFrames)
         self._copies_all = self._interval_s is not None or self._remote
-        self._scratch = make_scratch(self._shares.part)
+        self._scratch = Scratch(self._shares.part)
         waits_s = options.max_age_s if self._interval_s is None else self._interval_s
         self._staging = Staging(self._shares.staged, waits_s, gather_all=self._interval_s is not None)
-        self._direct: list[Outgoing] = []
+        self._direct: list[PackWriter] = []
         self._flying: set[bytes] = set()
         self._ends: list[RequestEnd] = []
         self._ends_bytes = 0
@@ -217,7 +217,7 @@ class Store:
         if (small or self._copies_all) and self._staging.fits(num_bytes):
             self._staging.add(request, segments, whole=not small)
             return
-        self._direct.append(Outgoing(self._writer(segments)))
+        self._direct.append(self._writer(segments))
         for segment in segments:
             self._flying.update(segment.keys)
 
@@ -235,9 +235,9 @@ class Store:
         """Drop the packs that wait to be written from rows and that no commit has taken yet; count their blocks as
         dropped.
         """
-        outgoing, self._direct = self._direct, []
-        for one in outgoing:
-            self._ended(one, False)
+        writers, self._direct = self._direct, []
+        for writer in writers:
+            self._ended(writer, False)
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Record a use of blocks, for the order of eviction; the next commit stores it. Ignored for keys that are not
@@ -344,17 +344,17 @@ class Store:
                     waiting.extendleft(reversed(alone))
                 else:
                     self.news.persisted += [(end.request, False) for end in transaction.ends]
-                    for one in transaction.packs:
-                        self._ended(one, False)
+                    for writer in transaction.packs:
+                        self._ended(writer, False)
             self._committed_at = time.monotonic()
         for call in then:
             call()
 
     async def _try_commit(self, transaction: Transaction, uses: Sequence[bytes]) -> bool:
-        catalogue, (outgoing, ends) = self.catalogue, transaction
+        catalogue, (packs, ends) = self.catalogue, transaction
         try:
             for retries_left in reversed(range(_STALE_RETRIES + 1)):
-                writers = [one.writer for one in outgoing if not await self._holds_all(one.writer)]
+                writers = [writer for writer in packs if not await self._holds_all(writer)]
                 keys = dict.fromkeys(key for end in ends for group in end.group_keys for key in group)
                 maker = await catalogue.manifest_maker(list(keys), writers)
                 manifests = [maker.make(end) for end in ends]
@@ -373,10 +373,9 @@ class Store:
             await catalogue.refresh_or_log()  # the failed commit may have evicted packs
             return False
         await catalogue.committed(writers, result, followed=seen is not None)
-        offered = set(map(id, writers))
-        catalogue.count_held([one.writer for one in outgoing if id(one.writer) not in offered])
-        for one in outgoing:
-            self._ended(one, True)
+        catalogue.count_held(set(packs).difference(writers))
+        for writer in packs:
+            self._ended(writer, True)
         self.news.persisted += [(end.request, whole) for end, (_, whole) in zip(ends, manifests, strict=True)]
         return True
 
@@ -390,19 +389,15 @@ class Store:
         due = dict.fromkeys(staging.due(everything=everything))
         for end in ends:
             due.update(dict.fromkeys(staging.of_context(end)))
-        outgoing, self._direct = self._direct, []
-        outgoing += [Outgoing(self._writer(staging.take(pack)), pack) for pack in due]
+        writers, self._direct = self._direct, []
+        writers += [self._writer(staging.take(pack)) for pack in due]
         # A remote driver holds at most ``CommitBatch.memory`` bytes at once. Its transactions only have to end soon.
-        return divide(outgoing, ends, self._shares.transaction * (_REMOTE_FACTOR if self._remote else 1))
+        return divide(writers, ends, self._shares.transaction * (_REMOTE_FACTOR if self._remote else 1))
 
-    def _ended(self, outgoing: Outgoing, written: bool) -> None:
+    def _ended(self, writer: PackWriter, written: bool) -> None:
         self.ended_packs += 1
-        writer = outgoing.writer
-        if outgoing.staged is None:
-            for segment in writer.segments:
-                self._flying.difference_update(segment.keys)
-        else:
-            self._staging.end(outgoing.staged)
+        self._flying.difference_update(writer.keys.unpack())
+        self._staging.end(writer.segments)
         writer.release()
         if not written:
             self.counters.dropped_blocks += len(writer.keys)
@@ -477,7 +472,7 @@ class Store:
         :param part_size: bound on the stored bytes that one call reads (``part_bytes`` of ``plan_reads``).
         """
         bounds = (part_size, self._shares.part)
-        parts, missing = plan_reads(holders, self.rows, keys, block_ids, *bounds, remote=self._remote)
+        parts, missing = plan_reads(holders, self.rows, keys, block_ids, *bounds, streams=self._streams)
         if catalogue is self.catalogue:
             self._touch({read.pack.pack_id: None for part in parts for read in part})
         where = catalogue.backend, catalogue.namespace, self.rows, self._scratch

@@ -54,7 +54,7 @@ def blocks_of(payload: bytes, table: PackTable) -> dict[bytes, bytes]:
     for frame in table.frames:
         names = keys[first : first + frame.block_count]
         stored = payload[frame.offset : frame.offset + frame.stored_length]
-        verify_frame(frame, stored, frame_seed(NAMESPACE, b"".join(names)))
+        verify_frame(frame, [stored], frame_seed(NAMESPACE, b"".join(names)))
         raw = bytearray(frame.raw_length)
         decode_frame(table.codec, frame, stored, memoryview(raw))
         size = frame.block_bytes

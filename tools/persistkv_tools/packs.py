@@ -204,7 +204,7 @@ def check_piece(piece: Piece, found: memoryview) -> Iterator[Finding]:
         end = begin + frame.stored_length
         problem = Problem.PAYLOAD
         try:
-            verify_frame(frame, found[begin:end], seed)
+            verify_frame(frame, [found[begin:end]], seed)
             problem = Problem.DECODE
             if frame.encoded:
                 decode_frame(table.codec, frame, found[begin:end], memoryview(bytearray(frame.raw_length)))

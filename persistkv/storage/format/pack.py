@@ -319,13 +319,14 @@ def frame_checksum(pieces: Iterable[Buffer], seed: int) -> int:
     return digest.intdigest()
 
 
-def verify_frame(frame: Frame, stored: Buffer, seed: int) -> None:
+def verify_frame(frame: Frame, pieces: Sequence[Buffer], seed: int) -> None:
     """Verify a frame's stored bytes.
 
+    :param pieces: the stored bytes, in order.
     :param seed: see ``frame_seed``.
     :raises CorruptPackError: length or checksum differ from the frame's, or the bytes belong to other keys.
     """
-    if len(stored) != frame.stored_length or xxhash.xxh3_64_intdigest(stored, seed=seed) != frame.checksum:
+    if sum(map(len, pieces)) != frame.stored_length or frame_checksum(pieces, seed) != frame.checksum:
         raise CorruptPackError("frame checksum", f"does not match at offset {frame.offset}")
 
 

@@ -149,12 +149,12 @@ def test_verify_frame_other_keys_or_namespace_raise_corrupt() -> None:
     payload, table = write(sample_segment(1))
     (frame,) = table.frames
     stored = payload[: frame.stored_length]
-    verify_frame(frame, stored, frame_seed(NAMESPACE, table.keys.data))
+    verify_frame(frame, [stored], frame_seed(NAMESPACE, table.keys.data))
     for seed in (frame_seed(bytes(16), table.keys.data), frame_seed(NAMESPACE, table.keys.data[::-1])):
         with pytest.raises(CorruptPackError, match="frame checksum"):
-            verify_frame(frame, stored, seed)
+            verify_frame(frame, [stored], seed)
     with pytest.raises(CorruptPackError):
-        verify_frame(frame, stored[:-1], frame_seed(NAMESPACE, table.keys.data))
+        verify_frame(frame, [stored[:-1]], frame_seed(NAMESPACE, table.keys.data))
 
 
 def test_verify_frame_any_flipped_byte_raises_corrupt() -> None:
@@ -165,7 +165,7 @@ def test_verify_frame_any_flipped_byte_raises_corrupt() -> None:
         damaged = bytearray(payload[: frame.stored_length])
         damaged[offset] ^= 1
         with pytest.raises(CorruptPackError, match="frame checksum"):
-            verify_frame(frame, damaged, seed)
+            verify_frame(frame, [damaged], seed)
 
 
 def test_pack_format_matches_documentation() -> None:

@@ -47,7 +47,7 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.identity.canary import Canary
 from persistkv.storage.index import HeldPack, Index
 from persistkv.storage.load import ReadOutcome, Scratch, part_bytes, plan_reads, read_part
-from persistkv.storage.namespace_view import NamespaceView
+from persistkv.storage.namespace_view import NamespaceView, make_manifest
 from persistkv.storage.records import News, RequestEnd, StoreCounters, StoreOptions
 
 _STALE_RETRIES = 2  # repetitions of a commit that another process overtook; the last one does not check for that
@@ -131,16 +131,12 @@ class Store:
         return self.catalogue.index
 
     def contains(self, key: bytes) -> bool:
-        """Whether the key, or one with the same fingerprint, is durable in this namespace or an adopted one and can be
-        read.
-        """
-        return key in self.catalogue.index
+        """Whether the key, or one with the same fingerprint, is durable here or in an adopted namespace."""
+        return key in self.index
 
     def missing(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Return the keys whose blocks are neither durable in this namespace nor in staging memory, so that only a row
-        may hold them.
-        """
-        return [key for key in self.catalogue.index.absent(keys) if key not in self._staging]
+        """Return the keys whose blocks are neither durable in this namespace nor staged: only a row may hold them."""
+        return [key for key in self.index.absent(keys) if key not in self._staging]
 
     def in_flight(self, keys: Iterable[bytes]) -> set[bytes]:
         """Return those of the keys whose blocks are still to be written from their rows. These rows must not change."""
@@ -208,9 +204,8 @@ class Store:
         then(self._flying.isdisjoint(keys), borrowed)
 
     def _stage_or_queue(self, request: str, segments: Sequence[Segment]) -> None:
-        """Copy a pack to staging memory if it is small, or if commits are delayed or remote.
-
-        Other packs, and packs for which staging memory has no room, are queued to be written directly from their rows.
+        """Copy a pack to staging memory if it is small, or if commits are delayed or remote, and if there is room.
+        Otherwise queue it to be written directly from its rows.
         """
         num_bytes = sum(segment.raw_length for segment in segments)
         small = num_bytes < DIRECT_BYTES
@@ -232,9 +227,7 @@ class Store:
         return self._staging.fits(next_one) and self._ends_bytes < self._shares.ends
 
     def drop_direct(self) -> None:
-        """Drop the packs that wait to be written from rows and that no commit has taken yet; count their blocks as
-        dropped.
-        """
+        """Drop the packs that wait to be written from rows and that no commit has taken yet."""
         writers, self._direct = self._direct, []
         for writer in writers:
             self._ended(writer, False)
@@ -303,7 +296,7 @@ class Store:
         return max(0.0, min(waits))
 
     def _seconds_to_upkeep(self) -> float:
-        """Return the seconds until a commit without blocks is due: it records uses or lets the backend expire packs."""
+        """Return the seconds until a commit without blocks is due, for uses or the expiry of packs."""
         if not self._writable:
             return math.inf
         touch_s = max(_TOUCH_S, self._interval_s or 0.0)
@@ -327,8 +320,7 @@ class Store:
         """Commit the due work in as few transactions as possible.
 
         A transaction that fails is split into one for each pack and each end of a request, so that a pack that does not
-        fit is dropped alone. A pack or end that fails in a transaction of its own is dropped. The first transaction
-        that succeeds also commits the uses. A pack's blocks are read until ``_ended`` is called with it.
+        fit is dropped alone. The first transaction that succeeds also commits the uses.
         """
         self._commit_waits = False
         everything, self._everything = self._everything, False
@@ -356,8 +348,9 @@ class Store:
             for retries_left in reversed(range(_STALE_RETRIES + 1)):
                 writers = [writer for writer in packs if not await self._holds_all(writer)]
                 keys = dict.fromkeys(key for end in ends for group in end.group_keys for key in group)
-                maker = await catalogue.manifest_maker(list(keys), writers)
-                manifests = [maker.make(end) for end in ends]
+                pack_of = {key: writer.pack_id for writer in writers for key in writer.keys.unpack()}
+                pack_of |= await catalogue.pack_of(list(keys))
+                manifests = [make_manifest(end, pack_of, catalogue.block_bytes) for end in ends]
                 seen = catalogue.cursor if retries_left else None
                 written = [manifest for manifest, _ in manifests if manifest is not None]
                 pinned = {end.manifest_id for end in ends if end.retention.pin}
@@ -373,7 +366,7 @@ class Store:
             await catalogue.refresh_or_log()  # the failed commit may have evicted packs
             return False
         await catalogue.committed(writers, result, followed=seen is not None)
-        catalogue.count_held(set(packs).difference(writers))
+        self.counters.held_blocks += sum(len(writer.keys) for writer in set(packs).difference(writers))
         for writer in packs:
             self._ended(writer, True)
         self.news.persisted += [(end.request, whole) for end, (_, whole) in zip(ends, manifests, strict=True)]
@@ -433,11 +426,10 @@ class Store:
         reads, missing = self._plan(catalogue, holders, keys, block_ids, size)
         adopted = None if self.canary is None else self.canary.adopted
         if missing and adopted is not None:
-            absent = set(missing)
-            wanted = [(key, row) for key, row in zip(keys, block_ids, strict=True) if key in absent]
-            some, rows = [key for key, _ in wanted], [row for _, row in wanted]
+            row_of = dict(zip(keys, block_ids, strict=True))
             try:
-                more, missing = self._plan(adopted, await adopted.usable_holders(some), some, rows, size)
+                holders = await adopted.usable_holders(missing)
+                more, missing = self._plan(adopted, holders, missing, [row_of[key] for key in missing], size)
                 reads += more
             except StoreError as error:
                 catalogue.log_failure(error)
@@ -464,12 +456,8 @@ class Store:
         block_ids: Sequence[int],
         part_size: int,
     ) -> tuple[list[Callable[[], ReadOutcome]], list[bytes]]:
-        """Return the calls that read blocks of one namespace into rows, and the missing keys. If it is the store's own
-        namespace, record a use of the packs to read.
-
-        :param holders: for each key, a pack that holds it; None if no pack does.
-        :param block_ids: for each key, the row into which its block is read.
-        :param part_size: bound on the stored bytes that one call reads (``part_bytes`` of ``plan_reads``).
+        """Return the calls that read blocks of one namespace into rows, and the missing keys, see ``plan_reads``. If it
+        is the store's own namespace, record a use of the packs to read.
         """
         bounds = (part_size, self._shares.part)
         parts, missing = plan_reads(holders, self.rows, keys, block_ids, *bounds, streams=self._streams)
@@ -481,7 +469,7 @@ class Store:
     # Periodic work and totals
 
     def tick(self) -> None:
-        """Start due work: a commit, a step of resizing the index, or a refresh that reads other processes' changes."""
+        """Start due work: a commit, a refresh, or a step of resizing the index."""
         executor = self.catalogue.executor
         if self.index.replacing:
             self.index.replace_some()
@@ -513,9 +501,7 @@ class Store:
     # Blocking calls
 
     def put(self, request: str, keys: Sequence[bytes], block_ids: Sequence[int], depths: Sequence[int] | None) -> bool:
-        """Call ``begin_put`` and wait; return whether the rows may be reused now. If not, they must not change until
-        ``in_flight`` returns none of the keys.
-        """
+        """Call ``begin_put``, and wait; return whether the rows may be reused now, see there."""
         ended: list[bool] = []
         self.begin_put(request, keys, block_ids, depths, lambda free, borrowed: ended.append(free))
         self.catalogue.executor.run_until(lambda: bool(ended))

@@ -16,15 +16,12 @@ ByteArray = npt.NDArray[np.uint8]
 class Rows:
     """Memory of the primary tier as a byte array of shape (num_blocks, row_stride); row i holds block i.
 
-    Holds a reference to its buffer: delete this object before the memory is unmapped.
+    References its buffer, which must be writable and contiguous: delete this object before the memory is unmapped.
+
+    :raises ValueError: the buffer's size is not a multiple of the row stride.
     """
 
     def __init__(self, buffer: memoryview, layout: RowLayout) -> None:
-        """Wrap a writable, contiguous buffer.
-
-        :param layout: the row stride, and the byte ranges of a row that each KV cache group uses.
-        :raises ValueError: the buffer's size is not a multiple of the row stride.
-        """
         flat = np.frombuffer(buffer, dtype=np.uint8)
         if flat.size % layout.row_stride:
             raise ValueError(f"{flat.size} bytes are no multiple of the row stride {layout.row_stride}")
@@ -36,24 +33,18 @@ class Rows:
         return len(self.array)
 
     def check(self, block_ids: Sequence[int]) -> None:
-        """Check that each of these row numbers is in the array.
-
-        :raises ValueError: a row does not exist. The message names the lowest and the highest of ``block_ids``.
-        """
+        """:raises ValueError: a row does not exist."""
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < len(self):
             raise ValueError(f"rows {min(block_ids)} to {max(block_ids)} do not exist: there are {len(self)} rows")
 
     def places(self, group: int, block_id: int) -> list[memoryview]:
-        """Return writable views of the bytes that a block of the group uses in row ``block_id``: one view per byte
-        range of the group's layout, ascending.
-        """
+        """Return a writable view of each byte range that a block of the group uses in row ``block_id``."""
         base = block_id * self.layout.row_stride
         return [self._flat[base + offset : base + offset + size] for offset, size in self.layout.groups[group].ranges]
 
     def pieces(self, group: int, block_ids: Sequence[int]) -> list[memoryview]:
-        """Return writable views of the bytes that blocks of the group use in their rows, in the order of ``block_ids``.
-
-        If a block uses its whole row, consecutive rows are returned as one view; ``block_ids`` must not be empty then.
+        """Return writable views of the bytes that blocks of the group use in their rows, in the order of ``block_ids``,
+        which must not be empty. If a block uses its whole row, consecutive rows are returned as one view.
         """
         layout, stride = self.layout.groups[group], self.layout.row_stride
         if layout.ranges == ((0, stride),):
@@ -90,35 +81,31 @@ def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """Blocks to be written to a pack directly from rows of the primary tier."""
+    """``BlockSource`` of blocks in rows of the primary tier."""
 
     rows: Rows
     group: int
     block_ids: Sequence[int]
 
     def gather(self, start: int, stop: int) -> ByteArray:
-        """Return blocks ``start`` to ``stop - 1`` of ``block_ids`` as an array of shape (stop - start, block_bytes)."""
         return self.rows.gather(self.group, self.block_ids[start:stop])
 
     def pieces(self, start: int, stop: int) -> list[memoryview]:
-        """Return the bytes of blocks ``start`` to ``stop - 1`` as views of the rows, without a copy."""
         return self.rows.pieces(self.group, self.block_ids[start:stop])
 
 
 @dataclass(frozen=True)
 class StagedBlocks:
-    """Blocks to be written to a pack from copies in memory, in arrays of one or more blocks each."""
+    """``BlockSource`` of copies of blocks."""
 
     runs: Sequence[ByteArray]
-    """The arrays in order, each of shape (number of blocks, block_bytes)."""
+    """Arrays of blocks in order, each of shape (number of blocks, block_bytes)."""
 
     def gather(self, start: int, stop: int) -> ByteArray:
-        """Return blocks ``start`` to ``stop - 1``, numbered over all arrays, with shape (stop - start, block_bytes)."""
         parts = self._parts(start, stop)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def pieces(self, start: int, stop: int) -> list[memoryview]:
-        """Return the bytes of blocks ``start`` to ``stop - 1`` as views of the arrays, without a copy."""
         return [part.data.cast("B") for part in self._parts(start, stop)]
 
     def _parts(self, start: int, stop: int) -> list[ByteArray]:

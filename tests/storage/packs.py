@@ -42,7 +42,7 @@ def sealed(table: bytes) -> bytes:
 
 def raw_blocks(part: Segment) -> dict[bytes, bytes]:
     """Return the blocks of a sample segment by key."""
-    raw, size = bytes(part.raw(0, len(part.keys))), part.block_bytes
+    raw, size = part.source.gather(0, len(part.keys)).tobytes(), part.block_bytes
     return {key: raw[number * size : (number + 1) * size] for number, key in enumerate(part.keys)}
 
 

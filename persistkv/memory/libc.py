@@ -16,11 +16,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def madvise(address: int, num_bytes: int, advice: int) -> int:
-    """Call ``madvise`` for ``num_bytes`` bytes at ``address``, with the GIL released; return 0, or the errno if the
-    kernel refuses.
-
-    :param advice: an ``MADV_`` constant.
-    """
+    """Call ``madvise`` with the GIL released; return 0, or the errno if the kernel refuses."""
     return ctypes.get_errno() if _libc().madvise(address, num_bytes, advice) else 0
 
 
@@ -29,7 +25,6 @@ def map_shared(files: Sequence[tuple[int, int]], alignment: int) -> int:
     file stays mapped.
 
     :param files: descriptors, and the bytes to map from the start of each: whole pages, except for the last.
-    :param alignment: of the address; a multiple of the page size.
     """
     num_bytes = sum(size for _, size in files)
     libc, reserved = _libc(), num_bytes + alignment
@@ -50,7 +45,6 @@ def map_shared(files: Sequence[tuple[int, int]], alignment: int) -> int:
 
 
 def unmap(address: int, num_bytes: int) -> None:
-    """Unmap ``num_bytes`` bytes of memory at ``address``."""
     _libc().munmap(address, num_bytes)
 
 

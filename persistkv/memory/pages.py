@@ -33,12 +33,8 @@ def use_huge_pages(fds: Sequence[int], num_bytes: int, *, threads: int = _MAX_TH
     The memory may be used during the call. Memory that is registered with CUDA or in use by a transfer cannot be moved,
     so call this before. Half a gigabyte takes one thread 0.3 s, or 0.3 ms if it is in huge pages already.
 
-    :param fds: as in ``map_aligned``; their memory is allocated.
-    :param num_bytes: size of all files together.
-    :param threads: maximum number of threads to use.
-    :returns: whether the memory is in huge pages now, except for a last part that is smaller than one. If False, the
-        files cannot be mapped, or the kernel is too old or has too little contiguous memory; then all or part of the
-        memory is unchanged.
+    :param fds: as in ``map_aligned``; ``num_bytes`` is the size of all files together.
+    :returns: as ``collapse``; also False if the files cannot be mapped.
     """
     whole = num_bytes - num_bytes % HUGE_PAGE_BYTES
     try:
@@ -55,8 +51,8 @@ def collapse(address: int, num_bytes: int, *, threads: int = _MAX_THREADS) -> bo
     """Move mapped memory into huge pages, for all processes that map it and in this process's page table.
 
     :param address: a multiple of ``HUGE_PAGE_BYTES``. A last part that is smaller than a huge page is unchanged.
-    :param threads: maximum number of threads to use.
-    :returns: whether the memory is in huge pages now. If False, all or part of it is unchanged.
+    :returns: whether the memory is in huge pages now. If False, the kernel is too old or has too little contiguous
+        memory; then all or part of the memory is unchanged.
     """
     whole = num_bytes - num_bytes % HUGE_PAGE_BYTES
     steps = [(address + begin, min(_STEP_BYTES, whole - begin)) for begin in range(0, whole, _STEP_BYTES)]
@@ -66,13 +62,13 @@ def collapse(address: int, num_bytes: int, *, threads: int = _MAX_THREADS) -> bo
 
 
 def map_aligned(fds: Sequence[int], num_bytes: int) -> int:
-    """Map files one after the other, shared and writable, to a multiple of ``HUGE_PAGE_BYTES``, until ``unmap``.
+    """Map files one after the other, shared and writable, until ``unmap``. Return the address, a multiple of
+    ``HUGE_PAGE_BYTES``.
 
     ``mmap.mmap`` does not align. A huge page at an unaligned address takes 512 entries of the page table, which slows
     down each transfer and checksum: reading and verifying 32 MiB took 4.5 ms of processor time, and 2.1 ms if aligned.
 
     :param fds: writable descriptors; every file is mapped completely, except that the last one may be longer.
-    :returns: the address.
     :raises OSError: the files cannot be mapped, are smaller than ``num_bytes`` (an access after the end would kill the
         process), or one before the last is not whole pages. Nothing stays mapped then.
     """
@@ -93,10 +89,7 @@ def map_aligned(fds: Sequence[int], num_bytes: int) -> int:
 
 
 def huge_memory(num_bytes: int) -> mmap.mmap:
-    """Allocate private memory, zeroed and page-aligned, in huge pages if the kernel supports them and has some free.
-
-    :returns: at least ``num_bytes`` bytes, a multiple of ``HUGE_PAGE_BYTES``.
-    """
+    """Allocate at least ``num_bytes`` of private, zeroed memory, in huge pages if the kernel has some free."""
     whole = -(-max(num_bytes, 1) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     memory = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
@@ -109,7 +102,7 @@ def prefault(memory: memoryview, first: int, length: int, stride: int) -> None:
 
     The first access to a shared page takes many times as long as a copy. No byte changes, so other processes may write
     at the same time. If the kernel does not support it, the pages are read instead, which suffices for allocated
-    memory. The time taken is logged.
+    memory.
 
     :param memory: one-dimensional, writable, page-aligned, not empty.
     """
@@ -123,21 +116,16 @@ def prefault(memory: memoryview, first: int, length: int, stride: int) -> None:
             begin = spans.pop()[0]
         spans.append((begin, end))
     parts = [(at, min(at + _PREFAULT_BYTES, end)) for begin, end in spans for at in range(begin, end, _PREFAULT_BYTES)]
-    threads = min(16, os.cpu_count() or 1, len(parts))
 
-    def populate(thread: int) -> int:
-        """Make every part whose index is ``thread`` modulo ``threads`` resident. Return 0, or the errno of the first
-        part that the kernel refused; that part and the ones after it are read instead.
-        """
-        problem = 0
-        for begin, end in parts[thread::threads]:
-            problem = problem or libc.madvise(address + begin, end - begin, libc.MADV_POPULATE_WRITE)
-            if problem:
-                np.frombuffer(memory, np.uint8)[begin:end:page].max()
+    def populate(part: tuple[int, int]) -> int:
+        begin, end = part
+        problem = libc.madvise(address + begin, end - begin, libc.MADV_POPULATE_WRITE)
+        if problem:
+            np.frombuffer(memory, np.uint8)[begin:end:page].max()
         return problem
 
-    with ThreadPoolExecutor(threads, "persistkv-prefault") as pool:
-        problem = max(pool.map(populate, range(threads)))
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1, len(parts)), "persistkv-prefault") as pool:
+        problem = max(pool.map(populate, parts))
     if problem:
         reason = errno.errorcode.get(problem, "unknown")
         logger.info("MADV_POPULATE_WRITE was not possible (%s); pages were read instead", reason)

@@ -16,15 +16,12 @@ ByteArray = npt.NDArray[np.uint8]
 class Rows:
     """Memory of the primary tier as a byte array of shape (num_blocks, row_stride); row i holds block i.
 
-    Holds a reference to its buffer: delete this object before the memory is unmapped.
+    References its buffer, which must be writable and contiguous: delete this object before the memory is unmapped.
+
+    :raises ValueError: the buffer's size is not a multiple of the row stride.
     """
 
     def __init__(self, buffer: memoryview, layout: RowLayout) -> None:
-        """Wrap a writable, contiguous buffer.
-
-        :param layout: the row stride, and the byte ranges of a row that each KV cache group uses.
-        :raises ValueError: the buffer's size is not a multiple of the row stride.
-        """
         flat = np.frombuffer(buffer, dtype=np.uint8)
         if flat.size % layout.row_stride:
             raise ValueError(f"{flat.size} bytes are no multiple of the row stride {layout.row_stride}")
@@ -36,24 +33,18 @@ class Rows:
         return len(self.array)
 
     def check(self, block_ids: Sequence[int]) -> None:
-        """Check that each of these row numbers is in the array.
-
-        :raises ValueError: a row does not exist. The message names the lowest and the highest of ``block_ids``.
-        """
+        """:raises ValueError: a row does not exist."""
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < len(self):
             raise ValueError(f"rows {min(block_ids)} to {max(block_ids)} do not exist: there are {len(self)} rows")
 
     def places(self, group: int, block_id: int) -> list[memoryview]:
-        """Return writable views of the bytes that a block of the group uses in row ``block_id``: one view per byte
-        range of the group's layout, ascending.
-        """
+        """Return a writable view of each byte range that a block of the group uses in row ``block_id``."""
         base = block_id * self.layout.row_stride
         return [self._flat[base + offset : base + offset + size] for offset, size in self.layout.groups[group].ranges]
 
     def pieces(self, group: int, block_ids: Sequence[int]) -> list[memoryview]:
-        """Return writable views of the bytes that blocks of the group use in their rows, in the order of ``block_ids``.
-
-        If a block uses its whole row, consecutive rows are returned as one view; ``block_ids`` must not be empty then.
+        """Return writable views of the bytes that blocks of the group use in their rows, in the order of ``block_ids``,
+        which must not be empty. If a block uses its whole row, consecutive rows are returned as one view.
         """
         layout, stride = self.layout.groups[group], self.layout.row_stride
         if layout.ranges == ((0, stride),):
@@ -61,26 +52,14 @@ class Rows:
         return [place for block_id in block_ids for place in self.places(group, block_id)]
 
     def gather(self, group: int, block_ids: Sequence[int]) -> ByteArray:
-        """Return blocks of the group as an array of shape (len(block_ids), block_bytes).
-
-        It is a view if the group uses one byte range of a row, and the blocks are one block or consecutive whole
-        rows. Otherwise it is a copy. ``block_ids`` must not be empty.
-        """
-        layout = self.layout.groups[group]
-        first, count = block_ids[0], len(block_ids)
-        offset, length = layout.ranges[0]
-        whole_row = length == self.layout.row_stride
-        if (whole_row or count == 1) and len(layout.ranges) == 1 and _consecutive(block_ids):
-            return self.array[first : first + count, offset : offset + length]
-        if len(layout.ranges) == 1:
-            return self.array[np.asarray(block_ids), offset : offset + length]
+        """Return a copy of blocks of the group, as an array of shape (len(block_ids), block_bytes)."""
         ids = np.asarray(block_ids)
-        return np.concatenate([self.array[ids, start : start + size] for start, size in layout.ranges], axis=1)
+        ranges = self.layout.groups[group].ranges
+        parts = [self.array[ids, offset : offset + size] for offset, size in ranges]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
     def scatter(self, group: int, block_ids: Sequence[int], blocks: ByteArray) -> None:
-        """Copy ``blocks``, an array of shape (len(block_ids), block_bytes), into the byte ranges that the group uses in
-        the rows ``block_ids``.
-        """
+        """Copy ``blocks``, an array as ``gather`` returns it, into the rows ``block_ids``."""
         ids = np.asarray(block_ids)
         start = 0
         for offset, size in self.layout.groups[group].ranges:
@@ -100,42 +79,33 @@ def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
     return [*found, (first, end)]
 
 
-def _consecutive(block_ids: Sequence[int]) -> bool:
-    first = block_ids[0]
-    return block_ids[-1] - first == len(block_ids) - 1 and list(block_ids) == list(range(first, first + len(block_ids)))
-
-
 @dataclass(frozen=True)
 class RowBlocks:
-    """Blocks to be written to a pack directly from rows of the primary tier."""
+    """``BlockSource`` of blocks in rows of the primary tier."""
 
     rows: Rows
     group: int
     block_ids: Sequence[int]
 
     def gather(self, start: int, stop: int) -> ByteArray:
-        """Return blocks ``start`` to ``stop - 1`` of ``block_ids`` as an array of shape (stop - start, block_bytes)."""
         return self.rows.gather(self.group, self.block_ids[start:stop])
 
     def pieces(self, start: int, stop: int) -> list[memoryview]:
-        """Return the bytes of blocks ``start`` to ``stop - 1`` as views of the rows, without a copy."""
         return self.rows.pieces(self.group, self.block_ids[start:stop])
 
 
 @dataclass(frozen=True)
 class StagedBlocks:
-    """Blocks to be written to a pack from copies in memory, in arrays of one or more blocks each."""
+    """``BlockSource`` of copies of blocks."""
 
     runs: Sequence[ByteArray]
-    """The arrays in order, each of shape (number of blocks, block_bytes)."""
+    """Arrays of blocks in order, each of shape (number of blocks, block_bytes)."""
 
     def gather(self, start: int, stop: int) -> ByteArray:
-        """Return blocks ``start`` to ``stop - 1``, numbered over all arrays, with shape (stop - start, block_bytes)."""
         parts = self._parts(start, stop)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def pieces(self, start: int, stop: int) -> list[memoryview]:
-        """Return the bytes of blocks ``start`` to ``stop - 1`` as views of the arrays, without a copy."""
         return [part.data.cast("B") for part in self._parts(start, stop)]
 
     def _parts(self, start: int, stop: int) -> list[ByteArray]:

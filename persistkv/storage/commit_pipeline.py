@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import NamedTuple
-
-import numpy as np
 
 from persistkv.config import MAX_PACK_BYTES
 from persistkv.memory.rows import RowBlocks, Rows, StagedBlocks
@@ -29,15 +27,13 @@ FULL_BYTES = 16 << 20  # 16 MiB: a request's staged blocks become a pack at this
 
 @dataclass(eq=False)
 class StagedPack:
-    """Copies of blocks of one request that will be written as one pack."""
+    """Copies of blocks of one request that wait to be written as one pack."""
 
     request: str
-    """Id of the request."""
     since: float
     """Time of creation, by ``time.monotonic``."""
     segments: list[Segment] = field(default_factory=list)
     num_bytes: int = 0
-    """Raw bytes of all segments."""
     closed: bool = False
     """True: the pack is complete; no more blocks are added."""
 
@@ -46,13 +42,11 @@ class Staging:
     """Copies of blocks that wait until they form packs of a useful size.
 
     Blocks are staged from ``add`` until ``end``, including the time in which a transaction writes them: their bytes are
-    counted, and their keys are found. ``add`` does not enforce the bound on the bytes; call ``fits`` before.
+    counted, and their keys are found.
     """
 
     def __init__(self, max_bytes: int, max_age_s: float, *, gather_all: bool) -> None:
-        """Create an empty staging area.
-
-        :param max_bytes: bound on the raw bytes of all copies, which ``fits`` checks.
+        """:param max_bytes: bound on the raw bytes of all copies, which ``fits`` checks and ``add`` does not.
         :param max_age_s: age in seconds at which a pack is due.
         :param gather_all: all packs become due together, when the oldest is old enough. If False, each pack becomes due
             when it is full or old enough itself.
@@ -63,6 +57,7 @@ class Staging:
         self._max_age_s = max_age_s
         self._gather_all = gather_all
         self._waiting: dict[StagedPack, None] = {}
+        """Packs that no transaction is writing, by age."""
         self._open: dict[str, StagedPack] = {}
         self._pack_of: dict[bytes, StagedPack] = {}
 
@@ -70,7 +65,7 @@ class Staging:
         return key in self._pack_of
 
     def fits(self, num_bytes: int) -> bool:
-        """Return whether ``num_bytes`` more raw bytes may be added within the bound."""
+        """Return whether this many more raw bytes may be added."""
         return self.num_bytes + num_bytes <= self._max_bytes
 
     def add(self, request: str, segments: Iterable[Segment], *, whole: bool = False) -> None:
@@ -83,7 +78,7 @@ class Staging:
             pack = self._open.setdefault(request, pack)
         self._waiting[pack] = None
         for segment in segments:
-            copies = StagedBlocks([np.array(segment.source.gather(0, len(segment.keys)), copy=True)])
+            copies = StagedBlocks([segment.source.gather(0, len(segment.keys))])
             pack.segments.append(replace(segment, source=copies))
             pack.num_bytes += segment.raw_length
             self.num_bytes += segment.raw_length
@@ -97,15 +92,13 @@ class Staging:
             del self._open[pack.request]
 
     def of_context(self, end: RequestEnd) -> list[StagedPack]:
-        """Return the waiting packs of this request, and those of other requests that contain blocks of its context.
-        Packs that are being written are left out.
-        """
+        """Return the waiting packs of this request, and those of other requests with blocks of its context."""
         holders = {self._pack_of.get(key) for keys in end.group_keys for key in keys}
         return [pack for pack in self._waiting if pack.request == end.request or pack in holders]
 
     def due(self, *, everything: bool = False) -> list[StagedPack]:
         """Return the waiting packs to write now: those that are due by size or age, or all if they use half of the
-        bound, because the other half fills while they are written. Packs that are being written are left out.
+        bound, because the other half fills while they are written.
 
         :param everything: return all waiting packs.
         """
@@ -117,26 +110,22 @@ class Staging:
         return [pack for pack in self._waiting if pack.closed or pack.since <= old]
 
     def seconds_to_due(self) -> float | None:
-        """Return the seconds until the oldest pack is due by its age; None if no pack waits to be written."""
+        """Return the seconds until the oldest waiting pack is due by its age; None if there is none."""
         if not self._waiting:
             return None
         return max(0.0, min(pack.since for pack in self._waiting) + self._max_age_s - time.monotonic())
 
     def take(self, pack: StagedPack) -> list[Segment]:
-        """Mark a pack as being written, and return its blocks in as few segments as their depths allow. They stay
-        staged until ``end``.
-        """
+        """Return a waiting pack's blocks in as few segments as their depths allow. They stay staged until ``end``."""
         del self._waiting[pack]
         self._close(pack)
-        pack.segments = _joined(pack.segments)
-        return pack.segments
+        return _joined(pack.segments)
 
-    def end(self, pack: StagedPack) -> None:
-        """Delete the copies of a pack that ``take`` returned. Call it when the pack's transaction has ended."""
-        self.num_bytes -= pack.num_bytes
-        for segment in pack.segments:
-            for key in segment.keys:
-                del self._pack_of[key]
+    def end(self, segments: Iterable[Segment]) -> None:
+        """Forget these blocks, if they are staged, because their transaction has ended."""
+        for segment in segments:
+            staged = sum(self._pack_of.pop(key, None) is not None for key in segment.keys)
+            self.num_bytes -= staged * segment.block_bytes
 
 
 def _joined(segments: Iterable[Segment]) -> list[Segment]:
@@ -162,19 +151,10 @@ def _deeper(depth: int, blocks: int) -> int:
     return depth if depth == UNKNOWN_DEPTH else depth + blocks
 
 
-@dataclass(eq=False)
-class Outgoing:
-    """Pack that a transaction writes."""
-
-    writer: PackWriter
-    staged: StagedPack | None = None
-    """Staged copies of its blocks; None: it is written from rows."""
-
-
 class Transaction(NamedTuple):
     """Packs and ends of requests that are committed together."""
 
-    packs: Sequence[Outgoing]
+    packs: Sequence[PackWriter]
     ends: Sequence[RequestEnd] = ()
 
     def split(self) -> list[Transaction]:
@@ -184,20 +164,20 @@ class Transaction(NamedTuple):
         return [Transaction([one]) for one in self.packs] + [Transaction((), [end]) for end in self.ends]
 
 
-def divide(outgoing: Iterable[Outgoing], ends: Sequence[RequestEnd], max_bytes: int) -> deque[Transaction]:
+def divide(writers: Iterable[PackWriter], ends: Sequence[RequestEnd], max_bytes: int) -> deque[Transaction]:
     """Divide packs in order into at least one transaction, each as large as the bound allows. The last one also commits
     the ends of requests.
 
     :param max_bytes: bound on the raw bytes of one transaction; a larger pack gets a transaction of its own.
     """
-    slices: list[list[Outgoing]] = [[]]
+    slices: list[list[PackWriter]] = [[]]
     size = 0
-    for one in outgoing:
-        if slices[-1] and size + one.writer.raw_length > max_bytes:
+    for writer in writers:
+        if slices[-1] and size + writer.raw_length > max_bytes:
             slices.append([])
             size = 0
-        slices[-1].append(one)
-        size += one.writer.raw_length
+        slices[-1].append(writer)
+        size += writer.raw_length
     last = slices.pop()
     return deque([*map(Transaction, slices), Transaction(last, ends)])
 
@@ -213,20 +193,10 @@ class Blocks(NamedTuple):
     depths: Sequence[int]
     """For each block, the number of blocks of its group before it in the context; UNKNOWN_DEPTH if not known."""
 
-    @property
-    def chained(self) -> bool:
-        """Whether all blocks are of one group and have consecutive, known depths. This is the usual case."""
-        if not self.keys or UNKNOWN_DEPTH in self.depths:
-            return False
-        first, count = self.depths[0], len(self.keys)
-        return list(self.depths) == list(range(first, first + count)) and self.groups.count(self.groups[0]) == count
-
 
 def blocks_per_pack(rows: Rows, max_bytes: int = TARGET_PACK_BYTES) -> int:
     """Return the maximum number of blocks of each group in a pack that is cut at fixed depths: the largest power of two
     with which a pack of all groups has at most 32 MiB and at most ``max_bytes``; at least 1.
-
-    :param rows: rows of the primary tier; their layout contains the bytes of one block of each group.
     """
     one_of_each = sum(group.block_bytes for group in rows.layout.groups)
     return 1 << max(0, (min(TARGET_PACK_BYTES, max_bytes) // one_of_each).bit_length() - 1)
@@ -237,13 +207,10 @@ def plan_packs(rows: Rows, blocks: Blocks, max_bytes: int = MAX_PACK_BYTES) -> l
 
     Blocks of unknown depth form packs of their own, cut in the order of the job.
 
-    :param rows: rows of the primary tier, which contain the blocks.
     :param max_bytes: bound on the raw bytes of a pack, unless one block of each group takes more. Two stores cut the
         same packs of a prefix if ``max_bytes`` is at least 32 MiB in both, or equal in both.
     """
     cut = blocks_per_pack(rows, max_bytes)
-    if blocks.chained:
-        return [[_segment(rows, part)] for part in _parts(blocks, cut)]
     packs: dict[tuple[bool, int], list[int]] = {}
     for place, depth in enumerate(blocks.depths):
         is_unknown = depth == UNKNOWN_DEPTH
@@ -251,20 +218,8 @@ def plan_packs(rows: Rows, blocks: Blocks, max_bytes: int = MAX_PACK_BYTES) -> l
     return [_segments(rows, blocks, places) for places in packs.values()]
 
 
-def _parts(blocks: Blocks, cut: int) -> Iterator[Blocks]:
-    """Cut blocks of one group with consecutive depths into packs, before each depth that is a multiple of ``cut``."""
-    start = 0
-    while start < len(blocks.keys):
-        stop = start + cut - blocks.depths[start] % cut
-        yield Blocks._make(column[start:stop] for column in blocks)
-        start = stop
-
-
 def _segments(rows: Rows, blocks: Blocks, places: Iterable[int]) -> list[Segment]:
-    """Return blocks as segments: runs of blocks of one group with consecutive depths, as frames require.
-
-    :param places: indices in ``blocks`` of the blocks to return.
-    """
+    """Return the blocks at these places as segments: runs of one group with consecutive depths, as frames require."""
     runs: list[list[int]] = []
     expected = None
     for group, depth, place in sorted((blocks.groups[place], blocks.depths[place], place) for place in places):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import Future
@@ -28,140 +27,46 @@ Flow = Coroutine[Any, None, None]
 """Coroutine that awaits only calls of an executor."""
 
 
-class Executor(ABC):
+class Executor:
     """Runs blocking calls for flows: coroutines that await ``write`` and ``read``, and share one thread, the owner's.
     All methods except ``ahead`` must be called on that thread.
+
+    :param threads: number of ``read`` and ``ahead`` calls that can run at once; ``write`` has a thread of its own. 0:
+        all calls run on the owner's thread, and a flow has ended when ``begin`` returns.
+    :param wake: called from any thread when a flow can be resumed; the owner must then call ``run_ready``.
     """
 
-    threads: int = 0
-    """Number of ``read`` calls that can run at once. 0: calls run on the owner's thread, and a flow has ended when
-    ``begin`` returns."""
-
-    def __init__(self) -> None:
+    def __init__(self, threads: int = 0, wake: Callable[[], None] | None = None) -> None:
+        self.threads = threads
+        self._wake = wake
         self._writes: deque[Flow] = deque()
-        self._writing = False
+        self.writing = False
+        """Whether a flow of ``begin_write`` is running or queued."""
+        self._ready: SimpleQueue[Flow] = SimpleQueue()
+        """Flows whose calls have ended."""
+        self._since: dict[int, float] = {}
+        """Thread id → ``time.monotonic()`` at the start of the call that the thread is running."""
+        self._writer = ThreadPool(min(threads, 1), "persistkv-writer")
+        self._readers = ThreadPool(threads, "persistkv-reader")
 
-    @abstractmethod
     async def write(self, call: Callable[[], T]) -> T:
         """Run a call and return its result, or raise its exception. Calls of ``write`` run one at a time, in order."""
+        return (await _results([self._writer.submit(self._run, call)]))[0] if self.threads else call()
 
-    @abstractmethod
     async def read(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """Run calls concurrently with each other and with all others; return their results in order.
 
         If a call raises, its exception is raised here after all of them have ended; of several, the first in order.
         """
+        if self.threads and calls:
+            return await _results([self._readers.submit(self._run, call) for call in calls])
+        return [call() for call in calls]
 
-    @abstractmethod
     def ahead(self, call: Callable[[], T]) -> Callable[[], T]:
         """Start a call that may run concurrently with the caller. Return a function that waits for the call, and
         returns its result or raises its exception. Without threads, this function runs the call. Thread-safe.
         """
-
-    @abstractmethod
-    def begin(self, flow: Flow) -> None:
-        """Run a flow until it first waits for a call; ``run_ready`` and ``run_until`` resume it. If the flow raises,
-        the method that started or resumed it raises the exception.
-        """
-
-    def begin_write(self, flow: Flow) -> None:
-        """Start a flow when all earlier flows of this method have ended, now if none is left. If a flow raises, the
-        flows queued behind it wait for the next call of this method.
-        """
-        self._writes.append(flow)
-        if not self._writing:
-            self._writing = True
-            self.begin(self._run_writes())
-
-    async def _run_writes(self) -> None:
-        try:
-            while self._writes:
-                await self._writes.popleft()
-        finally:
-            self._writing = False
-
-    @property
-    def writing(self) -> bool:
-        """Whether a flow of ``begin_write`` is running or queued."""
-        return self._writing
-
-    @abstractmethod
-    def run_ready(self) -> bool:
-        """Resume the flows whose calls have ended, without waiting for other calls. Return whether there were any."""
-
-    @abstractmethod
-    def run_until(self, ended: Callable[[], bool]) -> None:
-        """Resume flows as their calls end, until ``ended`` returns True; it is called before each wait.
-
-        :raises RuntimeError: ``ended`` returned False, and the executor runs calls in place, so no call can end.
-        """
-
-    @abstractmethod
-    def longest_s(self) -> float:
-        """Return for how many seconds the oldest running call of this executor has been running; 0 if there is none."""
-
-    def close(self) -> None:
-        """Drop queued flows, wait for submitted calls, and end the threads. No flow is resumed. Idempotent."""
-        while self._writes:
-            self._writes.popleft().close()
-
-
-class InPlaceExecutor(Executor):
-    """Runs each call immediately on the caller's thread: for tools, and for hosts without an event loop."""
-
-    async def write(self, call: Callable[[], T]) -> T:
-        return call()
-
-    async def read(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        return [call() for call in calls]
-
-    def ahead(self, call: Callable[[], T]) -> Callable[[], T]:
-        return call
-
-    def begin(self, flow: Flow) -> None:
-        try:
-            flow.send(None)
-        except StopIteration:
-            return
-        raise RuntimeError("a flow awaited what its executor did not hand out")
-
-    def run_ready(self) -> bool:
-        return False
-
-    def run_until(self, ended: Callable[[], bool]) -> None:
-        if not ended():
-            raise RuntimeError("the awaited flow has not begun, and nothing else can begin it")
-
-    def longest_s(self) -> float:
-        return 0.0
-
-
-class ThreadExecutor(Executor):
-    """Runs ``write`` calls on one thread, and ``read`` and ``ahead`` calls on ``threads`` others."""
-
-    def __init__(self, threads: int, wake: Callable[[], None]) -> None:
-        """:param wake: called from any thread when a flow can be resumed; the owner must then call ``run_ready``."""
-        super().__init__()
-        self.threads = threads
-        self._wake = wake
-        self._ready: SimpleQueue[Flow] = SimpleQueue()
-        """Flows whose calls have ended."""
-        self._since: dict[int, float] = {}
-        """Thread id → ``time.monotonic()`` at the start of the call that the thread is running."""
-        self._writer = ThreadPool(1, "persistkv-writer")
-        self._readers = ThreadPool(threads, "persistkv-reader")
-
-    async def write(self, call: Callable[[], T]) -> T:
-        return (await _results([self._submit(self._writer, call)]))[0]
-
-    async def read(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        return await _results([self._submit(self._readers, call) for call in calls]) if calls else []
-
-    def ahead(self, call: Callable[[], T]) -> Callable[[], T]:
-        return self._submit(self._readers, call).result
-
-    def _submit(self, pool: ThreadPool, call: Callable[[], T]) -> Future[T]:
-        return pool.submit(self._run, call)
+        return self._readers.submit(self._run, call).result if self.threads else call
 
     def _run(self, call: Callable[[], T]) -> T:
         thread = threading.get_ident()
@@ -172,6 +77,9 @@ class ThreadExecutor(Executor):
             del self._since[thread]
 
     def begin(self, flow: Flow) -> None:
+        """Run a flow until it first waits for a call; ``run_ready`` and ``run_until`` resume it. If the flow raises,
+        the method that started or resumed it raises the exception.
+        """
         try:
             futures: list[Future[Any]] = flow.send(None)
         except StopIteration:
@@ -181,27 +89,54 @@ class ThreadExecutor(Executor):
         def end_one(_: Future[Any]) -> None:
             if not left.pop():  # ``pop`` is atomic: only the last thread to call it gets 0
                 self._ready.put(flow)
-                self._wake()
+                if self._wake is not None:
+                    self._wake()
 
         for future in futures:
             future.add_done_callback(end_one)
 
+    def begin_write(self, flow: Flow) -> None:
+        """Start a flow when all earlier flows of this method have ended, now if none is left. If a flow raises, the
+        flows queued behind it wait for the next call of this method.
+        """
+        self._writes.append(flow)
+        if not self.writing:
+            self.writing = True
+            self.begin(self._run_writes())
+
+    async def _run_writes(self) -> None:
+        try:
+            while self._writes:
+                await self._writes.popleft()
+        finally:
+            self.writing = False
+
     def run_ready(self) -> bool:
+        """Resume the flows whose calls have ended, without waiting for other calls. Return whether there were any."""
         count = self._ready.qsize()
         for _ in range(count):
             self.begin(self._ready.get())
         return count > 0
 
     def run_until(self, ended: Callable[[], bool]) -> None:
+        """Resume flows as their calls end, until ``ended`` returns True; it is called before each wait.
+
+        :raises RuntimeError: ``ended`` returned False, and there are no threads, so no call can end.
+        """
         while not ended():
+            if not self.threads:
+                raise RuntimeError("the awaited flow has not begun, and nothing else can begin it")
             self.begin(self._ready.get())
 
     def longest_s(self) -> float:
+        """Return for how many seconds the oldest call on another thread has been running; 0 if there is none."""
         now = time.monotonic()
         return max((now - since for since in self._since.copy().values()), default=0.0)
 
     def close(self) -> None:
-        super().close()
+        """Drop queued flows, wait for submitted calls, and end the threads. No flow is resumed. Idempotent."""
+        while self._writes:
+            self._writes.popleft().close()
         self._writer.shutdown()
         self._readers.shutdown()
         while not self._ready.empty():
@@ -286,14 +221,11 @@ def _run_calls(queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None])
 def _results(futures: list[Future[T]]) -> Generator[list[Future[T]], None, list[T]]:
     """Yield futures to the executor, which resumes this coroutine when all are done; return their results in order.
 
-    :param futures: emptied. Otherwise an exception would be in a reference cycle with its traceback, which would keep
-        the rows of its call alive.
+    The list is emptied. Otherwise an exception would be in a reference cycle with its traceback, which would keep the
+    rows of its call alive.
     """
     try:
         yield futures
-        results = []
-        while futures:
-            results.append(futures.pop(0).result())
-        return results
+        return [futures.pop(0).result() for _ in range(len(futures))]
     finally:
         futures.clear()

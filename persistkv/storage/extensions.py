@@ -393,30 +393,6 @@ def scan_order(backend: Backend, namespace: bytes, pack_ids: Sequence[bytes]) ->
     return backend.scan_order(namespace, pack_ids) if isinstance(backend, SupportsScan) else list(pack_ids)
 
 
-def read_frames(
-    backend: Backend,
-    namespace: bytes,
-    pack_id: bytes,
-    frames: Sequence[Frame],
-    buffer: memoryview,
-    take: Callable[[int, memoryview], None],
-) -> None:
-    """Read frames of a pack with ``SupportsFrames.read_frames``, or one by one with ``Backend.read`` if it is missing.
-
-    ``take`` gets the index and the unverified stored bytes of each frame that was read; ``buffer`` is reused after it
-    returns.
-
-    :raises StoreError: the medium failed; frames that were passed to ``take`` before are complete.
-    """
-    if isinstance(backend, SupportsFrames):
-        backend.read_frames(namespace, pack_id, frames, buffer, take)
-        return
-    for number, frame in enumerate(frames):
-        stored = buffer[: frame.stored_length]
-        if backend.read(namespace, [ReadSpan(pack_id, frame.offset, [stored])]) == [True]:
-            take(number, stored)
-
-
 def statuses(backend: Backend) -> dict[str, bytes]:
     """Return the status rows of all engines by name (``SupportsStatus.statuses``); empty if the backend has none."""
     return backend.statuses() if isinstance(backend, SupportsStatus) else {}

@@ -74,16 +74,14 @@ def _stored_fingerprints(keys: Sequence[bytes]) -> Fps:
 def _stored(fingerprints: Fps) -> Fps:
     """Return fingerprints as a table stores them: the reserved values 0 and 1 become 2 and 3.
 
-    Lookups of a single key do not replace them, so they miss such a key (2 of 2^64).
+    Lookups of a single key do not, so they miss such a key (2 of 2^64).
     """
     return np.where(fingerprints <= _GONE, fingerprints + np.uint64(2), fingerprints)
 
 
 class LookupTable:
-    """The engine's read-only view of the fingerprints that the host process keeps in shared memory: it answers whether
-    the store may hold a key, without a message to the host. Empty until ``map`` and after ``clear``.
-
-    Lookups may run in any thread. The other methods belong to one thread.
+    """The engine's read-only view of the fingerprints that the host process keeps in shared memory. Empty until ``map``
+    and after ``clear``. Lookups may run in any thread; the other methods belong to one thread.
     """
 
     def __init__(self) -> None:
@@ -97,7 +95,6 @@ class LookupTable:
         """Map a table that the host sent, and use it instead of the previous one, which ``release_some`` releases.
 
         :param fd: descriptor of the memfd; this method always closes it.
-        :param slots: number of slots of the table.
         :raises StoreError: the memfd is not sealed or too small, or cannot be mapped; the previous table stays in use.
         """
         try:
@@ -158,9 +155,7 @@ class LookupTable:
         return table[slots]
 
     def held(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return for each key whether the store probably holds it (``contains``); several times faster than single
-        calls.
-        """
+        """Return ``contains`` for each key; several times faster than single calls."""
         if len(keys) < _FEW:
             return list(map(self.contains, keys))
         table, slots = self._table
@@ -194,9 +189,7 @@ def set_bounded(some: dict[bytes, None], changes: Mapping[bytes, bool]) -> None:
 
 def _matches(table: Fps, slots: int, wanted: Fps) -> tuple[npt.NDArray[np.bool_], Ints]:
     """Return for each fingerprint whether the table has it, and the slot at which its probe ended: the first one that
-    contains the fingerprint, else an empty one.
-
-    :param table: fingerprint of each slot; entries after ``slots`` are ignored.
+    contains the fingerprint, else an empty one. ``table`` may have more entries than ``slots``.
     """
     place = _homes(wanted, slots)
     left = np.arange(len(wanted))
@@ -232,26 +225,23 @@ class _Table:
         self._memory = mmap.mmap(self.fd, (self.slots + 1) * 8)
         self.fingerprints, self._header = np.split(np.frombuffer(self._memory, np.uint64), [self.slots])
         self.packs = np.zeros(self.slots, np.uint32)
-        """For each slot, the number of the entry's pack, see ``Index.number_of``; 0 if the slot has no entry."""
+        """``Index.number_of`` each slot's pack; 0 if the slot has no entry."""
         self.used = 0
         """Number of slots that are not empty: entries and ``_GONE``."""
+        self._released = 0
 
     @property
     def live(self) -> int:
-        """Number of entries. It is in the memfd, after the slots, for readers."""
+        """Number of entries."""
         return int(self._header[0])
 
     def prefault(self, start: int, stop: int) -> None:
-        """Clear slots ``start`` to ``stop`` (exclusive) of a new table, which allocates their memory. Allocation
-        during insertions would be much slower.
-        """
+        """Allocate the memory of slots of a new table. Allocation during insertions would be much slower."""
         self.fingerprints[start:stop] = _EMPTY
         self.packs[start:stop] = 0
 
     def room(self, fill: float) -> int:
-        """Return how many more slots may become non-empty until their share of all slots is ``fill`` (0 to 1); negative
-        if it is larger already.
-        """
+        """Return how many more slots may be used until their share is ``fill``; negative if it is larger already."""
         return int(self.slots * fill) - self.used
 
     def insert(self, fingerprints: Fps, packs: npt.NDArray[np.uint32]) -> Ints:
@@ -274,7 +264,7 @@ class _Table:
         return place
 
     def find(self, fingerprints: Fps, pack: int) -> Ints:
-        """Return the slots of the pack's entries with these fingerprints; those without an entry are left out."""
+        """Return the distinct slots of the pack's entries with these fingerprints."""
         place = _homes(fingerprints, self.slots)
         left = np.arange(len(fingerprints))
         found: list[Ints] = []
@@ -305,12 +295,17 @@ class _Table:
                 yield int(self.packs[slot])
             slot = (slot + 1) % self.slots
 
-    def shrink_to(self, num_bytes: int) -> None:
-        """Release the table's memory above this size. A reader that still maps it finds empty slots there."""
-        start = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = self.slots * 8
-        if start < end:
-            self._memory.madvise(mmap.MADV_REMOVE, start, end - start)
+    def release_some(self) -> bool:
+        """Release a slice of the memory. A reader that still maps it finds empty slots there. Return False, and close
+        the table, if it was the last slice.
+        """
+        end = self._released + _SLICE_BYTES
+        self._memory.madvise(mmap.MADV_REMOVE, self._released, min(end, len(self._memory)) - self._released)
+        self._released = end
+        if end < len(self._memory):
+            return True
+        self.close()
+        return False
 
     def close(self) -> None:
         """Close the descriptor; idempotent. The memory is released when no process maps it any more."""
@@ -357,56 +352,38 @@ class _Packs:
 class HeldPack:
     """A pack of the index and its key table. Immutable."""
 
-    __slots__ = ("_places", "keys", "number", "table")
+    __slots__ = ("keys", "number", "places", "table")
 
     def __init__(self, table: PackTable, number: int) -> None:
         self.table = table
         self.number = number
-        """Number by which the index referred to the pack when this object was made (``Index.number_of``); 0: it did not
-        hold the pack."""
+        """``Index.number_of`` the pack when this object was made."""
         self.keys = tuple(table.keys.unpack())
         """Keys of all blocks, frame after frame."""
-        self._places: dict[bytes, int] | None = None
+        self.places: Mapping[bytes, int] = {key: place for place, key in enumerate(self.keys)}
+        """Position of each key in ``keys``."""
 
     @property
     def pack_id(self) -> bytes:
         """The pack's id, 16 bytes."""
         return self.table.pack_id
 
-    @property
-    def places(self) -> Mapping[bytes, int]:
-        """Position of each key in ``keys``."""
-        if self._places is None:
-            self._places = {key: place for place, key in enumerate(self.keys)}
-        return self._places
-
-    def start_of(self, keys: Sequence[bytes]) -> int | None:
-        """Return the position of the first key if the pack holds all keys (at least one) one after the other in this
-        order; else None. Much faster than ``places``.
-        """
-        if keys[0] not in self.keys:
-            return None
-        first = self.keys.index(keys[0])
-        return first if self.keys[first : first + len(keys)] == tuple(keys) else None
-
 
 class Index:
     """Index of a namespace: finds the packs that may hold a key, by its fingerprint. Not thread-safe."""
 
     def __init__(self, most_keys: int | None = None) -> None:
-        """Create an empty index.
-
-        :param most_keys: number of keys that fit the store's capacity. The table is made larger than that only if it
-            holds more keys. None: unknown.
-        """
+        """:param most_keys: keys that fit the store's capacity, the bound on the table's growth; None: unknown."""
         self._most_keys = most_keys
         self._table = _Table(0)
         self._new: _Table | None = None
         self._prefaulted = 0
         self._copied = 0
         self._retired: list[_Table] = []
+        """Replaced tables that a reader may map."""
+        self._unmapped: list[_Table] = []
+        """Replaced tables that no reader maps any more, to be released in slices."""
         self._shared = False
-        self._release_at: int | None = None
         self._packs = _Packs()
         self._last = 0
         self._hints = 0
@@ -427,9 +404,7 @@ class Index:
         return list(self._packs.ids())
 
     def number_of(self, pack_id: bytes) -> int:
-        """Return the number by which this index, in its entries, refers to the pack; 0 if the pack is not in the index.
-        A pack that is removed and added gets another number.
-        """
+        """Return the pack's number in this index, another one after each removal; 0 if the index lacks the pack."""
         return self._packs.number(pack_id)
 
     def candidates(self, key: bytes) -> list[bytes]:
@@ -461,8 +436,7 @@ class Index:
     # Changes
 
     def reload(self, tables: Iterable[PackTable], blocks: int | None = None) -> None:
-        """Replace the whole content, hints included. If iterating over ``tables`` raises, only some of the packs are in
-        the index.
+        """Replace the whole content, hints included. If iterating over ``tables`` raises, some packs are missing.
 
         :param blocks: estimated number of blocks in ``tables``. None: they are counted, with all tables in memory.
         """
@@ -486,23 +460,20 @@ class Index:
         """Add packs by their tables; packs that the index has already are ignored."""
         some: list[PackedKeys] = []
         numbers: list[int] = []
-        counts: list[int] = []
         total = 0
         for table in tables:
             if not self._packs.number(table.pack_id):
                 numbers.append(self._number(table.pack_id))
-                counts.append(len(table.keys))
                 some.append(table.keys)
-                total += counts[-1]
+                total += len(table.keys)
                 if total >= _AT_ONCE:
-                    self._insert_all(some, numbers, counts)
-                    some, numbers, counts, total = [], [], [], 0
-        if some:
-            self._insert_all(some, numbers, counts)
+                    self._insert_all(some, numbers)
+                    some, numbers, total = [], [], 0
+        self._insert_all(some, numbers)
 
-    def _insert_all(self, some: list[PackedKeys], numbers: list[int], counts: list[int]) -> None:
+    def _insert_all(self, some: list[PackedKeys], numbers: list[int]) -> None:
         fingerprints = _stored_fingerprints(PackedKeys.unpack_all(some))
-        self._insert(fingerprints, np.repeat(np.array(numbers, np.uint32), counts))
+        self._insert(fingerprints, np.repeat(np.array(numbers, np.uint32), list(map(len, some))))
 
     def _number(self, pack_id: bytes) -> int:
         self._last = self._last % (_HINT - 1) + 1
@@ -524,10 +495,8 @@ class Index:
             self._begin_replacement(0)
 
     def remove(self, packs: Mapping[bytes, bytes]) -> None:
-        """Remove packs by id; unknown ids are ignored.
-
-        :param packs: pack id → ``PackedKeys.fingerprints``. If these are missing or wrong, as after damage, all slots
-            are searched for the pack's entries, which is slow; one search serves all such packs.
+        """Remove packs, given as pack id → ``PackedKeys.fingerprints``; unknown ids are ignored. If fingerprints are
+        missing or wrong, as after damage, all slots are searched, which is slow; one search serves all such packs.
         """
         searched: list[int] = []
         for pack_id, fingerprints in packs.items():
@@ -535,16 +504,18 @@ class Index:
             if not number:
                 continue
             wanted = _stored(np.frombuffer(fingerprints, "<u8", len(fingerprints) // 8))
-            at = self._table.find(wanted, number)
-            if not len(at) or len(at) != len(wanted):
+            at = [table.find(wanted, number) for table in self._tables]
+            if not len(at[0]) or len(at[0]) != len(wanted):
                 searched.append(number)
                 continue
-            if self._new is not None:
-                self._new.remove(self._new.find(self._table.fingerprints[at[at < self._copied]], number))
-            self._table.remove(at)
-        if searched:
-            for one in (self._table,) if self._new is None else (self._table, self._new):
-                one.remove(np.flatnonzero(np.isin(one.packs, np.array(searched, np.uint32))))
+            for table, entries in zip(self._tables, at, strict=True):
+                table.remove(entries)
+        for table in self._tables if searched else ():
+            table.remove(np.flatnonzero(np.isin(table.packs, np.array(searched, np.uint32))))
+
+    @property
+    def _tables(self) -> list[_Table]:
+        return [self._table] if self._new is None else [self._table, self._new]
 
     def add_hints(self, keys: Sequence[bytes]) -> None:
         """Add keys of another namespace's packs as hints, so that lookups find them."""
@@ -553,12 +524,8 @@ class Index:
             self._insert(_stored_fingerprints(keys), np.full(len(keys), _HINT, np.uint32))
 
     def remove_hints(self, fingerprints: bytes | None = None) -> None:
-        """Remove the hints of keys.
-
-        :param fingerprints: xxh3-64 of each key (``PackedKeys.fingerprints``). None: remove all hints, in one pass over
-            all slots.
-        """
-        for table in (self._table,) if self._new is None else (self._table, self._new):
+        """Remove the hints of keys, given as ``PackedKeys.fingerprints``; None: all hints, by a search of all slots."""
+        for table in self._tables:
             if fingerprints is None:
                 at = np.flatnonzero(table.packs == _HINT)
             else:
@@ -571,10 +538,8 @@ class Index:
     # The file
 
     def save(self, path: Path, cursor: bytes) -> None:
-        """Write the index to a file for the next opening, unless it has fewer than 65,536 entries. Hints are removed. A
-        failure is only logged; the old file remains.
-
-        :param cursor: position in the change log that the index corresponds to.
+        """Write the index as of ``cursor`` to a file for the next opening, unless it has fewer than 65,536 entries.
+        Hints are removed. A failure is only logged; the old file remains.
         """
         if self._hints:
             self.remove_hints()
@@ -607,9 +572,8 @@ class Index:
         yield digest.intdigest().to_bytes(_CHECKSUM_BYTES, "little")
 
     def load(self, path: Path) -> bytes | None:
-        """Fill an empty index from a file that ``save`` wrote.
-
-        :returns: the cursor; None if the file is absent or damaged. The index is still empty then.
+        """Fill an empty index from a file that ``save`` wrote, and return its cursor; None if the file is absent or
+        damaged. The index is still empty then.
         """
         try:
             with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -645,7 +609,7 @@ class Index:
     @property
     def replacing(self) -> bool:
         """Whether ``replace_some`` has work to do."""
-        return self._new is not None or self._release_at is not None
+        return self._new is not None or bool(self._unmapped)
 
     def _begin_replacement(self, more: int) -> None:
         if self._new is None or self._new.room(_FILL) < self._table.live + more:
@@ -653,8 +617,8 @@ class Index:
             self._prefaulted = self._copied = 0
 
     def replace_some(self) -> None:
-        """Do a slice, of a few ms, of the replacement of a table that has become too full: allocate memory of the new
-        one, copy entries, or release memory of the old one. Call it again while ``replacing``.
+        """Work a few ms on the replacement of a table that is too full: allocate the new one, copy entries, or release
+        the old one. Call it again while ``replacing``.
         """
         if self._new is not None and self._prefaulted < self._new.slots:
             stop = self._prefaulted + _SLICE_BYTES // 16
@@ -669,14 +633,8 @@ class Index:
             if stop >= old.slots:
                 new, self._new = self._new, None
                 self._replace(new)
-        elif self._release_at is not None:
-            table = self._retired[0]
-            self._release_at = max(0, self._release_at - _SLICE_BYTES)
-            table.shrink_to(self._release_at)
-            if not self._release_at:
-                del self._retired[0]
-                table.close()
-                self._release_at = self._retired[0].slots * 8 if self._retired else None
+        elif self._unmapped and not self._unmapped[0].release_some():
+            del self._unmapped[0]
 
     def _replace(self, new: _Table) -> None:
         old, self._table = self._table, new
@@ -695,11 +653,11 @@ class Index:
 
     def release_retired(self) -> None:
         """Let ``replace_some`` release replaced tables. Call this when the reader has mapped the present table."""
-        if self._retired and self._release_at is None:
-            self._release_at = self._retired[0].slots * 8
+        self._unmapped += self._retired
+        self._retired = []
 
     def close(self) -> None:
         """Close all descriptors; idempotent. Mappings of readers stay valid."""
-        for table in (self._table, *self._retired, *((self._new,) if self._new else ())):
+        for table in (*self._tables, *self._retired, *self._unmapped):
             table.close()
-        self._retired, self._new, self._release_at = [], None, None
+        self._retired, self._unmapped, self._new = [], [], None

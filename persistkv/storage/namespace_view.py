@@ -1,5 +1,4 @@
-"""One namespace of an open backend: its blocking calls, the index of durable keys, ``News`` for the engine, and the
-construction of manifests.
+"""One namespace of an open backend: its blocking calls, the index of durable keys, ``News`` for the engine, manifests.
 
 Coroutines that commit or refresh must run as flows of ``Executor.begin_write``, so that the index applies changes in
 order. ``holders`` may run in any flow.
@@ -14,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain, groupby, takewhile, zip_longest
+from itertools import chain, takewhile, zip_longest
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -27,7 +26,7 @@ from persistkv.storage.executor import Executor
 from persistkv.storage.extensions import InspectableBackend, SupportsIndexFile, SupportsPolicy
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest, context_digest
 from persistkv.storage.format.pack import PackedKeys, PackTable
-from persistkv.storage.format.pack_writer import NewPack, PackWriter
+from persistkv.storage.format.pack_writer import NewPack
 from persistkv.storage.index import HeldPack, Index, set_bounded
 from persistkv.storage.records import News, RequestEnd, StoreCounters, StoreOptions
 
@@ -36,7 +35,6 @@ logger = logging.getLogger(__name__)
 _FAILURE_LOG_S = 60.0  # seconds between warnings that blocks are dropped
 _QUARANTINE_ATTEMPTS = 3
 _MOST_RECENT_KEYS = 16_384  # keys of the packs whose tables are kept: 2 MB
-_LONG_RUN = 16  # keys with the same candidate, from which on a comparison with its table at once is faster
 _READ_AT_ONCE = 4
 """Number of tables of a local store up to which the caller's thread reads them, in 0.1 to 0.3 ms. Another thread would
 begin 0.2 to 1.8 ms later, or after all parts of queued load jobs."""
@@ -48,7 +46,7 @@ T = TypeVar("T")
 
 
 class NamespaceView:
-    """One namespace of an open backend, with the index of its durable keys and ``News`` to report. Not thread-safe."""
+    """One namespace of an open backend, with the index of its durable keys and ``News``. Not thread-safe."""
 
     def __init__(
         self,
@@ -75,7 +73,8 @@ class NamespaceView:
         self.news = News()
         self._counters = counters
         self._events = options.events
-        self._block_bytes = [group.block_bytes for group in layout.groups]
+        self.block_bytes = [group.block_bytes for group in layout.groups]
+        """Raw bytes of one block of each KV cache group."""
         self._recent: OrderedDict[int, HeldPack] = OrderedDict()
         self._recent_keys = 0
         self._collided: dict[bytes, None] = {}
@@ -98,7 +97,7 @@ class NamespaceView:
         trim_heap()  # about 50 bytes per block
 
     def _load(self) -> Changes:
-        """Load the index from its file and return the changes since then; without a valid file, the whole catalogue."""
+        """Load the index from its file, and return the changes since then; without a file, the whole catalogue."""
         if isinstance(self.backend, SupportsIndexFile):
             self._file = self.backend.index_file(self.namespace)
         self._saved = self.cursor = None if self._file is None else self.index.load(self._file)
@@ -175,10 +174,9 @@ class NamespaceView:
         self.index.add(tables)
 
     def _forget(self, packs: Mapping[bytes, PackTable | bytes]) -> None:
-        """Remove packs from the index, and record their keys in ``news``.
+        """Remove packs from the index, and record their keys in ``news``, or that keys are lost.
 
-        :param packs: pack id → the pack's table or, if the caller does not have it, ``PackedKeys.fingerprints``, from
-            which no keys can be read. If ``_remember`` does not hold the table either, ``News.lost`` is set instead.
+        :param packs: pack id → the pack's table, or ``PackedKeys.fingerprints`` if the caller does not have it.
         """
         fingerprints: dict[bytes, bytes] = {}
         tables: list[PackTable | None] = []
@@ -206,29 +204,19 @@ class NamespaceView:
         found: list[HeldPack | None] = [None] * len(keys)
         packs = await self._packs({pack_id: None for pack_id in candidates if pack_id is not None})
         unsure: list[int] = []
-        stop = 0
-        for pack_id, run in groupby(candidates):
-            start, stop = stop, stop + len(list(run))
-            if pack_id is None:
-                continue
-            pack = packs.get(pack_id)
-            if pack is not None and stop - start >= _LONG_RUN and pack.start_of(keys[start:stop]) is not None:
-                found[start:stop] = [pack] * (stop - start)
-                continue
-            for place in range(start, stop):
-                if pack is not None and keys[place] in pack.places:
-                    found[place] = pack
-                else:
-                    unsure.append(place)
+        for place, (key, pack_id) in enumerate(zip(keys, candidates, strict=True)):
+            pack = packs.get(pack_id) if pack_id is not None else None
+            if pack is not None and key in pack.places:
+                found[place] = pack
+            elif pack_id is not None:
+                unsure.append(place)
         if unsure:
             await self._find_others(keys, unsure, found)
         return found
 
     async def _find_others(self, keys: Sequence[bytes], unsure: Sequence[int], found: list[HeldPack | None]) -> None:
-        """Search all packs that may hold the keys at the positions ``unsure``, by their fingerprints, and enter in
-        ``found`` those that hold the keys. Remember keys that are in none of them, so that lookups no longer find them.
-
-        :param unsure: positions in ``keys`` whose key is not in the first pack with its fingerprint.
+        """Search all packs for the keys at positions ``unsure``, which are not in the first pack with their
+        fingerprint, and enter them in ``found``. Lookups no longer find keys that are in no pack.
         """
         named = {place: self.index.candidates(keys[place]) for place in unsure}
         packs = await self._packs({pack_id: None for pack_ids in named.values() for pack_id in pack_ids})
@@ -271,10 +259,8 @@ class NamespaceView:
         return pack
 
     async def _drop_unread(self, packs: Mapping[bytes, int]) -> None:
-        """Refresh, and remove from the index the packs whose tables are damaged or no longer held. If the medium fails,
-        they stay in the index.
-
-        :param packs: pack id → ``Index.number_of`` at the time of the failed read. Packs added since then are kept.
+        """Refresh, and remove from the index the packs whose tables are damaged or no longer held, unless they were
+        added since the failed read (``packs``: id → ``Index.number_of``) or the medium fails.
         """
         await self.refresh_or_log()
         left = [pack_id for pack_id, number in packs.items() if number and self.index.number_of(pack_id) == number]
@@ -292,9 +278,8 @@ class NamespaceView:
             self.news.collided.update(changes)
 
     async def committed(self, writers: Sequence[NewPack], result: CommitResult, *, followed: bool) -> None:
-        """Apply the result of this store's own commit to the index, the counters and the news.
+        """Apply the result of this store's own commit of these packs to the index, the counters and the news.
 
-        :param writers: packs of the commit's batch.
         :param followed: whether it is certain that no other process committed between the last refresh and this commit.
             If not, this method refreshes.
         """
@@ -303,9 +288,15 @@ class NamespaceView:
         if followed and not unknown:
             self.cursor = result.cursor
         for writer in writers:
-            if writer.written:
-                self._stored(writer)
-        self.count_held([writer for writer in writers if not writer.written])
+            if not writer.written:
+                self._counters.held_blocks += len(writer.keys)
+                continue
+            table = writer.table
+            self._add([table])
+            self._remember(HeldPack(table, self.index.number_of(table.pack_id)))
+            self._counters.stored_blocks += len(table.keys)
+            self._counters.stored_raw_bytes += table.raw_length
+            self._counters.stored_bytes += table.payload_length
         mine = {pack.pack_id: pack for pack in result.evicted if pack.namespace == self.namespace}
         self._counters.evicted_blocks += sum(len(pack.keys) for pack in mine.values())
         self._forget(mine)
@@ -313,20 +304,6 @@ class NamespaceView:
             self.cursor = None  # the backend holds a pack that the index lacks: reload the catalogue
         if unknown or not followed:
             await self.refresh_or_log()
-
-    def count_held(self, writers: Iterable[NewPack]) -> None:
-        """Count the blocks of packs that the backend held already and did not write again: another process stored them,
-        or an earlier commit of this store took effect although it reported an error.
-        """
-        self._counters.held_blocks += sum(len(writer.keys) for writer in writers)
-
-    def _stored(self, writer: NewPack) -> None:
-        table = writer.table
-        self._add([table])
-        self._remember(HeldPack(table, self.index.number_of(table.pack_id)))
-        self._counters.stored_blocks += len(table.keys)
-        self._counters.stored_raw_bytes += table.raw_length
-        self._counters.stored_bytes += table.payload_length
 
     def distrust(self, packs: Iterable[HeldPack]) -> None:
         """Remove from the index the packs of which a read failed. A pack that was replaced since that read is kept."""
@@ -360,10 +337,7 @@ class NamespaceView:
         in ``_distrusted``.
         """
         try:
-            batch: CommitBatch | None = CommitBatch()
-            if isinstance(self.backend, InspectableBackend):
-                batch = await self._shorten(self.backend, bad)
-            if batch is None:
+            if (batch := await self._shorten(bad)) is None:
                 return False
             result = await self.commit(replace(batch, bad=bad, seen=self.cursor))
         except StoreError as error:
@@ -378,14 +352,14 @@ class NamespaceView:
         await self.refresh_or_log()  # applies the deletions to the index
         return True
 
-    async def _shorten(self, backend: InspectableBackend, bad: Sequence[bytes]) -> CommitBatch | None:
-        """Shorten the manifests that name these packs, in commits of ``SHORTENED_AT_ONCE`` manifests.
-
-        :returns: the last of these commits, which the caller must execute; None if another process has committed since
-            the last refresh.
+    async def _shorten(self, bad: Sequence[bytes]) -> CommitBatch | None:
+        """Shorten the manifests that name these packs, in commits of ``SHORTENED_AT_ONCE`` manifests. Return the last
+        commit, which the caller must execute; None if another process has committed since the last refresh.
         """
+        batch, backend = CommitBatch(), self.backend
+        if not isinstance(backend, InspectableBackend):
+            return batch
         heads = await self.call(partial(backend.manifests_naming, self.namespace, bad))
-        batch = CommitBatch()
         for start in range(0, len(heads), SHORTENED_AT_ONCE):
             if batch.manifests:
                 result = await self.commit(batch)
@@ -395,25 +369,20 @@ class NamespaceView:
             some = heads[start : start + SHORTENED_AT_ONCE]
             requests = await self.call(partial(read_requests, backend, self.namespace, some))
             keys = dict.fromkeys(key for request in requests for group in request.keys for key in group.unpack())
-            batch = shortened(requests, await self.manifest_maker(list(keys), ()), self.cursor)
+            batch = shortened(requests, await self.pack_of(list(keys)), self.block_bytes, self.cursor)
         return batch
 
-    async def manifest_maker(self, keys: Sequence[bytes], writers: Sequence[PackWriter]) -> ManifestMaker:
-        """Return a builder for manifests of these keys.
+    async def pack_of(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
+        """Return the id of a pack that holds it for each durable key of these.
 
-        :param writers: the packs that the same transaction writes; their keys count as durable.
         :raises StoreError: the key tables could not be read.
         """
-        pack_of = {key: writer.pack_id for writer in writers for key in writer.keys.unpack()}
         holders = zip(keys, await self.holders(keys), strict=True) if keys else ()
-        pack_of.update((key, pack.pack_id) for key, pack in holders if pack is not None)
-        return ManifestMaker(pack_of, self._block_bytes)
+        return {key: pack.pack_id for key, pack in holders if pack is not None}
 
 
 def _most_keys(backend: Backend, layout: RowLayout) -> int | None:
-    """Estimate how many blocks fit into the store: its capacity divided by the raw bytes of the smallest block of any
-    group; codec and catalogue are not counted. None: the capacity is unbounded or unknown.
-    """
+    """Estimate how many blocks fit into the store, without regard to its codec. None: unbounded or unknown."""
     capacity = None
     if isinstance(backend, SupportsPolicy):
         with suppress(StoreError):
@@ -428,9 +397,7 @@ def _changes(backend: Backend, namespace: bytes, cursor: bytes | None) -> Change
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """Convert exceptions of other types to ``StoreError``, as from a lack of memory or a bug in a driver: only the call
-    fails, and the store stays usable.
-    """
+    """Convert other exceptions to ``StoreError``, so that a lack of memory or a bug in a driver fails only the call."""
     try:
         yield
     except StoreError:
@@ -449,57 +416,36 @@ def _commit(backend: Backend, namespace: bytes, batch: CommitBatch) -> CommitRes
             writer.settle()
 
 
-class ManifestMaker:
-    """Builds the manifests of one transaction.
+def make_manifest(
+    end: RequestEnd, pack_of: Mapping[bytes, bytes], block_bytes: Sequence[int], created: float | None = None
+) -> tuple[ManifestWrite | None, bool]:
+    """Return a manifest of the longest durable prefix of each group, and whether it covers the whole context. The
+    manifest is None if no group has a durable prefix.
 
     :param pack_of: for each durable key, the id of a pack that holds it.
     :param block_bytes: raw bytes of one block, for each group.
+    :param created: time of creation in seconds since the epoch; None: now.
     """
-
-    def __init__(self, pack_of: Mapping[bytes, bytes], block_bytes: Sequence[int]) -> None:
-        self._pack_of = pack_of
-        self._block_bytes = block_bytes
-
-    def make(self, end: RequestEnd, created: float | None = None) -> tuple[ManifestWrite | None, bool]:
-        """Return a manifest of the longest durable prefix of each group, and whether it covers the whole context.
-
-        The manifest is None if no group has a durable prefix.
-
-        :param created: time of creation in seconds since the epoch; None: now.
-        """
-        kept = [list(takewhile(self._pack_of.__contains__, keys)) for keys in end.group_keys]
-        whole = list(map(len, kept)) == list(map(len, end.group_keys))
-        if not any(kept):
-            return None, whole
-        keys: ManifestKeys = tuple(map(PackedKeys.of, kept))
-        manifest = RequestManifest(
-            id=end.manifest_id,
-            created=time.time() if created is None else created,
-            tokens=end.tokens if whole else min(end.tokens, min(map(len, kept)) * end.block_size),
-            group_blocks=tuple(map(len, kept)),
-            raw_bytes=sum(len(some) * size for some, size in zip(kept, self._block_bytes, strict=True)),
-            ordered=end.ordered,
-            labels=end.labels,
-            context=context_digest(keys),
-            ttl_s=end.retention.ttl_s,
-            priority=end.retention.priority,
-        )
-        by_depth = chain.from_iterable(zip_longest(*kept))
-        packs = dict.fromkeys(self._pack_of[key] for key in by_depth if key is not None)
-        return ManifestWrite(manifest, keys, list(packs)), whole
-
-    def shorten(self, manifest: RequestManifest, keys: ManifestKeys) -> ManifestWrite | None:
-        """Return a manifest as ``make`` would build it now, with the same creation time; None if no block is left.
-
-        Its number of tokens is estimated from the present manifest. For a request of few blocks it may be too high.
-        """
-        block_size = manifest.tokens // max([1, *manifest.group_blocks])
-        unpacked = tuple(group.unpack() for group in keys)
-        name, retention = manifest.id, Retention(ttl_s=manifest.ttl_s, priority=manifest.priority)
-        end = RequestEnd(
-            name, name, unpacked, manifest.tokens, block_size, manifest.ordered, manifest.labels, retention
-        )
-        return self.make(end, manifest.created)[0]
+    kept = [list(takewhile(pack_of.__contains__, keys)) for keys in end.group_keys]
+    whole = list(map(len, kept)) == list(map(len, end.group_keys))
+    if not any(kept):
+        return None, whole
+    keys: ManifestKeys = tuple(map(PackedKeys.of, kept))
+    manifest = RequestManifest(
+        id=end.manifest_id,
+        created=time.time() if created is None else created,
+        tokens=end.tokens if whole else min(end.tokens, min(map(len, kept)) * end.block_size),
+        group_blocks=tuple(map(len, kept)),
+        raw_bytes=sum(len(some) * size for some, size in zip(kept, block_bytes, strict=True)),
+        ordered=end.ordered,
+        labels=end.labels,
+        context=context_digest(keys),
+        ttl_s=end.retention.ttl_s,
+        priority=end.retention.priority,
+    )
+    by_depth = chain.from_iterable(zip_longest(*kept))
+    packs = dict.fromkeys(pack_of[key] for key in by_depth if key is not None)
+    return ManifestWrite(manifest, keys, list(packs)), whole
 
 
 class NamedRequest(NamedTuple):
@@ -523,18 +469,32 @@ def read_requests(
     return [NamedRequest(head, keys, use is not None and use.pinned) for head, keys, use in rows if keys is not None]
 
 
-def shortened(requests: Iterable[NamedRequest], maker: ManifestMaker, seen: bytes | None) -> CommitBatch:
-    """Return the commit that shortens the manifests of requests and keeps their pins.
+def shortened(
+    requests: Iterable[NamedRequest], pack_of: Mapping[bytes, bytes], block_bytes: Sequence[int], seen: bytes | None
+) -> CommitBatch:
+    """Return the commit that shortens the manifests of requests to their durable prefixes, and keeps times of creation
+    and pins. A request of which no block is left is not part of the commit: it is deleted with the bad pack.
 
-    A request of which no block is left is not part of the commit: it is deleted with the bad pack.
+    Numbers of tokens are estimated from the present manifests. For a request of few blocks they may be too high.
 
-    :param maker: builder for which the keys of bad packs are not durable.
+    :param pack_of: as for ``make_manifest``, without the keys of bad packs.
     :param seen: ``Changes.cursor`` of the last known changes: newer ones make the commit stale. None: do not check.
     """
     shorter: list[ManifestWrite] = []
     pins: list[tuple[str, bool]] = []
     for manifest, keys, pinned in requests:
-        if (write := maker.shorten(manifest, keys)) is not None:
+        end = RequestEnd(
+            request=manifest.id,
+            manifest_id=manifest.id,
+            group_keys=tuple(group.unpack() for group in keys),
+            tokens=manifest.tokens,
+            block_size=manifest.tokens // max([1, *manifest.group_blocks]),
+            ordered=manifest.ordered,
+            labels=manifest.labels,
+            retention=Retention(ttl_s=manifest.ttl_s, priority=manifest.priority),
+        )
+        write, _ = make_manifest(end, pack_of, block_bytes, manifest.created)
+        if write is not None:
             shorter.append(write)
             pins += [(manifest.id, True)] if pinned else []
     return CommitBatch(manifests=shorter, pins=pins, seen=seen)

@@ -33,22 +33,21 @@ from persistkv.storage.backend import Backend, CommitBatch
 from persistkv.storage.commit_pipeline import (
     DIRECT_BYTES,
     Blocks,
-    Outgoing,
     Staging,
     Transaction,
     divide,
     plan_packs,
 )
-from persistkv.storage.executor import Executor, InPlaceExecutor
-from persistkv.storage.extensions import SupportsNamespaceLookup
+from persistkv.storage.executor import Executor
+from persistkv.storage.extensions import SupportsFrames, SupportsNamespaceLookup
 from persistkv.storage.format.codec import parse_codec
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.identity import Identity
 from persistkv.storage.identity.canary import Canary
 from persistkv.storage.index import HeldPack, Index
-from persistkv.storage.load import ReadOutcome, make_scratch, part_bytes, plan_reads, read_part
-from persistkv.storage.namespace_view import NamespaceView
+from persistkv.storage.load import ReadOutcome, Scratch, part_bytes, plan_reads, read_part
+from persistkv.storage.namespace_view import NamespaceView, make_manifest
 from persistkv.storage.records import News, RequestEnd, StoreCounters, StoreOptions
 
 _STALE_RETRIES = 2  # repetitions of a commit that another process overtook; the last one does not check for that
@@ -94,7 +93,7 @@ class Store:
         the most similar one. Otherwise empty."""
         backend.open_namespace(identity)
         self.namespace = identity.digest
-        executor = executor or InPlaceExecutor()
+        executor = executor or Executor()
         self.catalogue = NamespaceView(backend, self.namespace, executor, self.counters, rows.layout, options)
         self.canary: Canary | None = None
         """Compares and serves the namespace of another engine release; None if blocks cannot or must not be compared.
@@ -104,11 +103,12 @@ class Store:
         self._writable = backend.capabilities.writable
         self._shares = MemoryShares.of(options.staging_bytes)
         self._remote = backend.capabilities.remote
+        self._streams = isinstance(backend, SupportsFrames)
         self._copies_all = self._interval_s is not None or self._remote
-        self._scratch = make_scratch(self._shares.part)
+        self._scratch = Scratch(self._shares.part)
         waits_s = options.max_age_s if self._interval_s is None else self._interval_s
         self._staging = Staging(self._shares.staged, waits_s, gather_all=self._interval_s is not None)
-        self._direct: list[Outgoing] = []
+        self._direct: list[PackWriter] = []
         self._flying: set[bytes] = set()
         self._ends: list[RequestEnd] = []
         self._ends_bytes = 0
@@ -131,16 +131,12 @@ class Store:
         return self.catalogue.index
 
     def contains(self, key: bytes) -> bool:
-        """Whether the key, or one with the same fingerprint, is durable in this namespace or an adopted one and can be
-        read.
-        """
-        return key in self.catalogue.index
+        """Whether the key, or one with the same fingerprint, is durable here or in an adopted namespace."""
+        return key in self.index
 
     def missing(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Return the keys whose blocks are neither durable in this namespace nor in staging memory, so that only a row
-        may hold them.
-        """
-        return [key for key in self.catalogue.index.absent(keys) if key not in self._staging]
+        """Return the keys whose blocks are neither durable in this namespace nor staged: only a row may hold them."""
+        return [key for key in self.index.absent(keys) if key not in self._staging]
 
     def in_flight(self, keys: Iterable[bytes]) -> set[bytes]:
         """Return those of the keys whose blocks are still to be written from their rows. These rows must not change."""
@@ -208,16 +204,15 @@ class Store:
         then(self._flying.isdisjoint(keys), borrowed)
 
     def _stage_or_queue(self, request: str, segments: Sequence[Segment]) -> None:
-        """Copy a pack to staging memory if it is small, or if commits are delayed or remote.
-
-        Other packs, and packs for which staging memory has no room, are queued to be written directly from their rows.
+        """Copy a pack to staging memory if it is small, or if commits are delayed or remote, and if there is room.
+        Otherwise queue it to be written directly from its rows.
         """
         num_bytes = sum(segment.raw_length for segment in segments)
         small = num_bytes < DIRECT_BYTES
         if (small or self._copies_all) and self._staging.fits(num_bytes):
             self._staging.add(request, segments, whole=not small)
             return
-        self._direct.append(Outgoing(self._writer(segments)))
+        self._direct.append(self._writer(segments))
         for segment in segments:
             self._flying.update(segment.keys)
 
@@ -232,12 +227,10 @@ class Store:
         return self._staging.fits(next_one) and self._ends_bytes < self._shares.ends
 
     def drop_direct(self) -> None:
-        """Drop the packs that wait to be written from rows and that no commit has taken yet; count their blocks as
-        dropped.
-        """
-        outgoing, self._direct = self._direct, []
-        for one in outgoing:
-            self._ended(one, False)
+        """Drop the packs that wait to be written from rows and that no commit has taken yet."""
+        writers, self._direct = self._direct, []
+        for writer in writers:
+            self._ended(writer, False)
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Record a use of blocks, for the order of eviction; the next commit stores it. Ignored for keys that are not
@@ -303,7 +296,7 @@ class Store:
         return max(0.0, min(waits))
 
     def _seconds_to_upkeep(self) -> float:
-        """Return the seconds until a commit without blocks is due: it records uses or lets the backend expire packs."""
+        """Return the seconds until a commit without blocks is due, for uses or the expiry of packs."""
         if not self._writable:
             return math.inf
         touch_s = max(_TOUCH_S, self._interval_s or 0.0)
@@ -327,8 +320,7 @@ class Store:
         """Commit the due work in as few transactions as possible.
 
         A transaction that fails is split into one for each pack and each end of a request, so that a pack that does not
-        fit is dropped alone. A pack or end that fails in a transaction of its own is dropped. The first transaction
-        that succeeds also commits the uses. A pack's blocks are read until ``_ended`` is called with it.
+        fit is dropped alone. The first transaction that succeeds also commits the uses.
         """
         self._commit_waits = False
         everything, self._everything = self._everything, False
@@ -344,20 +336,21 @@ class Store:
                     waiting.extendleft(reversed(alone))
                 else:
                     self.news.persisted += [(end.request, False) for end in transaction.ends]
-                    for one in transaction.packs:
-                        self._ended(one, False)
+                    for writer in transaction.packs:
+                        self._ended(writer, False)
             self._committed_at = time.monotonic()
         for call in then:
             call()
 
     async def _try_commit(self, transaction: Transaction, uses: Sequence[bytes]) -> bool:
-        catalogue, (outgoing, ends) = self.catalogue, transaction
+        catalogue, (packs, ends) = self.catalogue, transaction
         try:
             for retries_left in reversed(range(_STALE_RETRIES + 1)):
-                writers = [one.writer for one in outgoing if not await self._holds_all(one.writer)]
+                writers = [writer for writer in packs if not await self._holds_all(writer)]
                 keys = dict.fromkeys(key for end in ends for group in end.group_keys for key in group)
-                maker = await catalogue.manifest_maker(list(keys), writers)
-                manifests = [maker.make(end) for end in ends]
+                pack_of = {key: writer.pack_id for writer in writers for key in writer.keys.unpack()}
+                pack_of |= await catalogue.pack_of(list(keys))
+                manifests = [make_manifest(end, pack_of, catalogue.block_bytes) for end in ends]
                 seen = catalogue.cursor if retries_left else None
                 written = [manifest for manifest, _ in manifests if manifest is not None]
                 pinned = {end.manifest_id for end in ends if end.retention.pin}
@@ -373,10 +366,9 @@ class Store:
             await catalogue.refresh_or_log()  # the failed commit may have evicted packs
             return False
         await catalogue.committed(writers, result, followed=seen is not None)
-        offered = set(map(id, writers))
-        catalogue.count_held([one.writer for one in outgoing if id(one.writer) not in offered])
-        for one in outgoing:
-            self._ended(one, True)
+        self.counters.held_blocks += sum(len(writer.keys) for writer in set(packs).difference(writers))
+        for writer in packs:
+            self._ended(writer, True)
         self.news.persisted += [(end.request, whole) for end, (_, whole) in zip(ends, manifests, strict=True)]
         return True
 
@@ -390,19 +382,15 @@ class Store:
         due = dict.fromkeys(staging.due(everything=everything))
         for end in ends:
             due.update(dict.fromkeys(staging.of_context(end)))
-        outgoing, self._direct = self._direct, []
-        outgoing += [Outgoing(self._writer(staging.take(pack)), pack) for pack in due]
+        writers, self._direct = self._direct, []
+        writers += [self._writer(staging.take(pack)) for pack in due]
         # A remote driver holds at most ``CommitBatch.memory`` bytes at once. Its transactions only have to end soon.
-        return divide(outgoing, ends, self._shares.transaction * (_REMOTE_FACTOR if self._remote else 1))
+        return divide(writers, ends, self._shares.transaction * (_REMOTE_FACTOR if self._remote else 1))
 
-    def _ended(self, outgoing: Outgoing, written: bool) -> None:
+    def _ended(self, writer: PackWriter, written: bool) -> None:
         self.ended_packs += 1
-        writer = outgoing.writer
-        if outgoing.staged is None:
-            for segment in writer.segments:
-                self._flying.difference_update(segment.keys)
-        else:
-            self._staging.end(outgoing.staged)
+        self._flying.difference_update(writer.keys.unpack())
+        self._staging.end(writer.segments)
         writer.release()
         if not written:
             self.counters.dropped_blocks += len(writer.keys)
@@ -438,11 +426,10 @@ class Store:
         reads, missing = self._plan(catalogue, holders, keys, block_ids, size)
         adopted = None if self.canary is None else self.canary.adopted
         if missing and adopted is not None:
-            absent = set(missing)
-            wanted = [(key, row) for key, row in zip(keys, block_ids, strict=True) if key in absent]
-            some, rows = [key for key, _ in wanted], [row for _, row in wanted]
+            row_of = dict(zip(keys, block_ids, strict=True))
             try:
-                more, missing = self._plan(adopted, await adopted.usable_holders(some), some, rows, size)
+                holders = await adopted.usable_holders(missing)
+                more, missing = self._plan(adopted, holders, missing, [row_of[key] for key in missing], size)
                 reads += more
             except StoreError as error:
                 catalogue.log_failure(error)
@@ -469,15 +456,11 @@ class Store:
         block_ids: Sequence[int],
         part_size: int,
     ) -> tuple[list[Callable[[], ReadOutcome]], list[bytes]]:
-        """Return the calls that read blocks of one namespace into rows, and the missing keys. If it is the store's own
-        namespace, record a use of the packs to read.
-
-        :param holders: for each key, a pack that holds it; None if no pack does.
-        :param block_ids: for each key, the row into which its block is read.
-        :param part_size: bound on the stored bytes that one call reads (``part_bytes`` of ``plan_reads``).
+        """Return the calls that read blocks of one namespace into rows, and the missing keys, see ``plan_reads``. If it
+        is the store's own namespace, record a use of the packs to read.
         """
         bounds = (part_size, self._shares.part)
-        parts, missing = plan_reads(holders, self.rows, keys, block_ids, *bounds, remote=self._remote)
+        parts, missing = plan_reads(holders, self.rows, keys, block_ids, *bounds, streams=self._streams)
         if catalogue is self.catalogue:
             self._touch({read.pack.pack_id: None for part in parts for read in part})
         where = catalogue.backend, catalogue.namespace, self.rows, self._scratch
@@ -486,7 +469,7 @@ class Store:
     # Periodic work and totals
 
     def tick(self) -> None:
-        """Start due work: a commit, a step of resizing the index, or a refresh that reads other processes' changes."""
+        """Start due work: a commit, a refresh, or a step of resizing the index."""
         executor = self.catalogue.executor
         if self.index.replacing:
             self.index.replace_some()
@@ -518,9 +501,7 @@ class Store:
     # Blocking calls
 
     def put(self, request: str, keys: Sequence[bytes], block_ids: Sequence[int], depths: Sequence[int] | None) -> bool:
-        """Call ``begin_put`` and wait; return whether the rows may be reused now. If not, they must not change until
-        ``in_flight`` returns none of the keys.
-        """
+        """Call ``begin_put``, and wait; return whether the rows may be reused now, see there."""
         ended: list[bool] = []
         self.begin_put(request, keys, block_ids, depths, lambda free, borrowed: ended.append(free))
         self.catalogue.executor.run_until(lambda: bool(ended))

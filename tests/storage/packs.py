@@ -42,7 +42,7 @@ def sealed(table: bytes) -> bytes:
 
 def raw_blocks(part: Segment) -> dict[bytes, bytes]:
     """Return the blocks of a sample segment by key."""
-    raw, size = bytes(part.raw(0, len(part.keys))), part.block_bytes
+    raw, size = part.source.gather(0, len(part.keys)).tobytes(), part.block_bytes
     return {key: raw[number * size : (number + 1) * size] for number, key in enumerate(part.keys)}
 
 
@@ -54,7 +54,7 @@ def blocks_of(payload: bytes, table: PackTable) -> dict[bytes, bytes]:
     for frame in table.frames:
         names = keys[first : first + frame.block_count]
         stored = payload[frame.offset : frame.offset + frame.stored_length]
-        verify_frame(frame, stored, frame_seed(NAMESPACE, b"".join(names)))
+        verify_frame(frame, [stored], frame_seed(NAMESPACE, b"".join(names)))
         raw = bytearray(frame.raw_length)
         decode_frame(table.codec, frame, stored, memoryview(raw))
         size = frame.block_bytes

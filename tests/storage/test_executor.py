@@ -11,21 +11,21 @@ from functools import partial
 
 import pytest
 
-from persistkv.storage.executor import Executor, InPlaceExecutor, ThreadExecutor, ThreadPool
+from persistkv.storage.executor import Executor, ThreadPool
 
 TIMEOUT_S = 30.0
 
 
 @pytest.fixture(params=["in place", "threads"])
 def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
-    made = InPlaceExecutor() if request.param == "in place" else ThreadExecutor(3, lambda: None)
+    made = Executor() if request.param == "in place" else Executor(3, lambda: None)
     yield made
     made.close()
 
 
 @pytest.fixture
-def threads() -> Iterator[ThreadExecutor]:
-    made = ThreadExecutor(3, lambda: None)
+def threads() -> Iterator[Executor]:
+    made = Executor(3, lambda: None)
     yield made
     made.close()
 
@@ -55,7 +55,7 @@ def test_executor_read_results_keep_call_order(executor: Executor) -> None:
     assert results == [list(range(20)), []]
 
 
-def test_executor_writes_never_overlap(threads: ThreadExecutor) -> None:
+def test_executor_writes_never_overlap(threads: Executor) -> None:
     inside, most = 0, 0
     done: list[int] = []
 
@@ -76,7 +76,7 @@ def test_executor_writes_never_overlap(threads: ThreadExecutor) -> None:
     assert most == 1
 
 
-def test_executor_read_error_is_raised_after_all_calls_end(threads: ThreadExecutor) -> None:
+def test_executor_read_error_is_raised_after_all_calls_end(threads: Executor) -> None:
     """The flow may free its buffers after the error, so no call may still write to them."""
     release, ended = threading.Event(), threading.Event()
     caught: list[str] = []
@@ -123,7 +123,7 @@ def test_executor_flow_error_is_raised_in_run_until(executor: Executor) -> None:
 
 def test_executor_wakes_owner_and_reports_longest_running_call() -> None:
     woken, release = threading.Event(), threading.Event()
-    executor = ThreadExecutor(1, woken.set)
+    executor = Executor(1, woken.set)
     done: list[int] = []
 
     async def flow() -> None:
@@ -143,7 +143,7 @@ def test_executor_wakes_owner_and_reports_longest_running_call() -> None:
 
 
 def test_executor_close_waits_for_running_call() -> None:
-    executor = ThreadExecutor(2, lambda: None)
+    executor = Executor(2, lambda: None)
     begun, release, ended = threading.Event(), threading.Event(), threading.Event()
 
     def call() -> None:
@@ -178,7 +178,7 @@ def test_executor_ahead_returns_or_raises_as_its_call(executor: Executor, fails:
 
 
 def test_executor_close_runs_finally_of_suspended_flow() -> None:
-    executor = ThreadExecutor(2, lambda: None)
+    executor = Executor(2, lambda: None)
     left: list[str] = []
 
     async def flow() -> None:
@@ -194,7 +194,7 @@ def test_executor_close_runs_finally_of_suspended_flow() -> None:
 
 def test_executor_read_several_calls_wakes_owner_once() -> None:
     woken: list[int] = []
-    executor = ThreadExecutor(3, lambda: woken.append(1))
+    executor = Executor(3, lambda: woken.append(1))
     done: list[int] = []
 
     async def flow() -> None:
@@ -207,7 +207,7 @@ def test_executor_read_several_calls_wakes_owner_once() -> None:
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])
-def test_executor_failed_call_keeps_no_reference_to_arguments(threads: ThreadExecutor, kind: str) -> None:
+def test_executor_failed_call_keeps_no_reference_to_arguments(threads: Executor, kind: str) -> None:
     """The arguments may include rows, and a remaining reference would keep the rows mapped."""
     memory = bytearray(8)
     caught: list[str] = []

@@ -46,7 +46,6 @@ def shape(packs: Iterable[Any]) -> list[list[tuple[Any, ...]]]:
 @pytest.mark.parametrize("count", [1, 5, 8, 9, 30])
 def test_plan_packs_shuffled_blocks_give_same_packs_as_chain(rows: Rows, first: int, count: int) -> None:
     blocks = chain(first, count)
-    assert blocks.chained
     cut = blocks_per_pack(rows, MAX_BYTES)
     planned = shape(plan_packs(rows, blocks, MAX_BYTES))
     assert [segment[4] for (segment,) in planned] == sorted({first, *range(-(-first // cut) * cut, first + count, cut)})
@@ -54,12 +53,6 @@ def test_plan_packs_shuffled_blocks_give_same_packs_as_chain(rows: Rows, first: 
     mixed = Blocks._make([column[place] for place in order] for column in blocks)
     assert sorted(shape(plan_packs(rows, mixed, MAX_BYTES)), key=lambda pack: pack[0][4]) == planned
     assert [key for ((*_, keys, _, _),) in planned for key in keys] == blocks.keys
-
-
-def test_blocks_chained_mixed_groups_gap_or_unknown_depth_is_false() -> None:
-    groups, gap = (joined(chain(0, 3), other) for other in (chain(3, 2, 1), chain(4, 2)))
-    for blocks in (groups, gap, chain(0, 3)._replace(depths=[UNKNOWN_DEPTH] * 3), Blocks([], [], [], [])):
-        assert not blocks.chained
 
 
 def test_plan_packs_groups_share_packs_and_unknown_depths_fill_packs(rows: Rows) -> None:

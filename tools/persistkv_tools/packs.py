@@ -194,17 +194,17 @@ def check_piece(piece: Piece, found: memoryview) -> Iterator[Finding]:
     :param found: the stored bytes of the piece.
     :raises OtherReleaseError: the frames cannot be decoded by this release.
     """
-    table, block = piece.table, piece.first_block
+    table, block, keys = piece.table, piece.first_block, piece.table.keys.unpack()
     if not block and pack_id(table.namespace, table.keys, table.codec) != table.pack_id:
         yield _defect(table, Problem.NAME, "the pack's id does not match the keys and codec of its table")
     for frame in piece.frames:
-        seed = frame_seed(table.namespace, table.keys.joined(block, block + frame.block_count))
+        seed = frame_seed(table.namespace, b"".join(keys[block : block + frame.block_count]))
         block += frame.block_count
         begin = frame.offset - piece.start
         end = begin + frame.stored_length
         problem = Problem.PAYLOAD
         try:
-            verify_frame(frame, found[begin:end], seed)
+            verify_frame(frame, [found[begin:end]], seed)
             problem = Problem.DECODE
             if frame.encoded:
                 decode_frame(table.codec, frame, found[begin:end], memoryview(bytearray(frame.raw_length)))

@@ -7,7 +7,7 @@ decode nothing.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 Buffer = bytes | bytearray | memoryview
 """Contiguous bytes."""
 
-_LEVELS = "1 to 19"
-_WIDTHS = (2, 4)
-_EXPECTED_WIDTH = "the bytes of one value: 2 or 4"
 _SMALLEST_WINDOW = 1 << 10  # 1 KiB: the minimum of the Zstandard format
 
 
@@ -33,14 +30,6 @@ class Codec(ABC):
     name: ClassVar[str]
     identity: ClassVar[bool] = False
     """Whether encoded bytes equal the raw bytes; callers then skip ``encode``, which needs contiguous bytes."""
-
-    @classmethod
-    @abstractmethod
-    def parse(cls, argument: str) -> Codec:
-        """Return the codec for the argument in its text form, such as ``3`` in ``zstd:3``; empty: the default.
-
-        :raises ConfigurationError: the codec does not take this argument.
-        """
 
     @abstractmethod
     def __str__(self) -> str:
@@ -68,12 +57,6 @@ class RawCodec(Codec):
     name: ClassVar[str] = "raw"
     identity: ClassVar[bool] = True
 
-    @classmethod
-    def parse(cls, argument: str) -> RawCodec:
-        if argument:
-            raise ConfigurationError("codec", f"raw:{argument}", "raw, without an argument")
-        return cls()
-
     def __str__(self) -> str:
         return self.name
 
@@ -95,16 +78,8 @@ class ZstdCodec(Codec):
     """1 (fast) to 19 (small). The default is 1, because higher levels make KV bytes only slightly smaller."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.level <= 19:
-            raise ConfigurationError("codec level", self.level, _LEVELS)
-
-    @classmethod
-    def parse(cls, argument: str) -> ZstdCodec:
-        if not argument:
-            return cls()
-        if not (argument.isascii() and argument.isdecimal() and len(argument) <= 2):
-            raise ConfigurationError("codec level", argument, _LEVELS)
-        return cls(int(argument))
+        if self.level not in range(1, 20):
+            raise ConfigurationError("codec level", self.level, "1 to 19")
 
     def __str__(self) -> str:
         return f"{self.name}:{self.level}"
@@ -122,10 +97,9 @@ class ZstdCodec(Codec):
 class PlanesCodec(Codec):
     """Codec for floating-point values of a fixed width, split into planes of bytes.
 
-    The highest byte of a value, with its sign and exponent, is compressible; the bytes of the mantissa are noise.
-    Therefore the highest bytes of all values are compressed, and the other bytes are stored unchanged. Compression uses
-    only Huffman codes, because repeated strings are rare. Lossless for any bytes; makes only floating-point values
-    smaller.
+    The highest byte of a value, with its sign and exponent, is compressible; the bytes of the mantissa are noise and
+    are stored unchanged. Compression uses only Huffman codes, because repeated strings are rare. Lossless for any
+    bytes; makes only floating-point values smaller.
 
     Stored form of ``n`` values of ``w`` bytes, followed by ``t`` bytes (``t`` < ``w``): ``w - 1`` planes of ``n``
     bytes, beginning with the lowest byte of each value; the ``t`` bytes; one Zstandard frame with the ``n`` highest
@@ -137,16 +111,8 @@ class PlanesCodec(Codec):
     """Bytes of one value: 2 for bfloat16 and float16, 4 for float32."""
 
     def __post_init__(self) -> None:
-        if self.width not in _WIDTHS:
-            raise ConfigurationError("codec width", self.width, _EXPECTED_WIDTH)
-
-    @classmethod
-    def parse(cls, argument: str) -> PlanesCodec:
-        if not argument:
-            return cls()
-        if argument not in map(str, _WIDTHS):
-            raise ConfigurationError("codec width", argument, _EXPECTED_WIDTH)
-        return cls(int(argument))
+        if self.width not in (2, 4):
+            raise ConfigurationError("codec width", self.width, "the bytes of one value: 2 or 4")
 
     def __str__(self) -> str:
         return f"{self.name}:{self.width}"
@@ -193,7 +159,7 @@ class PlanesCodec(Codec):
             np.bitwise_or(values, np.frombuffer(source, dtype=np.uint8, count=count, offset=place * count), out=values)
 
 
-_CODECS: Mapping[str, type[Codec]] = MappingProxyType(
+_CODECS: Mapping[str, Callable[..., Codec]] = MappingProxyType(
     {codec.name: codec for codec in (RawCodec, ZstdCodec, PlanesCodec)}
 )
 
@@ -207,7 +173,12 @@ def parse_codec(text: str) -> Codec:
     if name not in _CODECS:
         expected = f"one of {', '.join(_CODECS)} (zstd:LEVEL sets a level, planes:WIDTH the bytes of a value)"
         raise ConfigurationError("codec", text, expected)
-    return _CODECS[name].parse(argument)
+    if not argument:
+        return _CODECS[name]()
+    if name == RawCodec.name:
+        raise ConfigurationError("codec", text, "raw, without an argument")
+    is_number = argument.isascii() and argument.isdecimal() and len(argument) <= 2
+    return _CODECS[name](int(argument) if is_number else argument)  # the constructor refuses text
 
 
 def stored_codec(text: str) -> Codec:

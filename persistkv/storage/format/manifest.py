@@ -68,7 +68,7 @@ def context_digest(keys: ManifestKeys) -> bytes:
 
 
 def encode_manifest(manifest: RequestManifest) -> bytes:
-    """Encode the head of a manifest as it is stored."""
+    """Encode a manifest's head for storage."""
     return _seal(msgspec.msgpack.encode(manifest))
 
 
@@ -81,7 +81,7 @@ def decode_manifest(data: Buffer) -> RequestManifest:
 
 
 def encode_manifest_keys(keys: ManifestKeys) -> bytes:
-    """Encode the keys of a manifest as they are stored."""
+    """Encode a manifest's keys for storage."""
     return _seal(msgspec.msgpack.encode(keys))
 
 

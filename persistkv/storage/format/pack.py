@@ -40,7 +40,7 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
     """An ordered sequence of keys, joined.
 
     Methods that return keys, or need single ones, raise CorruptPackError if the lengths are malformed or do not fit the
-    data. ``len`` and, for keys of equal length, ``joined`` trust the lengths.
+    data. ``len`` trusts the lengths.
     """
 
     data: bytes = b""
@@ -66,12 +66,6 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
     def __len__(self) -> int:
         return len(self.data) // self.key_length if self.key_length else len(self.lengths) // 2
 
-    def joined(self, start: int, stop: int) -> bytes:
-        """Return keys ``start`` to ``stop`` (exclusive), concatenated."""
-        if self.key_length:
-            return self.data[start * self.key_length : stop * self.key_length]
-        return b"".join(self.unpack()[start:stop])
-
     def unpack(self) -> list[bytes]:
         """Return the keys, in order."""
         if self.key_length:
@@ -82,9 +76,7 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
             raise CorruptPackError("key lengths", f"{len(self.lengths)} bytes are no run of 16-bit numbers")
         lengths = struct.unpack(f"<{len(self.lengths) // 2}H", self.lengths)
         if sum(lengths) != len(self.data):
-            raise CorruptPackError(
-                "key lengths", f"they add up to {sum(lengths)}, the keys have {len(self.data)} bytes"
-            )
+            raise CorruptPackError("key lengths", f"their sum is {sum(lengths)}, the keys have {len(self.data)} bytes")
         if 0 in lengths:
             raise CorruptPackError("key lengths", "a key has no bytes")
         ends = list(accumulate(lengths))
@@ -189,7 +181,7 @@ class PackTable(msgspec.Struct, frozen=True):
     namespace: bytes
     """16 bytes: the digest of the identity."""
     pack_id: bytes
-    """Id of the pack: 16 bytes, the digest that the function ``pack_id`` returns."""
+    """16 bytes, see the function ``pack_id``."""
     codec: str
     """Text form of the codec that encoded the frames; frames that it did not make shorter are raw."""
     payload_length: int
@@ -208,7 +200,6 @@ class PackTable(msgspec.Struct, frozen=True):
 
     @property
     def frame_count(self) -> int:
-        """Number of frames."""
         return len(self.packed_frames) // _FRAME.size
 
     def encode(self) -> bytes:
@@ -257,9 +248,8 @@ class PackTable(msgspec.Struct, frozen=True):
         lengths_at = frames_at + frame_count * _FRAME.size
         keys_at = lengths_at + (0 if key_length else 2 * block_count)
         if keys_at > len(table):
-            raise CorruptPackError(
-                "counts", f"{frame_count} frames and {block_count} blocks do not fit {len(table)} bytes"
-            )
+            counts = f"{frame_count} frames and {block_count} blocks"
+            raise CorruptPackError("counts", f"{counts} do not fit {len(table)} bytes")
         keys = PackedKeys(table[keys_at:], key_length, table[lengths_at:keys_at])
         if key_length and len(keys.data) != key_length * block_count:
             raise CorruptPackError("keys", f"{len(keys.data)} bytes are not {block_count} keys of {key_length}")
@@ -308,33 +298,26 @@ def _check_frames(frames: bytes, payload: int, block_count: int, raw: int, codec
 
 
 def frame_checksum(pieces: Iterable[Buffer], seed: int) -> int:
-    """Return the xxh3-64 checksum of a frame's stored bytes.
-
-    :param pieces: the stored bytes, in order; they need not be contiguous.
-    :param seed: see ``frame_seed``.
-    """
+    """Return the xxh3-64 checksum of a frame's stored bytes, given in order, with the seed of ``frame_seed``."""
     digest = xxhash.xxh3_64(seed=seed)
     for piece in pieces:
         digest.update(piece)
     return digest.intdigest()
 
 
-def verify_frame(frame: Frame, stored: Buffer, seed: int) -> None:
+def verify_frame(frame: Frame, pieces: Sequence[Buffer], seed: int) -> None:
     """Verify a frame's stored bytes.
 
-    :param seed: see ``frame_seed``.
+    :param pieces: the stored bytes, in order.
     :raises CorruptPackError: length or checksum differ from the frame's, or the bytes belong to other keys.
     """
-    if len(stored) != frame.stored_length or xxhash.xxh3_64_intdigest(stored, seed=seed) != frame.checksum:
+    if sum(map(len, pieces)) != frame.stored_length or frame_checksum(pieces, seed) != frame.checksum:
         raise CorruptPackError("frame checksum", f"does not match at offset {frame.offset}")
 
 
 def decode_frame(codec: str, frame: Frame, stored: Buffer, out: memoryview) -> None:
-    """Decode a frame's blocks into ``out``, one after the other.
+    """Decode a frame's verified bytes into ``out``, of ``frame.raw_length`` bytes: one block after the other.
 
-    :param codec: text form of the codec, from the pack's table.
-    :param stored: the frame's stored bytes, verified.
-    :param out: buffer of ``frame.raw_length`` bytes.
     :raises CorruptPackError: the bytes do not decode to that length, or this release does not know the codec. The
         content of ``out`` is then undefined.
     """

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from persistkv.storage.format.codec import Buffer, Codec
 from persistkv.storage.format.pack import (
@@ -29,19 +29,15 @@ if TYPE_CHECKING:
 
 FRAMES_AHEAD = 4  # maximum number of frames that are encoded ahead of the one being written
 
-T = TypeVar("T")
-
 
 class BlockSource(Protocol):
     """Source of a pack's blocks: rows of the primary tier, or staged copies of rows."""
 
     def gather(self, start: int, stop: int) -> ByteArray:
         """Return blocks ``start`` to ``stop`` (exclusive) as one contiguous array: a view or a copy."""
-        ...
 
     def pieces(self, start: int, stop: int) -> list[memoryview]:
         """Return blocks ``start`` to ``stop`` (exclusive) as views, which need not be contiguous. Nothing is copied."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,6 @@ class Segment:
     keys: Sequence[bytes]
     """One key per block, in block order."""
     source: BlockSource
-    """Source of the blocks' bytes."""
     depth: int = UNKNOWN_DEPTH
     """Depth of the first block (see ``Frame.depth``); the other blocks follow it in their request."""
 
@@ -64,20 +59,10 @@ class Segment:
         return len(self.keys) * self.block_bytes
 
     def frame_bounds(self) -> Iterator[tuple[int, int]]:
-        """Iterate over the frames: index of the first block, and index after the last one, within this segment."""
+        """Iterate over the frames: index of the first block, and index after the last one, in this segment."""
         per_frame = max(1, FRAME_BYTES // self.block_bytes)
         for start in range(0, len(self.keys), per_frame):
             yield start, min(start + per_frame, len(self.keys))
-
-    def raw(self, start: int, stop: int) -> memoryview:
-        """Return the bytes of blocks ``start`` to ``stop`` (exclusive), contiguous."""
-        return self.source.gather(start, stop).data.cast("B")
-
-
-class Ahead(Protocol):
-    """Starts a call in another thread; returns a function that waits for the call and returns its result."""
-
-    def __call__(self, call: Callable[[], T]) -> Callable[[], T]: ...
 
 
 class _StoredFrame(NamedTuple):
@@ -88,12 +73,26 @@ class _StoredFrame(NamedTuple):
     """Seed of the checksum that is still to be computed; None if ``frame`` has its checksum."""
 
 
+Ahead = Callable[[Callable[[], _StoredFrame]], Callable[[], _StoredFrame]]
+"""Starts a call in another thread; returns a function that waits for the call and returns its result."""
+
+
 class NewPack(ABC):
     """A pack that a commit writes. The backend reads its payload from ``stream``, and reads it again if the commit is
     retried.
     """
 
-    def __init__(self, namespace: bytes, pack_id: bytes, keys: PackedKeys, raw_length: int, *, encodes: bool) -> None:
+    def __init__(
+        self,
+        namespace: bytes,
+        pack_id: bytes,
+        keys: PackedKeys,
+        raw_length: int,
+        frame_count: int,
+        payload_bound: int,
+        *,
+        encodes: bool,
+    ) -> None:
         self.namespace = namespace
         """16 bytes: the digest of the identity."""
         self.pack_id = pack_id
@@ -102,21 +101,14 @@ class NewPack(ABC):
         """The keys of all blocks, frame after frame."""
         self.raw_length = raw_length
         """Bytes of all blocks before the codec."""
+        self.frame_count = frame_count
+        self.payload_bound = payload_bound
+        """Upper bound of the payload in bytes, padding included: its size if the codec makes no frame shorter."""
         self.encodes = encodes
         """Whether ``stream`` allocates the bytes that it yields; if not, it yields views of existing memory."""
         self.written = False
         """Whether ``stream`` has run to its end since the last ``restart``. It stays False if the backend already holds
         the pack."""
-
-    @property
-    @abstractmethod
-    def frame_count(self) -> int:
-        """Number of frames."""
-
-    @property
-    @abstractmethod
-    def payload_bound(self) -> int:
-        """Upper bound of the payload in bytes, padding included."""
 
     @property
     @abstractmethod
@@ -151,18 +143,10 @@ class PackCopy(NewPack):
     """
 
     def __init__(self, table: PackTable, payload: Buffer) -> None:
-        super().__init__(table.namespace, table.pack_id, table.keys, table.raw_length, encodes=False)
+        sizes = table.raw_length, table.frame_count, table.payload_length
+        super().__init__(table.namespace, table.pack_id, table.keys, *sizes, encodes=False)
         self.payload = payload
         self._table = table
-
-    @property
-    def frame_count(self) -> int:
-        return self._table.frame_count
-
-    @property
-    def payload_bound(self) -> int:
-        """The exact size of the payload in bytes."""
-        return self._table.payload_length
 
     @property
     def table(self) -> PackTable:
@@ -191,7 +175,9 @@ class PackWriter(NewPack):
             raise ValueError(f"of {len(keys)} keys of a pack, some occur twice")
         name = pack_id(namespace, keys, str(codec))
         raw_length = sum(segment.raw_length for segment in segments)
-        super().__init__(namespace, name, keys, raw_length, encodes=not codec.identity)
+        sizes = [(stop - start) * segment.block_bytes for segment in segments for start, stop in segment.frame_bounds()]
+        bound = sum(map(align, sizes))
+        super().__init__(namespace, name, keys, raw_length, len(sizes), bound, encodes=not codec.identity)
         self.segments = segments
         """The blocks; empty after ``release``."""
         self._codec = codec
@@ -199,19 +185,6 @@ class PackWriter(NewPack):
         self._table: PackTable | None = None
         self._begun: deque[Callable[[], _StoredFrame]] = deque()
         self._finishing: Callable[[], PackTable] | None = None
-
-    @property
-    def frame_count(self) -> int:
-        return sum(1 for segment in self.segments for _ in segment.frame_bounds())
-
-    @property
-    def payload_bound(self) -> int:
-        """The payload's bytes if the codec makes no frame shorter."""
-        return sum(
-            align((stop - start) * segment.block_bytes)
-            for segment in self.segments
-            for start, stop in segment.frame_bounds()
-        )
 
     @property
     def table(self) -> PackTable:
@@ -268,7 +241,7 @@ class PackWriter(NewPack):
 
     def release(self) -> None:
         """Release the blocks, so that a reference to this object (such as an error's traceback) does not keep them
-        alive. Table, keys, raw length and ids remain available; do not call ``stream`` again.
+        alive. All other attributes remain available; do not call ``stream`` again.
         """
         self.settle()
         self.segments = ()
@@ -289,7 +262,7 @@ class PackWriter(NewPack):
         seed = frame_seed(self.namespace, b"".join(segment.keys[start:stop]))
         depth = segment.depth if segment.depth == UNKNOWN_DEPTH else segment.depth + start
         length = (stop - start) * segment.block_bytes
-        encoded = self._codec.encode(segment.raw(start, stop)) if self.encodes else None
+        encoded = self._codec.encode(segment.source.gather(start, stop).data.cast("B")) if self.encodes else None
         if encoded is None or len(encoded) >= length:
             frame = Frame(segment.group, stop - start, segment.block_bytes, depth, 0, length, 0)
             return _StoredFrame(frame, segment.source.pieces(start, stop), seed)

@@ -30,7 +30,7 @@ from persistkv.errors import HostError, PersistKVError, StoreError
 from persistkv.memory.budget import MAX_IO_THREADS
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
-from persistkv.storage.executor import Executor, InPlaceExecutor, ThreadExecutor
+from persistkv.storage.executor import Executor
 from persistkv.storage.extensions import InspectableBackend, SupportsCounters
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host import protocol
@@ -90,7 +90,7 @@ class StoreServer:
         self._make_executor = make_executor
         self._congested = congested
         self._lifecycle = lifecycle or Lifecycle()
-        self._executor: Executor = InPlaceExecutor()
+        self._executor = Executor()
         self._opening = False
         self.ending = False
         """True: the engine asked the server to end. The owner must call ``close``."""
@@ -440,7 +440,7 @@ def serve(
     server = StoreServer(
         rows_buffer,
         connection.send,
-        lambda threads: ThreadExecutor(threads, connection.wake),
+        lambda threads: Executor(threads, connection.wake),
         lambda: connection.congested,
         lifecycle,
     )

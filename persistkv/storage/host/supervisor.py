@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from persistkv.errors import HostError
-from persistkv.storage.executor import InPlaceExecutor
+from persistkv.storage.executor import Executor
 from persistkv.storage.host import protocol
 from persistkv.storage.host.connection import Connection, SocketConnection, ThreadConnection, discard
 from persistkv.storage.host.protocol import ToEngine, ToStore
@@ -267,7 +267,7 @@ class _InlineConnection(Connection):
     def __init__(self, rows_buffer: memoryview) -> None:
         self._messages: list[Any] = []
         self._answers: list[Any] = []
-        self._server = StoreServer(rows_buffer, self._answers.append, lambda threads: InPlaceExecutor())
+        self._server = StoreServer(rows_buffer, self._answers.append, lambda threads: Executor())
 
     def send(self, message: ToStore | ToEngine) -> None:
         if not self.ended:

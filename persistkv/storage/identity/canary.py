@@ -28,14 +28,14 @@ from persistkv.errors import StoreError
 from persistkv.memory.rows import ByteArray, Rows
 from persistkv.storage.backend import Namespace
 from persistkv.storage.commit_pipeline import Blocks
-from persistkv.storage.extensions import SupportsNotes
+from persistkv.storage.extensions import SupportsFrames, SupportsNotes
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
 from persistkv.storage.identity import Identity
 from persistkv.storage.identity.comparison import Agreement, compare, fits
 from persistkv.storage.identity.other_namespace import OtherNamespace
 from persistkv.storage.identity.verdict import Verdict, candidates, read_verdict, write_verdict
 from persistkv.storage.index import HeldPack
-from persistkv.storage.load import make_scratch, plan_reads, read_part
+from persistkv.storage.load import Scratch, plan_reads, read_part
 from persistkv.storage.namespace_view import NamespaceView
 from persistkv.storage.records import StoreOptions
 
@@ -262,11 +262,11 @@ class Canary:
         """
         layout, executor, backend = self._rows.layout, self._own.executor, self._own.backend
         theirs = Rows(memoryview(bytearray(len(some) * layout.row_stride)), layout)
-        keys, remote = [block.key for block, _ in some], backend.capabilities.remote
+        keys, streams = [block.key for block, _ in some], isinstance(backend, SupportsFrames)
         parts, missing = plan_reads(
-            [pack for _, pack in some], theirs, keys, range(len(some)), _BATCH_BYTES, _BATCH_BYTES, remote=remote
+            [pack for _, pack in some], theirs, keys, range(len(some)), _BATCH_BYTES, _BATCH_BYTES, streams=streams
         )
-        scratch = make_scratch(_BATCH_BYTES)
+        scratch = Scratch(_BATCH_BYTES)
         reads = [partial(read_part, backend, other.namespace, theirs, scratch, part) for part in parts]
         failed = {*missing, *(key for outcome in await executor.read(reads) for key in outcome.failed)}
         readable = [(block, number) for number, (block, _) in enumerate(some) if block.key not in failed]

@@ -15,7 +15,7 @@ import pytest
 
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.memory.rows import Rows
-from persistkv.storage.executor import ThreadExecutor
+from persistkv.storage.executor import Executor
 from persistkv.storage.format.pack import FRAME_BYTES
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
@@ -55,7 +55,7 @@ def open_store_with_rows(open_store: Opener, identity: Identity) -> Iterator[Cal
     opened = []
 
     def open_store_with_rows(seed: int = 1, **options: Any) -> Store:
-        executor = ThreadExecutor(2, lambda: None)
+        executor = Executor(2, lambda: None)
         backend = open_store("?capacity=256MiB")
         store = Store(backend, identity, rows_of(seed), StoreOptions(**options), url="lmdb:", executor=executor)
         opened.append(store)
@@ -153,8 +153,8 @@ def test_close_executor_during_read_waits_for_read(open_store_with_rows: Callabl
     store.put("r", block_keys(0, BLOCKS), range(BLOCKS), None)
     store.flush()
     store.catalogue.executor.close()  # the executor of the stores above, which is no longer needed
-    ending = store.catalogue.executor = ThreadExecutor(2, lambda: None)
+    ending = store.catalogue.executor = Executor(2, lambda: None)
     store.begin_read(block_keys(0, BLOCKS), range(BLOCKS, 2 * BLOCKS), lambda outcome: None)
     ending.close()
     assert np.array_equal(store.rows.array[BLOCKS:], store.rows.array[:BLOCKS])
-    store.catalogue.executor = ThreadExecutor(2, lambda: None)
+    store.catalogue.executor = Executor(2, lambda: None)

@@ -9,7 +9,7 @@ import pytest
 
 from persistkv.storage.backend import Backend, CommitBatch, ReadSpan
 from persistkv.storage.catalog.rows import MANIFESTS, PACKS, manifest_row
-from persistkv.storage.extensions import read_frames
+from persistkv.storage.extensions import SupportsFrames
 from persistkv.testing.conformance import BackendConformance, RawKind, RawStore
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_s3 import S3Backend
@@ -97,7 +97,8 @@ class TestS3BackendWithKey(TestS3Backend):
         spans = [ReadSpan(pack.pack_id, at, [memoryview(buffer)]) for at, buffer in zip(offsets, buffers, strict=True)]
         assert backend.read(namespace, spans) == [True, False]
         assert buffers[0] == payload[:100]
+        assert isinstance(backend, SupportsFrames)
         came: list[int] = []
         into = memoryview(bytearray(1 << 20))
-        read_frames(backend, namespace, pack.pack_id, pack.table.frames, into, lambda number, _: came.append(number))
+        backend.read_frames(namespace, pack.pack_id, pack.table.frames, into, lambda number, _: came.append(number))
         assert came == [number for number in range(len(pack.table.frames)) if number != 1]

@@ -18,7 +18,7 @@ from persistkv.base import make_offload_key
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.executor import ThreadExecutor
+from persistkv.storage.executor import Executor
 from persistkv.storage.format.codec import ZstdCodec
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.identity import Identity
@@ -186,9 +186,9 @@ def test_read_broken_off_keeps_blocks_received_before(open_store: Opener, monkey
 
 
 @pytest.fixture
-def executor() -> Iterator[ThreadExecutor]:
+def executor() -> Iterator[Executor]:
     bell = threading.Event()
-    running = ThreadExecutor(8, bell.set)
+    running = Executor(8, bell.set)
     yield running
     running.close()
 
@@ -221,7 +221,7 @@ def test_upload_budget_bounds_memory_of_encoded_packs() -> None:
 
 
 @pytest.mark.slow
-def test_read_fetches_ranges_in_parallel(open_store: Opener, executor: ThreadExecutor) -> None:
+def test_read_fetches_ranges_in_parallel(open_store: Opener, executor: Executor) -> None:
     backend, client = open_store("refresh=1h")
     rows, keys = make_rows(256), make_keys(256)
     writer = open_on(backend, rows)

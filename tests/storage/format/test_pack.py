@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from persistkv.errors import CorruptPackError
 from persistkv.memory.rows import ByteArray, StagedBlocks
-from persistkv.storage.executor import ThreadExecutor
+from persistkv.storage.executor import Executor
 from persistkv.storage.format.codec import Codec, PlanesCodec, RawCodec, ZstdCodec
 from persistkv.storage.format.pack import (
     FRAME_BYTES,
@@ -149,12 +149,12 @@ def test_verify_frame_other_keys_or_namespace_raise_corrupt() -> None:
     payload, table = write(sample_segment(1))
     (frame,) = table.frames
     stored = payload[: frame.stored_length]
-    verify_frame(frame, stored, frame_seed(NAMESPACE, table.keys.data))
+    verify_frame(frame, [stored], frame_seed(NAMESPACE, table.keys.data))
     for seed in (frame_seed(bytes(16), table.keys.data), frame_seed(NAMESPACE, table.keys.data[::-1])):
         with pytest.raises(CorruptPackError, match="frame checksum"):
-            verify_frame(frame, stored, seed)
+            verify_frame(frame, [stored], seed)
     with pytest.raises(CorruptPackError):
-        verify_frame(frame, stored[:-1], frame_seed(NAMESPACE, table.keys.data))
+        verify_frame(frame, [stored[:-1]], frame_seed(NAMESPACE, table.keys.data))
 
 
 def test_verify_frame_any_flipped_byte_raises_corrupt() -> None:
@@ -165,7 +165,7 @@ def test_verify_frame_any_flipped_byte_raises_corrupt() -> None:
         damaged = bytearray(payload[: frame.stored_length])
         damaged[offset] ^= 1
         with pytest.raises(CorruptPackError, match="frame checksum"):
-            verify_frame(frame, damaged, seed)
+            verify_frame(frame, [damaged], seed)
 
 
 def test_pack_format_matches_documentation() -> None:
@@ -219,7 +219,7 @@ def test_pack_writer_frames_encoded_ahead_give_same_pack(codec: Codec) -> None:
     blocks = np.random.default_rng(5).integers(0, 8, (40, 256 << 10), dtype=np.uint8)
     names = [number.to_bytes(8, "little") + bytes(4) for number in range(40)]
     segments = [Segment(0, 256 << 10, names, StagedBlocks([blocks[:17], blocks[17:]]), 0)]
-    executor = ThreadExecutor(3, lambda: None)
+    executor = Executor(3, lambda: None)
     plain, ahead = (PackWriter(NAMESPACE, codec, segments, ahead) for ahead in (None, executor.ahead))
     expected, pieces = b"".join(plain.stream()), list(ahead.stream())
     assert b"".join(pieces) == expected
@@ -244,7 +244,7 @@ def test_pack_writer_settle_waits_for_frames_being_encoded() -> None:
 
     names = [number.to_bytes(8, "little") + bytes(4) for number in range(12)]
     source = Slow([np.zeros((12, 1 << 20), np.uint8)])
-    executor = ThreadExecutor(2, lambda: None)
+    executor = Executor(2, lambda: None)
     writer = PackWriter(NAMESPACE, ZstdCodec(), [Segment(0, 1 << 20, names, source, 0)], executor.ahead)
     stream = writer.stream()
     next(stream)

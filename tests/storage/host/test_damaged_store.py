@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from persistkv.storage.executor import InPlaceExecutor
+from persistkv.storage.executor import Executor
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.protocol import JobDone, LoadJob, Opened
@@ -81,7 +81,7 @@ def test_load_corrupt_pack_reports_removal_before_job_ends(hosted: Any, tmp_path
     segment.write_bytes(data)
 
     sent: list[Any] = []
-    side = StoreServer(memoryview(hosted.memory), sent.append, lambda threads: InPlaceExecutor())
+    side = StoreServer(memoryview(hosted.memory), sent.append, lambda threads: Executor())
     side.handle(hosted.connect(url).supervisor.hello)
     while not any(isinstance(message, Opened) for message in sent):
         side.step()

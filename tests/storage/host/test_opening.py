@@ -20,7 +20,7 @@ import pytest
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import ConfigurationError, HostError, IdentityMismatchError, StoreUnavailableError
 from persistkv.storage import open_backend
-from persistkv.storage.executor import ThreadExecutor
+from persistkv.storage.executor import Executor
 from persistkv.storage.host import server
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.connection import SocketConnection
@@ -183,7 +183,7 @@ def test_store_server_answers_ping_while_store_opens(
 ) -> None:
     gate, woken = block_open_backend(monkeypatch), threading.Event()
     sent: list[Any] = []
-    side = StoreServer(memoryview(hosted.memory), sent.append, lambda threads: ThreadExecutor(threads, woken.set))
+    side = StoreServer(memoryview(hosted.memory), sent.append, lambda threads: Executor(threads, woken.set))
     side.handle(msgspec.structs.replace(HELLO, url=f"lmdb://{tmp_path}/store"))
     side.handle(Ping())
     side.step()
@@ -200,7 +200,7 @@ def test_store_server_closed_during_open_closes_store_cleanly(
     hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = block_open_backend(monkeypatch)
-    side = StoreServer(memoryview(hosted.memory), lambda _: None, lambda threads: ThreadExecutor(threads, lambda: None))
+    side = StoreServer(memoryview(hosted.memory), lambda _: None, lambda threads: Executor(threads, lambda: None))
     side.handle(hosted.connect(f"lmdb://{tmp_path}/store").supervisor.hello)
     threading.Timer(0.05, gate.set).start()
     side.close()

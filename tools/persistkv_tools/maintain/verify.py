@@ -31,7 +31,7 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.host.status import read_statuses
-from persistkv.storage.namespace_view import SHORTENED_AT_ONCE, ManifestMaker, read_requests, shortened
+from persistkv.storage.namespace_view import SHORTENED_AT_ONCE, read_requests, shortened
 from persistkv_tools import options, render
 from persistkv_tools.maintain.integrity import (
     Tally,
@@ -396,4 +396,4 @@ def _shortenings(
                 pack_of.update(dict.fromkeys(table.keys.unpack(), table.pack_id))
                 sizes.update((frame.group, frame.block_bytes) for frame in table.frames)
         groups = max((len(request.keys) for request in requests), default=0)
-        yield some, shortened(requests, ManifestMaker(pack_of, [sizes.get(group, 0) for group in range(groups)]), None)
+        yield some, shortened(requests, pack_of, [sizes.get(group, 0) for group in range(groups)], None)

@@ -358,8 +358,8 @@ class RowPayloads:
         if filled:
             self._rows.put(PIECES, name + _PIECE.pack(index), buffer[:filled])
 
-    def delete(self, name: bytes, length: int) -> None:
-        """Delete all pieces of a pack's payload; ``length`` is not used."""
+    def delete(self, name: bytes) -> None:
+        """Delete all pieces of a pack's payload."""
         for key in [bytes(key) for key, _ in self._rows.starting_with(PIECES, name)]:
             self._rows.delete(PIECES, key)
 

@@ -67,11 +67,8 @@ class Payloads(Protocol):
         :raises StoreFullError: there is no room for the payload.
         """
 
-    def delete(self, name: bytes, length: int) -> None:
-        """Delete a pack's payload.
-
-        :param length: bytes of the payload; 0 if it is not known.
-        """
+    def delete(self, name: bytes) -> None:
+        """Delete a pack's payload."""
 
 
 class CatalogTransaction:
@@ -287,7 +284,7 @@ class CatalogTransaction:
             return
         table = pack_table(name, row)
         self._rows.delete(PACKS, name)
-        self._payloads.delete(name, 0 if table is None else table.payload_length)
+        self._payloads.delete(name)
         self._order.remove_pack(name)
         self._log(name, REMOVED, table)
         if table is None:  # the damaged row's share of the totals is unknown

@@ -184,14 +184,6 @@ class BatchCommit:
         if self._seen is not None:
             self._seen = commit.cursor
 
-    def _note(self, commit: CatalogTransaction) -> None:
-        """Remember the packs that a committed transaction evicted, and the namespace's position in the change log after
-        it.
-        """
-        self._evicted += commit.evicted
-        if self._seen is not None:
-            self._seen = commit.cursor
-
     def _drop_shared_manifests(self, shared_by: int) -> None:
         """Delete, in short transactions, manifests that name packs which the batch deletes.
 

@@ -210,7 +210,7 @@ def sync_directory(path: Path) -> None:
 
 
 def _write_durably(path: Path, content: bytes, offset: int) -> None:
-    """Write ``content`` at a byte offset of an existing file, and make it durable. The caller excludes other writers."""
+    """Write ``content`` at a byte offset of an existing file, and make it durable. The caller excludes others."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         rest = memoryview(content)

@@ -26,7 +26,7 @@ def set_payload(backend: Any, namespace: bytes, pack_id: bytes, data: bytes) -> 
     """Replace the payload of a pack by bytes of any length."""
     with memory_of(backend).rows(write=True) as rows:
         payloads = RowPayloads(rows)
-        payloads.delete(namespace + pack_id, 0)
+        payloads.delete(namespace + pack_id)
         payloads.write(namespace + pack_id, iter([data]), len(data))
 
 

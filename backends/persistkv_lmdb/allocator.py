@@ -47,9 +47,7 @@ def decode_extents(row: Buffer) -> list[Extent]:
 
 
 def read_extents(rows: Rows, name: bytes) -> list[Extent] | None:
-    """Return the extents of the pack ``name`` (namespace and pack id); None if its payload is not in extents, an empty
-    list if its row is damaged.
-    """
+    """Return the extents of a pack; None if its payload is not in extents, an empty list if its row is damaged."""
     row = rows.get(EXTENTS, name)
     return None if row is None else decode_extents(row)
 
@@ -76,7 +74,11 @@ def read_space(rows: Rows) -> Space:
 
 
 class Allocator:
-    """Allocator of segment pages within one transaction, which must call ``finish`` before it commits."""
+    """Allocator of segment pages within one transaction, which must call ``finish`` before it commits.
+
+    A *name* is a namespace id followed by a pack id. If a method raises CorruptStoreError (fewer pages are free than
+    the totals say, or an extent is outside of its segment), the transaction must be rolled back.
+    """
 
     def __init__(self, transaction: Transaction) -> None:
         self._rows = transaction
@@ -96,7 +98,7 @@ class Allocator:
         }
 
     def publish(self, name: bytes, extents: Iterable[Extent]) -> None:
-        """Record in which extents the payload of the pack ``name`` (namespace and pack id) is stored."""
+        """Record in which extents the payload of the pack ``name`` is stored."""
         self._rows.put(EXTENTS, name, b"".join([_EXTENT.pack(*extent) for extent in extents]))
 
     def largest(self) -> int:
@@ -110,22 +112,16 @@ class Allocator:
         return self._rows.count(FREE) + self._rows.count(AGING)
 
     def take(self, pages: int) -> list[Extent]:
-        """Allocate ``pages`` pages: from the smallest free extent that is large enough, otherwise from several extents.
-
-        :raises CorruptStoreError: fewer pages are free, or a free extent is outside of its segment. The caller must
-            roll the transaction back.
-        """
+        """Allocate ``pages`` pages: from the smallest free extent that is large enough, otherwise from several."""
         taken: list[Extent] = []
         while pages:
-            taken += self._cut(self._best(pages), pages)
+            taken.append(self._cut(self._best(pages), pages))
             pages -= taken[-1].pages
         return taken
 
     def take_before(self, pages: int, place: Extent) -> list[Extent]:
         """Allocate ``pages`` pages before ``place`` (by segment, then page): from the first free extent that is large
-        enough, otherwise from several, from the start on.
-
-        :returns: an empty list, with nothing changed, if too few pages are free there.
+        enough, otherwise from several, from the start on. Return an empty list if too few pages are free there.
         """
         whole = self._first_fit(pages)
         found: list[Extent] = []
@@ -139,28 +135,25 @@ class Allocator:
             return []
         taken: list[Extent] = []
         for extent in found:
-            taken += self._cut(extent, pages)
+            taken.append(self._cut(extent, pages))
             pages -= taken[-1].pages
         return taken
 
-    def _cut(self, free: Extent, pages: int) -> list[Extent]:
+    def _cut(self, free: Extent, pages: int) -> Extent:
         """Allocate the first ``pages`` pages of a free extent, or all if it has fewer."""
         taken = free._replace(pages=min(pages, free.pages))
         self._replace([free], Extent(free.segment, taken.end, free.end - taken.end))
         self.free -= taken.pages
-        return [taken]
+        return taken
 
     def free_now(self, extents: Iterable[Extent]) -> None:
-        """Make extents free at once, without aging. Only for pages that no reader can see."""
+        """Make extents that no reader can see free at once, without aging."""
         for extent in extents:
             self._join(extent)
             self.free += extent.pages
 
     def retire(self, name: bytes) -> bool:
-        """Release the extents of the pack ``name``: they age before they are free. Return False if it has none.
-
-        Extents of a damaged row that are outside of their segment are ignored.
-        """
+        """Release the extents of the pack ``name``: they age before they are free. Return False if it has none."""
         extents = read_extents(self._rows, name)
         if extents is None:
             return False
@@ -175,10 +168,7 @@ class Allocator:
         return True
 
     def free_aged(self, oldest: int) -> None:
-        """Make those aging extents free that no snapshot can see.
-
-        :param oldest: number of the last transaction that the oldest snapshot includes.
-        """
+        """Make aging extents free, except those that the snapshot of transaction ``oldest`` may see."""
         with self._rows.cursor(AGING) as cursor:
             while cursor.first():
                 number, segment, page = _unpack(_AGING, cursor.key())
@@ -190,11 +180,8 @@ class Allocator:
                 self.free_now([extent])
 
     def resize(self, segment: int, before: int, pages: int) -> None:
-        """Record a new number of pages of a segment. Added pages become free; removed pages must be free.
-
-        :param before: present number of pages.
-        :param pages: new number of pages.
-        :raises CorruptStoreError: the pages to remove are not free. The caller must roll the transaction back.
+        """Record that a segment has ``pages`` pages instead of ``before``. Added pages become free; removed ones must
+        be free.
         """
         self._rows.put(SEGMENTS, _SEGMENT.pack(segment), _PAGES.pack(pages))
         self.total += pages - before
@@ -213,7 +200,7 @@ class Allocator:
         return tail.pages if tail is not None and tail.end == pages else 0
 
     def finish(self) -> None:
-        """Record the numbers of all, free and aging pages in LMDB if they changed."""
+        """Record the totals in LMDB."""
         totals = (self.total, self.free, self.aging)
         if totals != self._before:
             self._rows.put(META, SPACE_ROW, _SPACE.pack(*totals))
@@ -245,10 +232,7 @@ class Allocator:
         return Extent(segment, page, size)
 
     def _first_fit(self, pages: int) -> Extent | None:
-        """Return the first free extent, by segment and page, with at least ``pages`` pages; None: there is none.
-
-        It examines only the first extent of each size.
-        """
+        """Return the first free extent with at least ``pages`` pages, by looking at the first extent of each size."""
         first: Extent | None = None
         with self._rows.cursor(SIZES) as cursor:
             found = cursor.set_range(_SIZE.pack(pages, 0, 0))
@@ -282,8 +266,7 @@ class Allocator:
     def _replace(self, old: Iterable[Extent], new: Extent) -> None:
         """Replace free extents by another one, or by none if ``new`` has no pages.
 
-        The new row is put before the old ones are deleted: a database that becomes empty loses a page until the
-        transaction ends.
+        The new row is put first: a database that becomes empty loses a page until the transaction ends.
         """
         place = _PLACE.pack(new.segment, new.page)
         if new.pages:
@@ -298,27 +281,24 @@ class Allocator:
 class Payloads:
     """Payload storage of one write transaction. Implements ``persistkv.storage.catalog.Payloads``.
 
-    :param placement: whether payloads of new packs are stored inline (as values in LMDB) or in extents of segments.
+    :param placement: where payloads of new packs are stored.
     :param limit: bound on the bytes of all segments.
     """
 
     def __init__(self, transaction: Transaction, placement: Placement, files: SegmentFiles, limit: int) -> None:
         self.limit = limit
         self.allocator = Allocator(transaction)
-        self.freed = 0
-        """Payload bytes that this transaction deleted from LMDB."""
+
         self._rows = transaction
         self._files = files
         self._inline = RowPayloads(transaction)
         self._is_inline = placement is Placement.INLINE
 
     def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
-        """Store a pack's payload of up to ``at_most`` bytes inline or in extents, according to the placement.
+        """Store a payload of up to ``at_most`` bytes. The stream's buffers are in use until ``SegmentFiles.sync``
+        returns.
 
-        File writes may end after the call: the buffers of the stream are in use until ``SegmentFiles.sync`` returns.
-
-        :raises StoreFullError: too few pages are free, and the limit or the disk keeps the segments from growing. The
-            caller must roll the transaction back.
+        :raises StoreFullError: too few pages are free, and the limit or the disk keeps the segments from growing.
         """
         if self._is_inline:
             self._inline.write(name, stream, at_most)
@@ -342,19 +322,13 @@ class Payloads:
                 self.allocator.free_now([extent._replace(page=extent.page + count, pages=extent.pages - count)])
         self.allocator.publish(name, kept)
 
-    def delete(self, name: bytes, length: int) -> None:
-        """Delete a pack's payload from extents or from LMDB.
-
-        :param length: bytes of the payload. If it is inline, they are added to ``freed``, a total of the transaction.
-        """
+    def delete(self, name: bytes) -> None:
         if not self.allocator.retire(name):
-            self._inline.delete(name, length)
-            self.freed += length
+            self._inline.delete(name)
 
     def lower(self, name: bytes, length: int) -> bool:
-        """Move a pack's payload of ``length`` bytes to free pages nearer to the start of the segments.
-
-        :returns: False, with nothing changed: too few pages are free, or the payload cannot be read.
+        """Move a pack's payload of ``length`` bytes to free pages nearer to the start of the segments. Return False,
+        with nothing changed, if too few pages are free there, or the payload cannot be read.
         """
         extents = read_extents(self._rows, name)
         taken = self.allocator.take_before(_pages_of(length), max(extents)) if extents else []
@@ -370,10 +344,10 @@ class Payloads:
         return True
 
     def shrink(self, limit: int) -> None:
-        """Release free pages at the ends of segments until all segments together have at most ``limit`` bytes.
+        """Release free pages at the ends of segments until all together have at most ``limit`` bytes, as far as
+        possible.
 
-        They keep more if too few pages at their ends are free. A later transaction truncates the files, because this
-        one may be aborted.
+        A later transaction truncates the files, because this one may be aborted.
         """
         excess = self.allocator.total - limit // PAGE_BYTES
         if excess <= 0 or not self.allocator.free:
@@ -413,7 +387,6 @@ class Payloads:
         too, and a commit that grows a file takes half a millisecond longer, regardless of the step.
 
         :param most: limit on the pages of all segments.
-        :param pages: pages of the next payload.
         """
         least, largest = (number // PAGE_BYTES for number in _STEP_BYTES)
         ahead = 4 * pages if pages * PAGE_BYTES >= _LARGE_BYTES else 0

@@ -29,7 +29,7 @@ from persistkv.storage.catalog.rows import read_pieces
 from persistkv.storage.extensions import BackendStats, CompactProgress, FreeSpace, Policy
 from persistkv.storage.format.files import replace_file
 from persistkv_lmdb.allocator import Allocator, read_extents
-from persistkv_lmdb.commit import BatchCommit, StaleError, compact
+from persistkv_lmdb.commit import BatchCommit, compact
 from persistkv_lmdb.environment import ENVIRONMENTS, Environment
 from persistkv_lmdb.files import (
     INDEX_PREFIX,
@@ -66,16 +66,12 @@ class LmdbOptions(msgspec.Struct, frozen=True):
     """Options in the URL of a store."""
 
     capacity: str | None = None
-    """Bound on the bytes that a new store takes on disk, a size such as ``100GiB``. None: 10 GiB. An existing store
-    keeps its recorded capacity (``persistkv set`` changes it)."""
-
+    """Bound on the bytes on disk of a new store, a size such as ``100GiB``. None: 10 GiB. An existing store keeps its
+    recorded capacity, ttl and placement."""
     ttl: str | None = None
-    """Time after its last use until content of a new store expires, a duration such as ``7d``. None: never. An existing
-    store keeps its recorded ttl (``persistkv set`` changes it)."""
-
+    """Time after its last use until content of a new store expires, a duration such as ``7d``. None: never."""
     placement: Placement | None = None
-    """Where a new store puts payloads. None: ``extents``. An existing store keeps its placement."""
-
+    """Where a new store puts payloads. None: ``extents``."""
     reads: Reads = Reads.DIRECT
     """How payloads in extents are read if the page cache does not hold them: ``direct`` (O_DIRECT) or ``cached``."""
 
@@ -97,13 +93,10 @@ class LmdbOptions(msgspec.Struct, frozen=True):
 
     @property
     def policy(self) -> Policy:
-        """Policy of a store that is created with these options. Defaults: 10 GiB, no ttl, placement ``extents``."""
+        """Policy of a store that is created with these options, with defaults."""
         given = self.given
-        return replace(
-            given,
-            capacity=given.capacity or DEFAULT_CAPACITY,
-            placement=given.placement or Placement.EXTENTS.value,
-        )
+        placement = given.placement or Placement.EXTENTS.value
+        return replace(given, capacity=given.capacity or DEFAULT_CAPACITY, placement=placement)
 
 
 class LmdbBackend(CatalogBackend):
@@ -120,7 +113,7 @@ class LmdbBackend(CatalogBackend):
         self._path = shared.path
         self._read_only = read_only
         self.capabilities = replace(type(self).capabilities, writable=not read_only)
-        self._cached = reads is Reads.CACHED
+        self._direct = False if reads is Reads.CACHED else None
 
     @property
     def environment(self) -> Environment:
@@ -132,6 +125,11 @@ class LmdbBackend(CatalogBackend):
             raise StoreError(f"{self._path} is closed")
         return self._shared
 
+    def _writable(self) -> Environment:
+        if self._read_only:
+            raise StoreError(f"{self._path} is open read-only")
+        return self.environment
+
     @classmethod
     def open(cls, url: StoreUrl, *, read_only: bool = False) -> LmdbBackend:
         options = convert_options(LmdbOptions, url.options, where="lmdb")
@@ -142,16 +140,11 @@ class LmdbBackend(CatalogBackend):
             expected = f"an absolute path: lmdb:///{url.location} (three slashes), or lmdb://{path.absolute()}"
             raise ConfigurationError("url", f"lmdb://{url.location}", expected)
         prepare_directory(path, read_only=read_only)
-        backend = cls(
-            ENVIRONMENTS.acquire(path, options.policy, read_only=read_only), read_only=read_only, reads=options.reads
-        )
+        shared = ENVIRONMENTS.acquire(path, options.policy, read_only=read_only)
+        backend = cls(shared, read_only=read_only, reads=options.reads)
         if not read_only and (differences := backend.policy().contradictions(options.given)):
-            logger.warning(
-                "%s: the URL says %s; the store keeps its recorded policy (persistkv set lmdb://%s changes it)",
-                path,
-                differences,
-                path,
-            )
+            message = "%s: the URL says %s; the store keeps its recorded policy (persistkv set lmdb://%s changes it)"
+            logger.warning(message, path, differences, path)
         return backend
 
     @classmethod
@@ -159,50 +152,38 @@ class LmdbBackend(CatalogBackend):
         return convert_options(LmdbOptions, url.options, where="lmdb").policy
 
     def rows(self, *, write: bool = False) -> AbstractContextManager[Rows]:
-        if write:
-            self._check_writable()
-        return self.environment.transaction(write=write)
+        return (self._writable() if write else self.environment).transaction(write=write)
 
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
-        self._check_writable()
+        environment = self._writable()
         check_batch(namespace, batch)
-        commit = BatchCommit(self.environment, namespace, batch)
         try:
-            try:
-                return commit.write()
-            except StoreFullError as error:
-                return commit.write_after_eviction(error)
-        except StaleError:  # the changes since ``seen`` include packs evicted meanwhile
-            return CommitResult(batch.seen or b"", stale=True)
+            return BatchCommit(environment, namespace, batch).run()
         except StoreFullError as error:
             if map_is_full(error):
-                self.environment.suspect()
+                environment.suspect()
             raise
 
-    def read(self, namespace: bytes, spans: Sequence[ReadSpan], *, bypass: bool = False) -> list[bool]:
-        with self.environment.transaction() as transaction:
-            places = [read_extents(transaction, namespace + span.pack_id) for span in spans]
-            wanted = [
-                (extents, span.offset, span.buffers)
-                for extents, span in zip(places, spans, strict=True)
-                if extents is not None
-            ]
-            cached = self._cached and not bypass
-            filled = iter(self.environment.files.read(wanted, cached=cached, bypass=bypass) if wanted else ())
-            return [
-                next(filled)
-                if extents is not None
-                else read_pieces(transaction, namespace + span.pack_id, span.offset, span.buffers)
-                for extents, span in zip(places, spans, strict=True)
-            ]
+    def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
+        return self._read(namespace, spans, self._direct)
 
     def scan(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-        return self.read(namespace, spans, bypass=True)
+        return self._read(namespace, spans, True)
+
+    def _read(self, namespace: bytes, spans: Sequence[ReadSpan], direct: bool | None) -> list[bool]:
+        with self.environment.transaction() as rows:
+            places = [read_extents(rows, namespace + span.pack_id) for span in spans]
+            placed = [(place or (), span.offset, span.buffers) for place, span in zip(places, spans, strict=True)]
+            filled = self.environment.files.read(placed, direct=direct)
+            for number, (place, span) in enumerate(zip(places, spans, strict=True)):
+                if place is None:  # inline
+                    filled[number] = read_pieces(rows, namespace + span.pack_id, span.offset, span.buffers)
+            return filled
 
     def scan_order(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[bytes]:
         names = [namespace + pack_id for pack_id in pack_ids]
         firsts = self._each(names, lambda rows, name: (read_extents(rows, name) or [])[:1])  # first: those without any
-        return [pack_ids[number] for number in sorted(range(len(firsts)), key=firsts.__getitem__)]
+        return [pack_id for _, pack_id in sorted(zip(firsts, pack_ids, strict=True), key=lambda pair: pair[0])]
 
     def stats(self) -> BackendStats:
         damaged = quarantined(self._path)
@@ -228,7 +209,7 @@ class LmdbBackend(CatalogBackend):
             return read_policy(transaction)
 
     def set_policy(self, policy: Policy) -> None:
-        self._check_writable()
+        environment = self._writable()
         if not is_capacity(policy.capacity):
             raise ConfigurationError("capacity", policy.capacity, "a size from 1MiB to 64TiB")
         recorded = self.policy()
@@ -237,10 +218,10 @@ class LmdbBackend(CatalogBackend):
                 f"{recorded.placement}, fixed when the store was created; `persistkv push` copies it into a new store"
             )
             raise ConfigurationError("placement", policy.placement, expected)
-        self.environment.set_policy(policy)
+        environment.set_policy(policy)
 
     def delete_quarantined(self) -> int:
-        self._check_writable()
+        self._writable()
         return delete_quarantined(self._path)
 
     def free_space(self) -> FreeSpace:
@@ -254,19 +235,13 @@ class LmdbBackend(CatalogBackend):
             )
 
     def compact(self) -> Iterator[CompactProgress]:
-        self._check_writable()
-        return compact(self.environment)
+        return compact(self._writable())
 
     def publish_status(self, engine: str, row: bytes | None) -> None:
-        """Replace the content of an engine's status file by ``row``, or remove the file (None).
-
-        The file is not synced, and its bytes do not count towards the capacity. Creating an engine's file
-        deletes those that other engines last wrote over a day ago.
-
-        :raises StoreError: the handle is read-only, or the file cannot be written; its content is unchanged.
+        """As in ``SupportsStatus``. The file is not synced, and its bytes do not count towards the capacity. Creating
+        an engine's file deletes those that other engines last wrote over a day ago.
         """
-        self._check_writable()
-        directory = self.environment.path / STATUS_DIRECTORY
+        directory = self._writable().path / STATUS_DIRECTORY
         target = directory / f"{engine}{_STATUS_SUFFIX}"
         with translated_io(directory):
             if row is None:
@@ -289,10 +264,6 @@ class LmdbBackend(CatalogBackend):
                 with suppress(OSError), os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
                     found[path.stem] = file.read(_STATUS_BYTES)
         return found
-
-    def _check_writable(self) -> None:
-        if self._read_only:
-            raise StoreError(f"{self._path} is open read-only")
 
     def close(self) -> None:
         if self._shared is not None:

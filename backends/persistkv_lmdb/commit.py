@@ -40,9 +40,7 @@ from persistkv_lmdb.environment import (
 from persistkv_lmdb.files import map_is_full
 from persistkv_lmdb.layout import Placement, Transaction, read_ttl, write_catalogue_bytes
 
-_EVICTED_AT_ONCE = 512
-"""Maximum number of packs and manifests that one transaction evicts, or of manifests that it deletes for a deleted
-pack. Such a transaction takes tens of milliseconds."""
+_EVICTED_AT_ONCE = 512  # packs and manifests that one transaction evicts or deletes, in tens of milliseconds
 _TRANSACTIONS = 8
 """Maximum number of transactions that evict for one batch and one entry of ``_MORE``. After the capacity was lowered,
 many commits shrink the store."""
@@ -51,9 +49,7 @@ _MORE = (0, 2, 8, 32)
 additionally this multiple of the batch's bytes, because free pages may be too fragmented."""
 _WIDER_BY = 8  # at least 1/8 more
 _TURN_S = 0.01  # pause between transactions: another process that waits for the lock polls every 5 ms
-_PATIENCE_S = 0.5
-"""Maximum wait, in seconds, of an attempt to commit for readers that still see evicted packs. A read takes about
-20 ms."""
+_PATIENCE_S = 0.5  # wait of a commit for readers that still see evicted packs; a read takes about 20 ms
 _MAX_AHEAD = 256 << 20  # 256 MiB: a commit of 128 MiB, plus the previous one, whose pages are not reusable yet
 _NO_LIMIT = 1 << 62
 
@@ -68,7 +64,7 @@ class _NothingLeftError(StoreFullError):
     """A batch would not fit even if everything evictable were evicted."""
 
 
-class StaleError(Exception):
+class _StaleError(Exception):
     """Another commit has changed the namespace since the caller last read its changes (``CommitBatch.seen``)."""
 
 
@@ -81,19 +77,29 @@ class BatchCommit:
         self._batch = batch
         self._seen = batch.seen
         self._evicted: list[PackTable] = []
-        self._goals: dict[int, Amount] = {}  # bound on the used bytes, by entry of _MORE
-        self._freed_by = 0
-        """Number of the last transaction that evicted for this batch."""
+        self._goal: Amount | None = None  # used bytes at which the present entry of _MORE ends its evictions
+        self._freed_by = 0  # number of the last transaction that evicted for this batch
         self._attempted = False
         self._keep = kept_names(namespace, batch)
 
-    def write(self) -> CommitResult:
+    def run(self) -> CommitResult:
+        """Write the batch; if it does not fit, evict in short transactions first.
+
+        :raises StoreFullError: nothing evictable is left, the free pages are too fragmented, or a reader's snapshot
+            still needs the evicted packs. The batch is not written; evicted packs stay evicted.
+        """
+        try:
+            try:
+                return self._write()
+            except StoreFullError as error:
+                return self._write_after_eviction(error)
+        except _StaleError:  # the changes since ``seen`` include packs evicted meanwhile
+            return CommitResult(self._batch.seen or b"", stale=True)
+
+    def _write(self) -> CommitResult:
         """Write the batch in one transaction.
 
         If many manifests name a pack that the batch deletes, short transactions delete these manifests first.
-
-        :raises StaleError: another commit has followed the cursor ``CommitBatch.seen``; the batch was not written.
-        :raises StoreFullError: the batch does not fit and was not written; ``write_after_eviction`` makes room for it.
         """
         environment, batch = self._environment, self._batch
         self._drop_shared_manifests(_EVICTED_AT_ONCE)
@@ -102,7 +108,6 @@ class BatchCommit:
         self._attempted = True
         with environment.transaction(write=True) as transaction:
             commit, room = self._begin(transaction)
-            room.need_for(commit.missing(batch.packs), batch)
             room.check()
             commit.remove(batch)
             commit.add(batch)
@@ -114,35 +119,28 @@ class BatchCommit:
             commit.finish()
             if commit.grew and not room.used().within(room.limit):  # checked while the disk writes
                 raise room.full()
-            environment.freed = transaction.txn.id(), room.payloads.freed
         self._note(commit)
         return CommitResult(commit.cursor, self._evicted)
 
-    def write_after_eviction(self, full: StoreFullError) -> CommitResult:
-        """Evict in short transactions, and write a batch that did not fit.
-
-        :param full: the error that ``write`` raised.
-        :raises StaleError: another commit has followed the cursor ``CommitBatch.seen``.
-        :raises StoreFullError: nothing evictable is left, the free pages are too fragmented, or a reader's snapshot
-            still needs the evicted packs. After either error the batch is not written; evicted packs stay evicted.
-        """
+    def _write_after_eviction(self, full: StoreFullError) -> CommitResult:
         environment = self._environment
         try:
             if not (self._batch.packs or self._batch.manifests):
                 environment.age()
                 self._drop_shared_manifests(1)
-                return self.write()
+                return self._write()
             while map_is_full(full) and self._widen():
                 try:
-                    return self.write()
+                    return self._write()
                 except StoreFullError as error:
                     full = error
             for more in _MORE:
-                self._repeat(partial(self._evict_some, more), most=_TRANSACTIONS)
+                self._goal = None
+                self._repeat(partial(self._evict_some, more), _TRANSACTIONS)
                 environment.age()
                 seen = environment.wait_for_readers(self._freed_by, _PATIENCE_S)
                 try:
-                    return self.write()
+                    return self._write()
                 except StoreFullError as error:
                     full = error
                 if not seen:
@@ -151,45 +149,37 @@ class BatchCommit:
         finally:
             del full  # its traceback references it, and would keep the rows of the batch alive
 
-    def _repeat(self, step: Callable[[int], bool], most: int | None = None) -> None:
+    def _repeat(self, step: Callable[[int], bool], most: int = _NO_LIMIT) -> None:
         """Call ``step`` until it returns False. If the disk is too full for a transaction, retry with one deletion.
 
         :param step: runs one transaction with at most the given number of deletions; returns whether more are needed.
-        :param most: maximum number of transactions; None: no limit.
+        :param most: maximum number of transactions.
         :raises StoreFullError: not even one deletion fits.
         """
-        at_most, count = _EVICTED_AT_ONCE, 0
-        while most is None or count < most:
-            count += 1
+        at_most = _EVICTED_AT_ONCE
+        for _ in range(most):
             try:
                 if not step(at_most):
                     return
-            except _NothingLeftError:
-                raise
-            except StoreFullError:
-                if at_most == 1:
+            except StoreFullError as error:
+                if at_most == 1 or isinstance(error, _NothingLeftError):
                     raise
                 at_most = 1  # a full disk has no pages for a larger transaction: deletions need some, too
                 self._environment.age()
-                continue
-            at_most = min(4 * at_most, _EVICTED_AT_ONCE)
+            else:
+                at_most = min(4 * at_most, _EVICTED_AT_ONCE)
 
     def _begin(self, transaction: Transaction, *, as_it_is: bool = False) -> tuple[CatalogTransaction, Room]:
-        """Return the catalogue of a write transaction, and the part of the capacity that it may use (``Room``).
-
-        :param as_it_is: assume that no file can grow.
-        :raises StaleError: another commit has followed the cursor ``CommitBatch.seen``.
-        """
+        """Return the catalogue of a write transaction, and the part of the capacity that it may use (``Room``)."""
         room = Room(self._environment, transaction, as_it_is=as_it_is)
         commit = CatalogTransaction(transaction, room.payloads, self._namespace, self._keep)
         if self._seen not in (None, commit.cursor):
-            raise StaleError
+            raise _StaleError
+        room.need = room.need_of(commit.missing(self._batch.packs), self._batch)
         return commit, room
 
     def _note(self, commit: CatalogTransaction) -> None:
-        """Remember the packs that a committed transaction evicted, and the namespace's position in the change log after
-        it.
-        """
+        """Remember the evicted packs of a committed transaction, and the namespace's position in the change log."""
         self._evicted += commit.evicted
         if self._seen is not None:
             self._seen = commit.cursor
@@ -198,7 +188,6 @@ class BatchCommit:
         """Delete, in short transactions, manifests that name packs which the batch deletes.
 
         :param shared_by: skip packs that at most this many manifests name: the batch's own transaction handles them.
-        :raises StoreFullError: the disk has no space for the deletion of a single manifest.
         """
         for pack_ids, alone in ((self._batch.deletions, False), (self._batch.bad, True)):
             for pack_id in self._shared(pack_ids, shared_by) if pack_ids else ():
@@ -206,11 +195,8 @@ class BatchCommit:
 
     def _shared(self, pack_ids: Sequence[bytes], shared_by: int) -> list[bytes]:
         with self._environment.transaction() as rows:
-            counts = [
-                sum(1 for _ in islice(rows.starting_with(LINKS, self._namespace + pack_id), shared_by + 1))
-                for pack_id in pack_ids
-            ]
-        return [pack_id for pack_id, count in zip(pack_ids, counts, strict=True) if count > shared_by]
+            links = {pack_id: rows.starting_with(LINKS, self._namespace + pack_id) for pack_id in pack_ids}
+            return [pack_id for pack_id, found in links.items() if next(islice(found, shared_by, None), None)]
 
     def _drop_some(self, pack_id: bytes, alone: bool, at_most: int) -> bool:
         with self._environment.transaction(write=True) as transaction:
@@ -222,11 +208,8 @@ class BatchCommit:
         return more
 
     def _widen(self) -> bool:
-        """Raise the bound of ``data.mdb`` after LMDB found no free page.
-
-        :returns: False, with nothing changed: the segments or the disk leave no space, or payloads are stored inline.
-
-        A large batch rewrites many pages, which are reusable only two transactions later.
+        """Raise the bound of ``data.mdb`` after LMDB found no free page: a large batch rewrites many pages, which are
+        reusable only two transactions later. Return False if the bound cannot be raised.
         """
         try:
             with self._environment.transaction(write=True) as transaction:
@@ -240,20 +223,22 @@ class BatchCommit:
 
         :param more: 0: evict as much as the capacity requires. Otherwise the free pages were not usable: additionally
             evict this multiple of the batch's bytes, and assume that no file can grow.
-        :param at_most: maximum number of packs and manifests to evict.
         :raises StoreFullError: nothing evictable is left, or the disk has no space for these deletions; nothing
             changed.
         """
         with self._environment.transaction(write=True) as transaction:
             commit, room = self._begin(transaction, as_it_is=more > 0)
             commit.touch(self._batch.touches)
-            need = room.need_for(commit.missing(self._batch.packs), self._batch)
+            need = room.need
             if not more:
                 room.widen(need)
-            goal = self._goals.setdefault(more, self._goal(room, more))
+            if self._goal is None:
+                catalogue, payload = room.low_watermark()
+                most = room.used().catalogue - more * need.catalogue if more else catalogue
+                self._goal = Amount(min(catalogue - need.catalogue, most), payload - need.payload)
             if not need.within(room.limit):
                 raise _NothingLeftError(str(room.full()))
-            ended = room.evict(commit, goal, at_most)
+            ended = room.evict(commit, self._goal, at_most)
             too_much = not room.used().plus(need).within(room.limit)
             if ended is Evicted.ALL and (too_much or not (self._evicted or commit.evicted)):
                 raise _NothingLeftError(str(room.full()))
@@ -261,17 +246,6 @@ class BatchCommit:
             self._freed_by = transaction.txn.id()
         self._note(commit)
         return ended is Evicted.SOME
-
-    def _goal(self, room: Room, more: int) -> Amount:
-        """Return the used bytes at which eviction ends because the batch then fits, if free pages are not fragmented.
-
-        :param more: as in ``_evict_some``.
-        """
-        low_watermark, need = room.low_watermark(), room.need
-        catalogue = low_watermark.catalogue - need.catalogue
-        if more:
-            catalogue = min(catalogue, room.used().catalogue - more * need.catalogue)
-        return Amount(catalogue, low_watermark.payload - need.payload)
 
 
 class Amount(NamedTuple):
@@ -281,19 +255,14 @@ class Amount(NamedTuple):
     payload: int
 
     def plus(self, other: Amount) -> Amount:
-        """Return the sum of this amount and ``other``, separately for catalogue and segments."""
         return Amount(self.catalogue + other.catalogue, self.payload + other.payload)
 
     def within(self, limit: Amount) -> bool:
-        """Return whether neither number of bytes exceeds that of ``limit``."""
         return self.catalogue <= limit.catalogue and self.payload <= limit.payload
 
 
 class Room:
-    """Part of the capacity that a write transaction may use.
-
-    :param as_it_is: assume that no file can grow.
-    """
+    """Part of the capacity that a write transaction may use. ``as_it_is`` assumes that no file can grow."""
 
     def __init__(self, environment: Environment, transaction: Transaction, *, as_it_is: bool = False) -> None:
         self._environment = environment
@@ -302,7 +271,7 @@ class Room:
         self._is_inline = environment.shares.placement is Placement.INLINE
         segments = read_space(transaction).total * PAGE_BYTES if as_it_is else self.payloads.limit
         self.limit = Amount(environment.limit_bytes(as_it_is=as_it_is), _NO_LIMIT if self._is_inline else segments)
-        """Upper bound on ``used`` after a commit that adds content."""
+        """Upper bound on ``used()`` after a commit that adds content."""
         self._growth = max(0, segments - self._segments)
         self.need = Amount(0, 0)
         """Upper estimate of the bytes that the batch adds. Any further ones use the reserve for deletions."""
@@ -317,30 +286,19 @@ class Room:
         """
         return Amount(self._transaction.used_bytes(), self.payloads.allocator.used * PAGE_BYTES)
 
-    def need_for(self, packs: list[NewPack], batch: CommitBatch) -> Amount:
-        """Estimate the bytes that a batch adds; set ``need`` to them and return it.
-
-        :param packs: packs of the batch that are not stored yet.
-        """
+    def need_of(self, packs: Sequence[NewPack], batch: CommitBatch) -> Amount:
+        """Estimate the bytes that a batch adds. ``packs`` are those of its packs that are not stored yet."""
         rows = rows_bound(packs, batch.manifests)
         if self._is_inline:
-            self.need = Amount(rows + sum(page_bytes(pack.payload_bound) for pack in packs), 0)
-        else:
-            self.need = Amount(rows, sum(pack.payload_bound for pack in packs))
-        return self.need
+            return Amount(rows + sum(page_bytes(pack.payload_bound) for pack in packs), 0)
+        return Amount(rows, sum(pack.payload_bound for pack in packs))
 
     def check(self) -> None:
-        """Check that ``need`` fits into the free space, including the space by which a file may still grow.
-
-        :raises StoreFullError: it does not fit; the message names the capacity.
-        """
+        """Raise a StoreFullError if ``need`` exceeds the free space, including the space by which a file may grow."""
         if not any(self.need):
             return
-        number, freed = self._environment.freed
-        pending = freed if number == self._transaction.txn.id() - 1 else 0
         free = self.payloads.allocator.free * PAGE_BYTES + self._growth
-        used = self.used().plus(self.need).plus(Amount(pending, 0))
-        if not used.within(self.limit) or self.need.payload > free:
+        if not self.used().plus(self.need).within(self.limit) or self.need.payload > free:
             raise self.full()
 
     def widen(self, need: Amount) -> None:
@@ -351,9 +309,8 @@ class Room:
 
     def widen_by(self, count: int) -> bool:
         """Raise the bound of ``data.mdb`` by at least ``count`` bytes: in ``limit`` at once, in LMDB's map from the
-        next transaction on.
-
-        :returns: False, with nothing changed, if the segments leave too little, or if payloads are stored inline.
+        next transaction on. Return False, with nothing changed, if that is impossible: the segments leave too little,
+        or payloads are stored inline.
         """
         if self._is_inline:
             return False
@@ -368,11 +325,8 @@ class Room:
         return True
 
     def full(self) -> StoreFullError:
-        """Return the error for a batch that does not fit."""
-        environment = self._environment
-        return StoreFullError(
-            f"{environment.path}: {sum(self.need)} bytes do not fit a capacity of {environment.shares.capacity}"
-        )
+        path, capacity = self._environment.path, self._environment.shares.capacity
+        return StoreFullError(f"{path}: {sum(self.need)} bytes do not fit a capacity of {capacity}")
 
     def low_watermark(self) -> Amount:
         """Return the used bytes down to which a commit evicts: ``limit`` less a reserve for later commits.
@@ -385,9 +339,8 @@ class Room:
         return Amount(catalogue - max(rewritten, min(catalogue // 16, _MAX_AHEAD)), payload - ahead)
 
     def evict(self, commit: CatalogTransaction, goal: Amount, at_most: int) -> Evicted:
-        """Evict at most ``at_most`` packs and manifests, until no more than the bytes of ``goal`` are used.
-
-        An inline pack is skipped if only the segments are too full: evicting it would not help.
+        """Evict until no more than the bytes of ``goal`` are used; see ``CatalogTransaction.evict``. If only the
+        segments are too full, skip inline packs.
         """
 
         def helps(pack: bytes) -> bool:
@@ -397,13 +350,11 @@ class Room:
 
 
 def compact(environment: Environment) -> Iterator[CompactProgress]:
-    """Return free space of the segments to the file system while engines use the store. Yield the progress of each
-    step.
+    """Return free space of the segments to the file system while engines use the store; yield after each step.
 
     Packs at the end of the segments are moved, byte for byte, to free extents before them, a few per step and
     transaction; then the free ends of the files are truncated. At most four passes do this, until no pack can be moved.
-    Catalogue, eviction order and totals do not change. A killed compaction leaves a valid store; the next one
-    continues.
+    A killed compaction leaves a valid store; the next one continues.
 
     :raises StoreFullError: the catalogue has no space for the rows; packs that were moved stay moved.
     """

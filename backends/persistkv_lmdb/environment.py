@@ -59,42 +59,29 @@ _BEGIN_ATTEMPTS = 8
 _POLL_S = 0.002
 _COURTESY_S = 0.05
 """Maximum wait, in seconds, of new transactions for a pending remap, which overlapping transactions could otherwise
-delay for ever. It is bounded because a thread inside a transaction may begin another one while the remap waits for that
-thread."""
+delay for ever. Bounded: a thread inside a transaction may begin another one while the remap waits for that thread."""
 _COMMITS = 16  # remembered: with varying sizes, one commit in so many exceeds those before it, and waits for space
 
 
 class Shares(NamedTuple):
-    """Values, recorded in LMDB, from which the bound of ``data.mdb`` (its share of the capacity) is computed.
-
-    With placement ``extents``, the bound is the recorded one, at least a fixed share of the capacity. With placement
-    ``inline``, the catalogue may use everything except the present segments, which no longer grow.
-    """
+    """Division of the capacity, from values that LMDB records."""
 
     capacity: int
     """Capacity of the store in bytes."""
     placement: Placement
-    recorded: int
-    """Recorded bound of ``data.mdb`` in bytes (placement ``extents``); used if it exceeds the share of the capacity."""
-    segments: int
-    """Bytes of all segments (placement ``inline``). 0 with placement ``extents``: the bound does not depend on them."""
-
-    @property
-    def catalogue_bytes(self) -> int:
-        """Bound of ``data.mdb`` in bytes."""
-        whole = self.capacity - LOCK_FILE_BYTES
-        if self.placement is Placement.INLINE:
-            bound = whole - self.segments
-        else:
-            bound = min(whole, max(_catalogue_share(self.capacity) - LOCK_FILE_BYTES, self.recorded))
-        return bound // PAGE_BYTES * PAGE_BYTES
+    catalogue_bytes: int
+    """Bound of ``data.mdb`` in bytes. With placement ``inline``, the catalogue may use everything except the present
+    segments, which no longer grow. With ``extents``, the bound is recorded, and at least a fixed share."""
 
 
 def _read_shares(transaction: Transaction) -> Shares:
     capacity, placement = read_capacity(transaction), read_placement(transaction)
+    whole = capacity - LOCK_FILE_BYTES
     if placement is Placement.INLINE:
-        return Shares(capacity, placement, 0, read_space(transaction).total * PAGE_BYTES)
-    return Shares(capacity, placement, read_catalogue_bytes(transaction), 0)
+        bound = whole - read_space(transaction).total * PAGE_BYTES
+    else:
+        bound = min(whole, max(_catalogue_share(capacity) - LOCK_FILE_BYTES, read_catalogue_bytes(transaction)))
+    return Shares(capacity, placement, bound // PAGE_BYTES * PAGE_BYTES)
 
 
 def _catalogue_share(capacity: int) -> int:
@@ -107,9 +94,7 @@ def wanted_catalogue_bytes(transaction: Transaction, whole: int) -> int:
     """Return the estimated size of ``data.mdb`` in bytes when the store is full of content like the present one.
 
     The estimate is half as large again as the present share of the catalogue, because requests that share stored blocks
-    add rows to a full store, too. It is kept within bounds that depend on ``whole``.
-
-    :param whole: capacity of the store in bytes.
+    add rows to a full store, too. It is kept within bounds that depend on ``whole``, the capacity in bytes.
     """
     catalogue, payload = transaction.used_bytes(), read_space(transaction).used_bytes
     wanted = whole * catalogue // (catalogue + payload) * 3 // 2 + CATALOGUE_AHEAD
@@ -133,14 +118,10 @@ class Environment:
         self.process = os.getpid()
         self._databases: Mapping[str, _Database] = {}
         self._payloads: Payloads | None = None
-        self.freed = (0, 0)
-        """Number of the last transaction that wrote a batch, and the payload bytes that it deleted from LMDB: reusable
-        two transactions later."""
         self.taken: deque[int] = deque(maxlen=_COMMITS)
-        """Bytes that recent commits of this process took in the segments: an estimate for the next."""
+        """Bytes that recent commits of this process took in the segments: an estimate for the next ones."""
         self._map_lock = _MapLock()
-        self._stuck = 0
-        """Readers with a snapshot of this transaction or an older one are not waited for: an earlier wait timed out."""
+        self._stuck = 0  # a wait for readers with a snapshot of this transaction, or of an older one, timed out
         self._is_open = False
         self._fitted: Shares | None = None
         self.map_bytes = 0
@@ -148,7 +129,8 @@ class Environment:
         self._guard = None if read_only else Guard(path)
         self._policy = policy
         with ExitStack() as undone:  # undoes each step if a later one fails
-            undone.callback(self._leave)
+            if self._guard is not None:
+                undone.callback(self._guard.close)
             undone.callback(self._close_lmdb)  # the guard closes after LMDB, and its own close may fail
             if self._guard is None:
                 self._open()
@@ -164,8 +146,8 @@ class Environment:
 
     @contextmanager
     def transaction(self, *, write: bool = False) -> Iterator[Transaction]:
-        """Run a transaction. A write transaction is committed durably, with its payloads, when the ``with`` block ends,
-        and aborted if the block raises or the commit fails.
+        """Run a transaction. A write transaction is committed durably, with its payloads, when the ``with`` block ends;
+        it is aborted if the block raises or the commit fails.
 
         :raises StoreFullError: the changes do not fit.
         :raises StoreBusyError: another process has held the writer lock for too long.
@@ -174,7 +156,6 @@ class Environment:
         if self.process != os.getpid():
             raise StoreError(f"{self.path} was opened by process {self.process}; open it again after a fork")
         guard = self._guard if write else None
-        lock = None if guard is None else guard.lock
         locked = nullcontext() if guard is None else guard.lock.held(recover=guard.recover)
         with self._suspect_on_error(), locked, translated(self.path):
             for _ in range(_BEGIN_ATTEMPTS):
@@ -187,8 +168,8 @@ class Environment:
                                 if self._payloads is not None and write:
                                     self._payloads.allocator.finish()
                                     self.files.sync()
-                                if lock is not None:
-                                    lock.mark(begun=True)
+                                if guard is not None:
+                                    guard.lock.mark(begun=True)
                             except BaseException:
                                 if write:  # the next transaction may take the extents that are being written
                                     self.files.abandon()
@@ -196,36 +177,30 @@ class Environment:
                             finally:
                                 if write:
                                     self._payloads = None
-                        if lock is not None:
+                        if guard is not None:
                             with suppress(StoreError):  # the next transaction then syncs again
-                                lock.mark(begun=False)
+                                guard.lock.mark(begun=False)
                         return
                 begun()
         raise StoreError(f"{self.path}: no transaction could begin in {_BEGIN_ATTEMPTS} attempts")
 
     @property
     def shares(self) -> Shares:
-        """Capacity and other values that determine the bound of ``data.mdb``. Valid within a write transaction.
-
-        :raises StoreError: the environment is open read-only.
-        """
+        """Division of the capacity. Valid within a write transaction; a StoreError in a read-only environment."""
         if self._fitted is None:
             raise StoreError(f"{self.path} is open read-only")
         return self._fitted
 
     def set_policy(self, policy: Policy) -> None:
-        """Record another capacity and ttl, and apply them; the placement is kept. The next commits remove content that
-        exceeds them.
-        """
+        """Record another capacity and ttl, and apply them. The next commits remove content that exceeds them."""
         with self.transaction(write=True) as transaction:
             write_policy(transaction, policy)
         with translated(self.path):
             self._remap()
 
     def payloads(self, transaction: Transaction) -> Payloads:
-        """Return the payload storage of the running write transaction, the same object on each call.
-
-        The first call frees extents that no reader can see any more. Payloads are durable before the commit.
+        """Return the payload storage of the running write transaction, the same object on each call. The first call
+        frees extents that no reader can see any more.
 
         :raises StoreFullError: a segment file was lost or truncated, and the disk has no space to replace it.
         """
@@ -242,7 +217,6 @@ class Environment:
 
     def _segment_limit_bytes(self, transaction: Transaction) -> int:
         """Return the bound on the bytes of all segments: the capacity less the bound on ``data.mdb``.
-
         If the disk is too small for the capacity: what the present ``data.mdb`` leaves of the disk. In both cases,
         segments do not grow into the expected size of the catalogue; those that exist may exceed it.
         """
@@ -253,10 +227,8 @@ class Environment:
         return min(left, max(segments, whole - LOCK_FILE_BYTES - wanted_catalogue_bytes(transaction, whole)))
 
     def limit_bytes(self, *, as_it_is: bool = False) -> int:
-        """Return the bound on the used bytes of ``data.mdb`` after a commit that adds content.
-
-        It is the catalogue's bound or what the disk allows, less a reserve for deletions: LMDB writes new pages to free
-        old ones.
+        """Return the bound on the used bytes of ``data.mdb`` after a commit that adds content: the catalogue's bound or
+        what the disk allows, less a reserve for deletions, because LMDB writes new pages to free old ones.
 
         :param as_it_is: assume that the file cannot grow: a quota may prevent it, or free pages are fragmented.
         """
@@ -283,8 +255,7 @@ class Environment:
         return True
 
     def _oldest_snapshot(self, newest: int) -> int:
-        """Return the transaction number of the oldest snapshot that a reader of any process holds; ``newest`` if there
-        is no older one.
+        """Return the number of the oldest transaction whose snapshot a reader of any process holds, at most ``newest``.
 
         LMDB's list has a header line, then process, thread and transaction per reader; ``-`` for an idle one.
         """
@@ -297,9 +268,8 @@ class Environment:
         return found
 
     def age(self) -> int:
-        """Commit a transaction that changes no content: the next one can then reuse pages that the previous one freed.
-
-        :returns: its transaction number.
+        """Commit a transaction that changes no content; return its number. The next one can reuse pages that the
+        previous one freed.
         """
         with self.transaction(write=True) as transaction:
             write_clock(transaction, *read_clock(transaction))
@@ -322,10 +292,7 @@ class Environment:
             self._guard, self.read_only = guard, False
 
     def suspect(self) -> None:
-        """Mark the store as possibly damaged: it is checked when it is next opened for writing, see ``Guard.suspect``.
-
-        No effect if the environment is read-only.
-        """
+        """Have the store checked when it is next opened for writing, see ``Guard.suspect``."""
         if self._guard is not None:
             self._guard.suspect()
 
@@ -334,16 +301,13 @@ class Environment:
         if self.process == os.getpid():
             self._close_lmdb()
             self.files.close()
-            self._leave()
+            if self._guard is not None:
+                self._guard.close()
 
     def forget(self) -> None:
         """Close the lock files in a forked child, without releasing the locks of its parent."""
         if self._guard is not None:
             self._guard.forget()
-
-    def _leave(self) -> None:
-        if self._guard is not None:
-            self._guard.close()
 
     @contextmanager
     def _suspect_on_error(self) -> Iterator[None]:
@@ -357,10 +321,7 @@ class Environment:
             raise
 
     def _open(self, read_only: bool | None = None) -> None:
-        """Open ``data.mdb`` and its databases with LMDB. For writing, create a missing file durably.
-
-        :param read_only: None: the mode of this object. If opening fails, nothing is left open.
-        """
+        """Open ``data.mdb`` and its databases; leave nothing open on failure. None: with the mode of this object."""
         read_only = self.read_only if read_only is None else read_only
         with translated_at_open(self.path):
             exists = file_id(self.path) is not None
@@ -398,9 +359,8 @@ class Environment:
             self._fit_map()
 
     def _fit_map(self) -> None:
-        """Set the size of the memory map to the recorded bound of ``data.mdb``.
-
-        If the file is larger, set it to the size of the file plus a reserve for deletions.
+        """Set the size of the memory map to the recorded bound of ``data.mdb``; if the file is larger, to its size plus
+        a reserve for deletions.
         """
         self._env.set_mapsize(0)  # adopts the size that other processes have written
         with self._env.begin(buffers=True) as txn:
@@ -411,9 +371,8 @@ class Environment:
         self._fitted = shares
 
     def _begin(self, write: bool) -> lmdb.Transaction[memoryview] | Callable[[], None]:
-        """Begin an LMDB transaction and return it.
-
-        If LMDB must be remapped or reopened first, return a function that does so; call it without the map lock.
+        """Begin an LMDB transaction. If LMDB must be remapped or reopened first, return a function that does so, to be
+        called without the map lock.
         """
         if not self._is_open:
             return self._revive
@@ -440,9 +399,8 @@ class Environment:
         """Remove from ``data.mdb`` the snapshot of a failed commit, if there is one.
 
         If the last write of a commit failed, and LMDB's attempt to undo it failed, too, the file holds a snapshot that
-        LMDB does not know. Open handles continue from the previous snapshot and overwrite its pages, so no later
-        opening may use it. Until the removal is durable it counts as an interrupted commit, which the next writer makes
-        durable.
+        LMDB does not know. Open handles continue from the previous one and overwrite its pages, so no later opening may
+        use it. Until the removal is durable it counts as an interrupted commit, which the next writer makes durable.
         """
         if self._guard is None or self._env.info()["last_txnid"] < begun.id():
             return
@@ -473,9 +431,7 @@ class _MapLock:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Hold the lock shared within the ``with`` statement, after waiting at most 50 ms for threads that want it
-        exclusively, and until an exclusive holder releases it.
-        """
+        """Hold the lock shared, after an exclusive holder, and at most 50 ms after threads that want to be one."""
         with self._changed:
             self._changed.wait_for(lambda: not self._wanted, _COURTESY_S)
             self._inside += 1
@@ -488,9 +444,7 @@ class _MapLock:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Hold the lock exclusively within the ``with`` statement, after waiting without a timeout until no thread
-        holds it shared. The calling thread must not hold it shared.
-        """
+        """Hold the lock exclusively, after waiting until no thread holds it shared, which the calling one must not."""
         with self._changed:
             self._wanted += 1
             try:
@@ -524,11 +478,10 @@ class _Slot:
 
 
 class Environments:
-    """Registry of the environments that this process has open. Thread-safe.
+    """Registry of the environments that this process has open, at most one per directory. Thread-safe.
 
-    At most one environment per directory is open; one thread at a time opens, reopens or closes it. The wait for
-    another thread is bounded and per store: opening may take long, because of an integrity check or a stopped process
-    that holds a lock.
+    One thread at a time opens, reopens or closes an environment. The wait for another thread is bounded and per store:
+    opening may take long, because of an integrity check or a stopped process that holds a lock.
     """
 
     def __init__(self) -> None:
@@ -537,10 +490,7 @@ class Environments:
         os.register_at_fork(after_in_child=self._forget)
 
     def acquire(self, path: Path, policy: Policy, *, read_only: bool) -> Environment:
-        """Return the process's environment of a store, opened if necessary; errors as in ``Environment``.
-
-        :raises StoreBusyError: another thread of this process has been opening it for too long.
-        """
+        """Return the process's environment of a store, opened if necessary; errors as in ``Environment``."""
         with translated_at_open(path):
             status = path.stat()
         with self._lock:

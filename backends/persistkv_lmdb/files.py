@@ -28,11 +28,8 @@ SEGMENT_DIRECTORY, STATUS_DIRECTORY = "segments", "status"
 INDEX_PREFIX = "index-"
 STORE_FILES = (DATA_FILE, LOCK_FILE, GUARD_FILE, WRITER_LOCK_FILE)
 
-OPENING_PATIENCE_S = 30.0
-"""Maximum wait for the writer lock when a store is opened, in seconds. The holder may be checking its integrity."""
-WRITING_PATIENCE_S = 10.0
-"""Maximum wait for the writer lock in a transaction, in seconds: several times as long as a commit of 128 MiB to a slow
-disk."""
+OPENING_PATIENCE_S = 30.0  # for the writer lock, whose holder may be checking the store's integrity
+WRITING_PATIENCE_S = 10.0  # for the writer lock: several times as long as a commit of 128 MiB to a slow disk
 _SHORT_PATIENCE_S = 0.2
 _FIRST_NAP_S = 0.000_2
 _LONGEST_NAP_S = 0.005
@@ -66,7 +63,6 @@ def translated(path: Path) -> Iterator[None]:
     """Translate LMDB's errors within the ``with`` statement into a ``StoreError`` that names the store.
 
     A full disk or map becomes ``StoreFullError``; damage, also a row of impossible length, ``CorruptStoreError``.
-    Other exceptions pass unchanged.
     """
     try:
         yield
@@ -86,9 +82,8 @@ def translated(path: Path) -> Iterator[None]:
 
 @contextmanager
 def translated_at_open(path: Path) -> Iterator[None]:
-    """Translate LMDB's errors and ``OSError`` within the ``with`` statement, which opens the store in ``path``.
-
-    LMDB's errors that mean damage become ``CorruptStoreError``; all others become ``StoreUnavailableError``.
+    """Translate errors within the ``with`` statement, which opens the store in ``path``: LMDB's errors that mean damage
+    into ``CorruptStoreError``, other errors and ``OSError`` into ``StoreUnavailableError``.
     """
     try:
         yield
@@ -101,9 +96,8 @@ def translated_at_open(path: Path) -> Iterator[None]:
 
 @contextmanager
 def translated_io(path: Path) -> Iterator[None]:
-    """Translate ``OSError`` within the ``with`` statement, for files other than LMDB's.
-
-    A full disk, quota or file size limit becomes ``StoreFullError``; all others become ``StoreError``.
+    """Translate ``OSError`` within the ``with`` statement into ``StoreFullError`` (full disk, quota, file size limit)
+    or ``StoreError``.
     """
     try:
         yield
@@ -113,23 +107,21 @@ def translated_io(path: Path) -> Iterator[None]:
 
 
 def map_is_full(error: StoreFullError) -> bool:
-    """Return whether the error means that LMDB's memory map is full, although the driver expected free pages.
-
-    The reason is damage, or fragmentation of the free pages.
+    """Return whether LMDB's memory map is full although the driver expected free pages: they are fragmented, or
+    damaged.
     """
     return isinstance(error.__cause__, lmdb.MapFullError)
 
 
 def _reason(error: lmdb.Error) -> str:
-    """Return LMDB's message, or py-lmdb's if py-lmdb raised the error."""
-    return error.reason if error.code else str(error)
+    return error.reason if error.code else str(error)  # LMDB's message, or py-lmdb's
 
 
 def free_disk_bytes(path: Path) -> int:
     """Return the bytes by which ``data.mdb`` of a store may grow: free disk space, within the process's file size
     limit.
 
-    64 MiB if the directory or the file cannot be read: the free space is unknown then, and not counted as nearly full.
+    If it is unknown, because the directory or the file cannot be read: 64 MiB, which does not count as nearly full.
     """
     longest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
@@ -148,9 +140,9 @@ def allocated_bytes(status: os.stat_result) -> int:
 
 
 def open_regular(path: str | Path, flags: int, *, dir_fd: int | None = None) -> int:
-    """Open a regular file; return its descriptor. A file that ``O_CREAT`` creates has mode 0600.
+    """Open a regular file, with mode 0600 if ``O_CREAT`` creates it; return its descriptor.
 
-    :raises OSError: it cannot be opened; ``ELOOP`` for a symbolic link, ``EINVAL`` for other non-regular files.
+    :raises OSError: ``ELOOP`` for a symbolic link, ``EINVAL`` for other non-regular files.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
@@ -167,9 +159,9 @@ def open_regular(path: str | Path, flags: int, *, dir_fd: int | None = None) -> 
 def prepare_directory(store: Path, *, read_only: bool) -> None:
     """Create a store's directory and its parents durably unless ``read_only``, and check its content.
 
-    :raises StoreUnavailableError: it cannot be created, or another user may have prepared its content: it belongs to
-        another user (except root) and is opened for writing, or a file of a store is a link, a FIFO or of another type.
-        Also if the directory holds other files and no store, or is empty and ``read_only``.
+    :raises StoreUnavailableError: it cannot be created, belongs to another user (except root) and is opened for
+        writing, has a link, FIFO or other type in place of a store's file, or holds other files and no store; also if
+        it is empty and ``read_only``.
     """
     with translated_at_open(store):
         if not read_only:
@@ -209,10 +201,7 @@ def _check_purpose(store: Path, *, read_only: bool) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the entries of a directory durable.
-
-    :raises OSError: it cannot be read, or the disk failed.
-    """
+    """Make the entries of a directory durable."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -221,10 +210,7 @@ def sync_directory(path: Path) -> None:
 
 
 def _write_durably(path: Path, content: bytes, offset: int) -> None:
-    """Write ``content`` at a byte offset of an existing file, and make it durable. The caller excludes other writers.
-
-    :raises OSError: the disk failed; part of the content may be written.
-    """
+    """Write ``content`` at a byte offset of an existing file, and make it durable. The caller excludes others."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         rest = memoryview(content)
@@ -240,7 +226,7 @@ def is_cut_short(directory: Path) -> bool:
     """Return whether ``data.mdb`` ends before the last page that LMDB has allocated: reading it would raise SIGBUS.
 
     LMDB may have allocated pages at the end without ever writing them; ``fsck.inspect`` distinguishes this. Other
-    processes may write meanwhile. False also if the file cannot be opened: the caller's own opening reports the reason.
+    processes may write meanwhile.
     """
     try:
         with (directory / DATA_FILE).open("rb") as file:
@@ -255,15 +241,11 @@ def is_cut_short(directory: Path) -> bool:
 
 
 def rewrite_meta_pages(directory: Path) -> None:
-    """Rewrite LMDB's two meta pages with their present content, and make them durable.
+    """Write LMDB's two meta pages again as they read, and make them durable. The caller excludes other writers.
 
-    The caller must exclude other writers.
+    After a failed write, the kernel may hold the bytes and consider them written: a sync alone does nothing.
 
-    After a failed write, the kernel may hold the bytes and consider them written: a sync alone succeeds and does
-    nothing.
-
-    :raises OSError: they cannot be read or written, or the disk failed: they may not be durable. A later call may
-        repeat the rewrite.
+    :raises OSError: they may not be durable. A later call may repeat the rewrite.
     """
     with (directory / DATA_FILE).open("rb") as file:
         found = _end_of(file.read(_META_BYTES))
@@ -273,13 +255,11 @@ def rewrite_meta_pages(directory: Path) -> None:
 
 
 def disown(directory: Path, number: int, page_bytes: int) -> None:
-    """Remove the snapshot of transaction ``number``: overwrite its meta page with that of the previous transaction.
+    """Remove the snapshot of transaction ``number``: overwrite its meta page with that of the previous transaction. The
+    caller holds LMDB's write lock.
 
     The copy is numbered ``number - 2``, so that LMDB uses the previous transaction's own page, whose number is higher.
 
-    The caller holds LMDB's write lock.
-
-    :param page_bytes: LMDB's page size.
     :raises OSError: the disk failed; either version may be on disk.
     :raises CorruptStoreError: the pages are not those of these two transactions, for example because the files were
         replaced while they were open; nothing was written.
@@ -298,9 +278,8 @@ def disown(directory: Path, number: int, page_bytes: int) -> None:
 
 
 def _end_of(page: bytes) -> tuple[int, int] | None:
-    """Return the byte offset in ``data.mdb`` after the last allocated page, and the page size, both from a meta page.
-
-    None: ``page`` is no meta page.
+    """Return the byte offset after the last page that a meta page of ``data.mdb`` lists, and the page size; None if
+    ``page`` is none.
     """
     for header in _PAGE_HEADERS:
         if len(page) == _META_BYTES and _U32.unpack_from(page, header)[0] == _META_MAGIC:
@@ -320,8 +299,6 @@ class WriterLock:
     4. If its file is deleted, writers exclude each other by LMDB's lock alone until the file is created again.
     5. Its file records, for other processes, whether a commit was started and not completed; a machine crash may lose
        this record.
-
-    :raises OSError: its file cannot be opened for writing.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -333,11 +310,11 @@ class WriterLock:
 
     @contextmanager
     def held(self, patience_s: float | None = None, *, recover: Callable[[], None] | None = None) -> Iterator[None]:
-        """Hold the lock within the ``with`` statement, whose block runs only if this succeeds.
+        """Hold the lock within the ``with`` statement.
 
         :param patience_s: maximum wait in seconds; None: 10 s, or 0.2 s after a wait that timed out.
-        :param recover: called first if the last commit was interrupted; if it raises, the block does not run.
-        :raises StoreBusyError: another thread or process holds it for longer than the maximum; the block does not run.
+        :param recover: called first if the last commit was interrupted.
+        :raises StoreBusyError: another thread or process holds it for longer; the block does not run.
         :raises StoreError: it cannot be locked; the block does not run.
         """
         if patience_s is None:
@@ -351,11 +328,8 @@ class WriterLock:
                     self._lock(deadline, patience_s)
             self._depth += 1
             try:
-                if recover is not None:
-                    with translated_io(self._file.parent):
-                        interrupted = os.pread(self._fd, 1, 0) == _BEGUN
-                    if interrupted:
-                        recover()
+                if recover is not None and self.interrupted:
+                    recover()
                 yield
             finally:
                 self._depth -= 1
@@ -366,19 +340,13 @@ class WriterLock:
 
     @property
     def interrupted(self) -> bool:
-        """Whether the last commit that any process started did not complete. The caller must hold the lock.
-
-        :raises StoreError: its file cannot be read.
-        """
+        """Whether the last commit that any process started did not complete. The caller must hold the lock."""
         with translated_io(self._file.parent):
             return os.pread(self._fd, 1, 0) == _BEGUN
 
     def mark(self, *, begun: bool) -> None:
-        """Record for all processes that a commit starts (``begun``), or that it has completed. Not synced.
-
-        The caller must hold the lock.
-
-        :raises StoreError: its file cannot be written.
+        """Record for all processes that a commit starts (``begun``), or that it has completed. Not synced. The caller
+        must hold the lock.
         """
         with translated_io(self._file.parent):
             os.pwrite(self._fd, _BEGUN if begun else _ENDED, 0)
@@ -395,25 +363,22 @@ class WriterLock:
         while True:
             try:
                 flock(self._fd, LOCK_EX | LOCK_NB)
+                if not self._follow():
+                    self._in_vain = False
+                    return
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     self._in_vain = True
                     raise self._busy(self._holder(), patience_s) from None
                 time.sleep(nap_s)
                 nap_s = min(2 * nap_s, _LONGEST_NAP_S)
-                continue
-            if not self._follow():
-                self._in_vain = False
-                return
 
     def _follow(self) -> bool:
         """Reopen the lock file if it was replaced or deleted; return whether it was."""
         with suppress(OSError):  # the store's directory is gone or read-only: the present file remains in use
-            try:
+            with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(self._fd), self._file.stat()):
                     return False
-            except FileNotFoundError:
-                pass
             fd = open_regular(self._file, os.O_RDWR | os.O_CREAT)
             os.close(self._fd)
             self._fd = fd
@@ -421,7 +386,7 @@ class WriterLock:
         return False
 
     def _holder(self) -> str:
-        """Return a text that names the holder of the lock: its PID if the kernel reports it."""
+        """Return the process that holds the lock, with its PID if the kernel reports it."""
         held = os.fstat(self._fd)
         place = f"{os.major(held.st_dev):02x}:{os.minor(held.st_dev):02x}:{held.st_ino}"
         with suppress(OSError):

@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import NamedTuple, NoReturn
 import lmdb
 from lmdb import verify
 
-from persistkv.errors import CorruptPackError, CorruptStoreError
+from persistkv.errors import CorruptStoreError
 from persistkv.storage.catalog.order import read_clock
 from persistkv.storage.catalog.rows import (
     CHAINS,
@@ -45,9 +45,9 @@ from persistkv.storage.catalog.rows import (
     NamespaceState,
     Use,
     decode_namespace,
+    decoded,
     pack_table,
 )
-from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.manifest import decode_manifest, decode_manifest_keys
 from persistkv.storage.format.pack import ID_BYTES
 from persistkv_lmdb.allocator import Allocator, decode_extents
@@ -68,9 +68,7 @@ LEAST_CPU_S = 60
 _BYTES_A_SECOND = 50_000_000  # of processor time: far below the speed of the check, which reads part of each MiB
 PATIENCE = 20  # wall clock time as a multiple of the processor time: a slow disk is no damage
 PROGRAM = "import sys; sys.path[:] = {path!r}; from persistkv_lmdb.fsck import main; main({directory!r}, {parent})"
-_DEATHS_BY_DAMAGE = frozenset(
-    {signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGXCPU}
-)
+_DEATHS_BY_DAMAGE = (signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGXCPU)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -87,17 +85,15 @@ class Verdict(enum.Enum):
     """The pages are valid, but not those of a store: another program's, or the store's marker is damaged."""
 
 
-DAMAGE = frozenset({Verdict.DAMAGED, Verdict.UNRECOGNISED})
-"""Verdicts that mean damage if persistkv had opened the environment before: it was a store then."""
+DAMAGE = (Verdict.DAMAGED, Verdict.UNRECOGNISED)  # if persistkv opened the environment before: it was a store then
 _SAID = frozenset(verdict.value for verdict in Verdict if verdict is not Verdict.UNKNOWN)
 
 
 class Finding(NamedTuple):
-    """Verdict on an environment, with a reason."""
+    """Verdict on an environment, with a reason of one line."""
 
     verdict: Verdict
     reason: str
-    """Human-readable, one line."""
 
 
 def inspect(directory: Path) -> Finding:
@@ -112,14 +108,10 @@ def inspect(directory: Path) -> Finding:
     except OSError as error:
         return Finding(Verdict.UNKNOWN, str(error))
     limit_s = LEAST_CPU_S + size // _BYTES_A_SECOND
+    program = PROGRAM.format(path=sys.path, directory=str(directory), parent=os.getpid())
     try:
         child = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                PROGRAM.format(path=sys.path, directory=str(directory), parent=os.getpid()),
-                "persistkv-walk",
-            ],
+            [sys.executable, "-c", program, "persistkv-walk"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -147,10 +139,8 @@ def inspect(directory: Path) -> Finding:
 
 
 def main(directory: str, parent: int) -> NoReturn:
-    """Check the environment in the child, write one line of findings to standard output, and exit with the value of
-    the ``Verdict``.
-
-    :param parent: PID of the process that started this one: the check ends when that process ends.
+    """Check the environment in the child, write one line to standard output, and exit with the value of the
+    ``Verdict``. The check ends when the process with the PID ``parent``, which started this one, ends.
     """
     end_with(parent)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -161,7 +151,7 @@ def main(directory: str, parent: int) -> NoReturn:
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent, with the PID ``parent``, dies. Exit if it is already dead.
+    """Have the kernel kill this process when its parent dies. Exit if it is already dead.
 
     Otherwise a parent that is killed and restarted while it opens a store would run two checks at once.
     """
@@ -170,34 +160,34 @@ def end_with(parent: int) -> None:
         os._exit(Verdict.UNKNOWN.value)
 
 
-def examine(directory: Path) -> tuple[Verdict, str]:
-    """Check the environment in this process; return verdict and one-line reason. No process may write meanwhile."""
+def examine(directory: Path) -> Finding:
+    """Check the environment in this process. No process may write meanwhile."""
     data = directory / DATA_FILE
     if not data.exists() or not data.stat().st_size:
-        return Verdict.FINE, "it is empty"
+        return Finding(Verdict.FINE, "it is empty")
     try:
         problems: list[str] = verify.verify(str(data))  # type: ignore[no-untyped-call]
     except verify.VerifyError as error:
         problems = [str(error)]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        return Verdict.DAMAGED, f"{problems[0]}{more}"
+        return Finding(Verdict.DAMAGED, f"{problems[0]}{more}")
     try:
         with lmdb.open(
             str(directory), readonly=True, lock=False, create=False, max_dbs=len(DATABASES), max_spare_txns=0
         ) as env:
             if not env.stat()["entries"]:
-                return Verdict.FINE, "it is empty"
+                return Finding(Verdict.FINE, "it is empty")
             try:
                 databases = open_databases(env)
             except OtherReleaseError as error:
-                return Verdict.FOREIGN, str(error)
+                return Finding(Verdict.FOREIGN, str(error))
             except CorruptStoreError as error:
-                return Verdict.UNRECOGNISED, str(error)
+                return Finding(Verdict.UNRECOGNISED, str(error))
             with env.begin(buffers=True) as txn:
-                return Verdict.FINE, _examine_rows(Transaction(txn, databases))
+                return Finding(Verdict.FINE, _examine_rows(Transaction(txn, databases)))
     except (CorruptStoreError, lmdb.Error) as error:
-        return Verdict.DAMAGED, str(error)
+        return Finding(Verdict.DAMAGED, str(error))
 
 
 def _examine_rows(transaction: Transaction) -> str:
@@ -250,18 +240,10 @@ def recount(
     for key, row in transaction.starting_with(MANIFESTS, b""):
         if (namespace := bytes(key[:ID_BYTES])) in counted:
             counted[namespace].requests += 1
-        unreadable[MANIFESTS] += not _reads(decode_manifest, row)
-        unreadable[MANIFEST_KEYS] += not _reads(decode_manifest_keys, transaction.get(MANIFEST_KEYS, bytes(key)) or b"")
+        unreadable[MANIFESTS] += decoded(decode_manifest, row) is None
+        unreadable[MANIFEST_KEYS] += decoded(decode_manifest_keys, transaction.get(MANIFEST_KEYS, bytes(key))) is None
         unreadable[CHAINS] += Chain.decode(transaction.get(CHAINS, bytes(key))) is None
     return counted
-
-
-def _reads(decode: Callable[[Buffer], object], row: Buffer) -> bool:
-    try:
-        decode(row)
-    except CorruptPackError:
-        return False
-    return True
 
 
 def space_faults(transaction: Transaction) -> Iterator[str]:
@@ -290,5 +272,4 @@ def space_faults(transaction: Transaction) -> Iterator[str]:
 
 
 def pages_of(extents: list[Extent]) -> int:
-    """Return the number of pages of several extents."""
     return sum(extent.pages for extent in extents)

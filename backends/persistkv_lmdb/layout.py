@@ -28,27 +28,19 @@ _MAX_CAPACITY = 64 << 40  # 64 TiB: half of the address space of a process on x8
 _META_PAGES = 2
 
 # Databases of the allocator, in addition to those of ``persistkv.storage.catalog.rows``.
-EXTENTS = "extents"
-"""Table: namespace, pack id → extents (page ranges of segment files) that hold the payload. Packs with an inline
-payload have no row."""
-SEGMENTS = "segments"
-"""Table: number of a segment file → number of its 4 KiB pages."""
-FREE = "free"
-"""Table of the free extents, ordered by place: segment, first page → number of pages."""
-SIZES = "sizes"
-"""Table of the free extents, ordered by size: number of pages, segment, first page → empty."""
-AGING = "aging"
-"""Table of freed extents that readers may still see: number of the freeing transaction, segment, first page → number of
-pages."""
+EXTENTS = "extents"  # namespace, pack id → extents (page ranges of segment files) of a payload that is not inline
+SEGMENTS = "segments"  # number of a segment file → number of its 4 KiB pages
+FREE = "free"  # free extents by place: segment, first page → number of pages
+SIZES = "sizes"  # free extents by size: number of pages, segment, first page → empty
+AGING = "aging"  # extents that readers may still see: freeing transaction, segment, first page → number of pages
 DATABASES = (*TABLES, EXTENTS, SEGMENTS, FREE, SIZES, AGING)
 
-# Rows of ``meta``, in addition to the catalogue's.
+# Rows of ``meta``, in addition to the catalogue's: key and shape.
 _FORMAT_ROW, _FORMAT, _MAGIC = b"format", struct.Struct("<8sI"), b"PKVLMDB1"
 _CAPACITY_ROW, _CATALOGUE_ROW, _BYTES = b"capacity", b"catalogue", struct.Struct("<Q")
 _TTL_ROW, _TTL = b"ttl", struct.Struct("<d")
 _PLACEMENT_ROW = b"placement"
-SPACE_ROW = b"space"
-"""Key, in the table ``meta``, of the row with the numbers of all, free and aging pages of the segment files."""
+SPACE_ROW = b"space"  # numbers of all, free and aging pages of the segment files
 
 
 class Placement(enum.Enum):
@@ -65,10 +57,8 @@ class OtherReleaseError(CorruptStoreError):
 
 
 class Transaction(Rows):
-    """One running LMDB transaction. Buffers that it returns are in mapped pages: they are invalid after its next change
-    of a row, and after it ends.
-
-    Each ``table`` is the name of an LMDB database.
+    """One running LMDB transaction; each table is an LMDB database. Buffers that it returns are in mapped pages: they
+    are invalid after its next change of a row, and after it ends.
     """
 
     def __init__(self, txn: lmdb.Transaction[memoryview], databases: Mapping[str, _Database]) -> None:
@@ -90,14 +80,11 @@ class Transaction(Rows):
             yield from cursor.iternext()
 
     def first(self, table: str, start: bytes) -> bytes | None:
-        """Return the first key of a table that is at least ``start``; None: there is none. No cursor stays open, so the
-        caller may change rows next.
-        """
+        """As in ``Rows``. No cursor stays open, so the caller may change rows next."""
         with self.cursor(table) as cursor:
             return bytes(cursor.key()) if cursor.set_range(start) else None
 
     def cursor(self, table: str) -> lmdb.Cursor[memoryview]:
-        """Return a cursor on the rows of a table, valid until the transaction ends."""
         return self.txn.cursor(self._databases[table])
 
     def count(self, table: str) -> int:
@@ -105,18 +92,15 @@ class Transaction(Rows):
         return int(self.txn.stat(self._databases[table])["entries"])
 
     def used_bytes(self) -> int:
-        """Return the bytes of the pages of ``data.mdb`` that this transaction's snapshot uses; free pages do not
-        count.
-        """
+        """Return the bytes of the pages of ``data.mdb`` that this transaction's snapshot uses, without free pages."""
         stats = [self.txn.stat(), *map(self.txn.stat, self._databases.values())]
         pages = sum(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats)
         return int((_META_PAGES + pages) * stats[0]["psize"])
 
 
 def create_databases(env: lmdb.Environment, txn: lmdb.Transaction[memoryview], policy: Policy) -> dict[str, _Database]:
-    """Open the databases of a store in a write transaction; create them in an empty environment.
+    """Open the databases of a store in a write transaction; in an empty environment, create them and record ``policy``.
 
-    :param policy: recorded in a store that is created here.
     :raises CorruptStoreError: the environment has other content or another format; it was not changed.
     """
     if txn.stat()["entries"]:
@@ -130,9 +114,8 @@ def create_databases(env: lmdb.Environment, txn: lmdb.Transaction[memoryview], p
 
 
 def open_databases(env: lmdb.Environment, txn: lmdb.Transaction[memoryview] | None = None) -> dict[str, _Database]:
-    """Open the databases of an existing store.
+    """Open the databases of an existing store, in a write transaction or, without one, read-only.
 
-    :param txn: the write transaction to open them in; None: ``env`` is open read-only.
     :raises CorruptStoreError: the environment has other content or another format; it was not changed.
     """
     try:
@@ -156,7 +139,7 @@ def _check_format(row: Buffer | None) -> None:
 
 
 def is_capacity(num_bytes: int | None) -> bool:
-    """Return whether a store can have this capacity: 1 MiB to 64 TiB. False for None."""
+    """Return whether a store can have this capacity: 1 MiB to 64 TiB."""
     return num_bytes is not None and _MIN_CAPACITY <= num_bytes <= _MAX_CAPACITY
 
 
@@ -167,7 +150,7 @@ def read_capacity(rows: Rows) -> int:
 
 
 def read_policy(rows: Rows) -> Policy:
-    """Return the recorded policy; an invalid capacity is read as the default, an invalid ttl as None.
+    """Return the recorded policy. An invalid capacity is read as the default, an invalid ttl as None.
 
     :raises CorruptStoreError: the recorded placement is missing or unknown.
     """
@@ -181,7 +164,7 @@ def read_ttl(rows: Rows) -> float | None:
 
 
 def write_policy(rows: Rows, policy: Policy) -> None:
-    """Record the capacity and ttl of a policy. Its placement is ignored: it is recorded only at creation."""
+    """Record the capacity and ttl of a policy, without its placement, which is fixed at creation."""
     rows.put(META, _CAPACITY_ROW, _BYTES.pack(policy.capacity))
     if policy.ttl_s is None:
         rows.delete(META, _TTL_ROW)
@@ -192,7 +175,7 @@ def write_policy(rows: Rows, policy: Policy) -> None:
 def read_placement(rows: Rows) -> Placement:
     """Return where payloads of new packs are stored.
 
-    :raises CorruptStoreError: the recorded placement is missing or unknown.
+    :raises CorruptStoreError: the row is missing or unknown.
     """
     row = bytes(rows.get(META, _PLACEMENT_ROW) or b"")
     try:
@@ -207,7 +190,6 @@ def read_catalogue_bytes(rows: Rows) -> int:
 
 
 def write_catalogue_bytes(rows: Rows, num_bytes: int) -> None:
-    """Record the bound of ``data.mdb`` in bytes."""
     rows.put(META, _CATALOGUE_ROW, _BYTES.pack(num_bytes))
 
 

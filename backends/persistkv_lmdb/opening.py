@@ -75,25 +75,20 @@ with lmdb.open({store!r}, readonly=True, create=False, max_readers={readers}) as
 class _State(str, enum.Enum):
     """State in the guard file; the values are its content."""
 
-    CLEAN = "clean"
-    """The last writer has closed the store."""
-    OPEN = "open"
-    """A writer has the store open, or the last one exited without closing it."""
-    SUSPECT = "suspect"
-    """A process could not read a row or a page of LMDB; closing the store keeps this state."""
+    CLEAN = "clean"  # the last writer has closed the store
+    OPEN = "open"  # a writer has the store open, or the last one exited without closing it
+    SUSPECT = "suspect"  # a process could not read a row or a page of LMDB; closing the store keeps this state
 
 
 class Guard:
     """One process's handle on a store's writer lock, and on its guard file, which records unclean shutdowns.
 
     ``open`` and ``close`` are not thread-safe.
+
+    :raises StoreUnavailableError: the two files cannot be created or opened.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Open or create the lock file and the guard file.
-
-        :raises StoreUnavailableError: they cannot be created or opened.
-        """
         self._directory = directory
         self._joined = False
         with translated_at_open(directory):
@@ -113,8 +108,8 @@ class Guard:
         :raises StoreBusyError: another process holds a lock for too long.
         :raises StoreUnavailableError: a damaged environment cannot be renamed, or the guard cannot be written.
         :raises StoreError: the writer lock cannot be written, or the last commit cannot be made durable.
-        :raises CorruptStoreError: ``opened`` raised it, and the environment was not quarantined: it is another
-            program's, passes the integrity check, or is open in another process.
+        :raises CorruptStoreError: ``opened`` raised it, and the environment is another program's, passes the integrity
+            check, or is open in another process.
         """
         with self.lock.held(files.OPENING_PATIENCE_S), translated_at_open(self._directory):
             if self._locked(fcntl.LOCK_EX):
@@ -138,9 +133,8 @@ class Guard:
         self.lock.mark(begun=False)
 
     def suspect(self) -> None:
-        """Mark the store as possibly damaged, so that the next process that opens it for writing checks it first.
-
-        The check is skipped while another process has the store open for writing. Write errors are ignored.
+        """Have the next process that opens the store for writing, while no other one has it open, check it. Ignore
+        write errors.
         """
         with suppress(OSError):
             self._write(_State.SUSPECT)
@@ -149,7 +143,7 @@ class Guard:
         """Close the lock file and the guard file; idempotent.
 
         The last process that has the store open for writing records a clean shutdown, unless the store is suspect or an
-        interrupted commit cannot be made durable: the next opening then checks the store.
+        interrupted commit cannot be made durable.
         """
         if self._joined and self._fd >= 0 and self._locked(fcntl.LOCK_EX):
             with suppress(OSError, StoreError):  # the next opening runs the check
@@ -160,8 +154,8 @@ class Guard:
         self.forget()
 
     def forget(self) -> None:
-        """Close the lock file and the guard file without recording a clean shutdown; idempotent. A forked child does so
-        with the files of its parent.
+        """Close both files without recording a clean shutdown; idempotent. A forked child does so with the files of its
+        parent.
         """
         self.lock.close()
         if self._fd >= 0:
@@ -169,13 +163,10 @@ class Guard:
             os.close(fd)
 
     def _open_alone(self, opened: Callable[[], None]) -> None:
-        """Open the environment while this process excludes all other writers: check it after an unclean shutdown, and
-        quarantine it if it is damaged.
-
-        :param opened: as in ``open``. If it fails, the recorded state is the one from before the call.
+        """Open the environment while this process excludes all other writers: after an unclean shutdown check it, and
+        quarantine it if it is damaged. On failure, the recorded state is the one from before the call.
         """
-        before = self._read()
-        exists = (self._directory / DATA_FILE).exists()
+        before, exists = self._read(), (self._directory / DATA_FILE).exists()
         if before in (_State.OPEN, _State.SUSPECT) and exists:
             found = inspect(self._directory)
             if found.verdict in DAMAGE:
@@ -206,10 +197,7 @@ class Guard:
             raise
 
     def _sync_leftover(self) -> None:
-        """Make durable the last commit and the names of new files, which a killed process may not have synced.
-
-        :raises OSError: the disk refuses it.
-        """
+        """Make durable the last commit and the names of new files, which a killed process may not have synced."""
         with suppress(FileNotFoundError):
             rewrite_meta_pages(self._directory)
         for name in (".", SEGMENT_DIRECTORY):
@@ -232,16 +220,27 @@ class Guard:
             raise
 
     def _quarantine(self, reason: str) -> None:
-        renamed = _quarantine(self._directory)
-        logger.warning(
+        """Rename the files of the damaged environment into a new directory inside the store's.
+
+        ``data.mdb`` is renamed last: after an interruption, the integrity check fails again and renames the rest.
+        """
+        store, size = self._directory, 0
+        name = f"{_QUARANTINE_PREFIX}{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
+        names = (name, *(f"{name}-{number}" for number in range(2, 100)))
+        target = next((store / name for name in names if not (store / name).exists()), store / name)
+        target.mkdir(0o700)
+        for name in (SEGMENT_DIRECTORY, LOCK_FILE, DATA_FILE):
+            file = store / name
+            if file.exists():
+                size += _size(file)
+                file.rename(target / name)
+        sync_directory(target)
+        sync_directory(store)
+        message = (
             "the store in %s is damaged (%s): renamed its files (%d bytes) to %s and created an empty store. The "
-            "renamed files count towards no capacity; persistkv prune lmdb://%s --quarantined deletes them",
-            self._directory,
-            reason,
-            renamed.num_bytes,
-            renamed.directory,
-            self._directory,
+            "renamed files count towards no capacity; persistkv prune lmdb://%s --quarantined deletes them"
         )
+        logger.warning(message, store, reason, size, target, store)
 
     def _locked(self, kind: int) -> bool:
         try:
@@ -251,11 +250,8 @@ class Guard:
         return True
 
     def _share(self) -> None:
-        """Take a shared lock on the guard file and record that the store is open.
-
-        A process that closed the store meanwhile may have recorded a clean shutdown.
-
-        :raises StoreBusyError: another process has held the file exclusively for 5 s.
+        """Take a shared lock on the guard file and record that the store is open: a process that closed it meanwhile
+        may have recorded a clean shutdown.
         """
         deadline = time.monotonic() + CLOSING_PATIENCE_S
         while not self._locked(fcntl.LOCK_SH):
@@ -283,14 +279,13 @@ class Guard:
 
 
 def open_lmdb(path: Path, *, read_only: bool) -> lmdb.Environment:
-    """Open or create an LMDB environment with the recorded map size, and clear stale readers with this process's PID.
+    """Open an LMDB environment with the recorded map size, and clear stale readers with this process's PID.
 
-    LMDB's reader table identifies processes by PID, and PIDs repeat across PID namespaces (containers). LMDB treats a
-    slot with its own PID as its own and never checks whether the process that left it is dead. A container that was
-    killed during a read and restarted with the same PID would therefore keep the snapshot of that read alive for ever,
-    and commits would find no free pages. A process with another PID does check, so a child process clears such slots.
-    A live process with the same PID in another PID namespace excludes this one: LMDB locks a byte at the offset of the
-    PID.
+    LMDB's reader table identifies processes by PID, and PIDs repeat across PID namespaces (containers). LMDB never
+    checks whether the process that left a slot with its own PID is dead. A container that was killed during a read and
+    restarted with the same PID would therefore keep the snapshot of that read alive for ever, and commits would find no
+    free pages. A process with another PID does check, so a child process clears such slots. A live process with the
+    same PID in another PID namespace excludes this one: LMDB locks a byte at the offset of the PID.
 
     :raises ProcessIdInUseError: a process in another PID namespace uses the store under this process's PID.
     :raises CorruptStoreError: ``data.mdb`` is shorter than it was and damaged; it was not changed.
@@ -345,14 +340,10 @@ def _clear_from_child(store: Path) -> None:
 
 
 class Quarantined(NamedTuple):
-    """Directory, inside the store's, into which the files of a damaged environment were renamed.
-
-    ``persistkv prune --quarantined`` deletes it.
-    """
+    """Directory, inside the store's, into which the files of a damaged environment were renamed."""
 
     directory: Path
-    num_bytes: int
-    """Bytes on disk."""
+    num_bytes: int  # on disk
 
 
 def quarantined(store: Path) -> list[Quarantined]:
@@ -370,35 +361,10 @@ def delete_quarantined(store: Path) -> int:
 
     :raises StoreError: one cannot be deleted; those before it have been deleted.
     """
-    found = quarantined(store)
-    for entry in found:
+    for entry in (found := quarantined(store)):
         with translated_io(entry.directory):
             shutil.rmtree(entry.directory)
     return sum(entry.num_bytes for entry in found)
-
-
-def _quarantine(store: Path) -> Quarantined:
-    """Rename the files of a damaged environment into a new directory inside the store's; return it and its size.
-
-    No process may have the environment open for writing. The store's directory then holds no environment.
-
-    ``data.mdb`` is renamed last: after an interruption, the integrity check fails again and renames the rest.
-
-    :raises OSError: a file cannot be renamed; those before it have been.
-    """
-    name = f"{_QUARANTINE_PREFIX}{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
-    names = (name, *(f"{name}-{number}" for number in range(2, 100)))
-    target = next((store / name for name in names if not (store / name).exists()), store / name)
-    target.mkdir(0o700)
-    size = 0
-    for name in (SEGMENT_DIRECTORY, LOCK_FILE, DATA_FILE):
-        file = store / name
-        if file.exists():
-            size += _size(file)
-            file.rename(target / name)
-    sync_directory(target)
-    sync_directory(store)
-    return Quarantined(target, size)
 
 
 def _size(path: Path) -> int:

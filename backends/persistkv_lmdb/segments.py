@@ -30,7 +30,6 @@ from persistkv.errors import StoreError
 from persistkv.memory.libc import address_of
 from persistkv.storage.executor import ThreadPool
 from persistkv.storage.format.codec import Buffer
-from persistkv.storage.format.pack import align
 from persistkv_lmdb.files import SEGMENT_DIRECTORY, allocated_bytes, open_regular, translated_io
 
 logger = logging.getLogger(__name__)
@@ -39,11 +38,14 @@ _NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _WRITES_AT_ONCE = 3  # the next writes are queued when one ends
 _THREAD_BYTES = 1 << 20  # 1 MiB: a shorter write ends before another thread would have started it
 _MOST_BUFFERS = 1024  # per call: IOV_MAX
+_FIRST_BYTES = 4 << 20  # 4 MiB: small, so that the disk starts while later batches are gathered and hashed
+_LATER_BYTES = 8 << 20  # 8 MiB: the disk would wait for a larger batch of 64 KiB buffers
+_BOUNCE_BYTES = 4 << 20  # 4 MiB
 _CACHESTAT = 451  # Linux 6.5, the same number on all architectures
 
 
 class Extent(NamedTuple):
-    """Consecutive 4 KiB pages of one segment file, from page ``page`` on."""
+    """Consecutive 4 KiB pages of one segment file."""
 
     segment: int
     page: int
@@ -53,26 +55,6 @@ class Extent(NamedTuple):
     def end(self) -> int:
         """Number of the page after the last one."""
         return self.page + self.pages
-
-
-class BatchSizes(NamedTuple):
-    """Sizes of the writes that ``Bounce.aligned`` makes of a stream."""
-
-    first: int = 4 << 20
-    """Bytes of the first batch. It is small, so that the disk starts while later batches are gathered. Writing 4 and
-    28 MiB from two threads takes no longer than writing 32 MiB at once."""
-    second: int = 8 << 20
-    """Bytes of the second batch if the buffers of the first one are small. Gathering 28 MiB of 64 KiB blocks takes 1 to
-    2 ms, and writing 4 MiB takes 1.3 ms: the disk would wait for a larger batch."""
-    later: int = 32 << 20
-    """Bytes of every other batch: 32 MiB hold the remainder of a pack of typical size."""
-    small: int = 128 << 10
-    """Buffers count as small if their mean length is at most this number of bytes. Adjacent rows of CPU memory are one
-    buffer."""
-    bounce: int = 4 << 20
-    """Bytes of the memory through which unaligned buffers are copied."""
-    buffers: int = _MOST_BUFFERS - 1
-    """Number of buffers at which a batch is full. Its copied pages may add one; a call takes at most ``IOV_MAX``."""
 
 
 class _Run(NamedTuple):
@@ -90,7 +72,6 @@ class _Piece(NamedTuple):
     """Index, in the request, of the part that this piece belongs to."""
     run: _Run
     buffers: Sequence[memoryview]
-    """Memory to fill; its length is at least that of ``run``."""
 
 
 class _Descriptors(NamedTuple):
@@ -99,24 +80,21 @@ class _Descriptors(NamedTuple):
 
 
 class SegmentFiles:
-    """Segment files of a store. ``read`` and ``lengths`` are thread-safe; methods that write need the writer lock."""
+    """Segment files of a store. ``read`` and ``lengths`` are thread-safe; methods that write need the writer lock.
+
+    :raises OSError: the store's directory cannot be opened.
+    """
 
     def __init__(self, path: Path, *, read_only: bool) -> None:
-        """Open the store's directory. Segment files are opened on first use.
-
-        :raises OSError: the directory cannot be opened.
-        """
         self._path = path
         self._read_only = read_only
         self._store = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # a directory replacing it is another store's
         self._lock = threading.Lock()
-        self._open: dict[int, _Descriptors] = {}
+        self._open: dict[int, _Descriptors] = {}  # opened on first use
         self._touched: set[int] = set()
-        self._unnamed = False
-        """Whether a power loss may remove new files: their directory was not synced since they were created."""
+        self._unnamed = False  # a power loss may remove new files: their directory was not synced since their creation
         self._pool: ThreadPool | None = None
-        self._writes: list[Future[None]] = []
-        """Writes that were started in other threads since the last ``settle``."""
+        self._writes: list[Future[None]] = []  # started in other threads since the last ``settle``
         self._bounce = Bounce(self.settle)
         self._direct = True
 
@@ -171,26 +149,20 @@ class SegmentFiles:
             if sum(run.length for run in runs) < length:
                 raise StoreError(f"{self._path}: a payload is longer than it said")
             self._touched.update(run.segment for run in runs)
+            begun = threading.Event()
             if length < _THREAD_BYTES:
-                self._write_runs(runs, buffers)
+                self._write_runs(runs, buffers, begun)
             else:
-                self._begin_write(runs, buffers)
+                if self._pool is None:
+                    self._pool = ThreadPool(_WRITES_AT_ONCE, "persistkv-segments")
+                write = Future[None]()
+                is_idle = sum(not other.done() for other in self._writes) < _WRITES_AT_ONCE
+                self._writes.append(write)  # known before it is queued: an interrupt may come between
+                self._pool.begin(write, partial(self._write_runs, runs, buffers, begun))
+                if is_idle:  # otherwise, the thread may wait up to 5 ms for the GIL while this one continues
+                    begun.wait()
             written += length
         return written
-
-    def _begin_write(self, runs: Sequence[_Run], buffers: list[memoryview]) -> None:
-        """Write in a thread of the pool. If a thread is idle, return only after the write has started.
-
-        Without this wait, the thread may wait up to 5 ms for the GIL while the caller continues with other work.
-        """
-        if self._pool is None:
-            self._pool = ThreadPool(_WRITES_AT_ONCE, "persistkv-segments")
-        begun, write = threading.Event(), Future[None]()
-        is_idle = sum(not other.done() for other in self._writes) < _WRITES_AT_ONCE
-        self._writes.append(write)  # known before it is queued: an interrupt may come between
-        self._pool.begin(write, partial(self._write_runs, runs, buffers, begun))
-        if is_idle:
-            begun.wait()
 
     def settle(self) -> None:
         """Wait until all started writes have ended. Their buffers are then no longer in use, even if a write failed.
@@ -232,45 +204,32 @@ class SegmentFiles:
                 self._unnamed = False
 
     def read(
-        self,
-        wanted: Sequence[tuple[Sequence[Extent], int, Sequence[memoryview]]],
-        *,
-        cached: bool = False,
-        bypass: bool = False,
+        self, wanted: Sequence[tuple[Sequence[Extent], int, Sequence[memoryview]]], *, direct: bool | None = None
     ) -> list[bool]:
         """Read parts of payloads into buffers. Parts that are contiguous in a file are read together.
 
         :param wanted: per part: the extents of the payload, the part's byte offset in the payload, the buffers to fill.
-        :param cached: always read through the page cache; False: only if it holds the bytes or O_DIRECT is impossible.
-        :param bypass: read with O_DIRECT, if possible, even if the page cache holds the bytes.
+        :param direct: read with O_DIRECT if possible; False: through the page cache; None: with O_DIRECT unless the
+            page cache holds the bytes.
         :returns: per part, True if all of its buffers were filled; False if the payload is too short or lost.
         :raises StoreError: the disk failed; the buffers have undefined content.
         """
         lengths = [sum([buffer.nbytes for buffer in buffers]) for _, _, buffers in wanted]
-        pieces = [
-            piece
-            for number, (one, length) in enumerate(zip(wanted, lengths, strict=True))
-            for piece in _placed_pieces(number, *one, length)
-        ]
         filled = [0] * len(wanted)
         with translated_io(self._path):
-            for neighbours in _neighbours_of(pieces):
+            for neighbours in _neighbours_of(wanted, lengths):
                 whole = len(neighbours) > 1 and self._read(
                     _Run(*neighbours[0].run[:2], sum(piece.run.length for piece in neighbours)),
                     [buffer for piece in neighbours for buffer in piece.buffers],
-                    cached=cached,
-                    bypass=bypass,
+                    direct,
                 )
                 for piece in neighbours:
-                    if whole or self._read(piece.run, piece.buffers, cached=cached, bypass=bypass):
+                    if whole or self._read(piece.run, piece.buffers, direct):
                         filled[piece.number] += piece.run.length
         return [count == length for count, length in zip(filled, lengths, strict=True)]
 
     def lengths(self) -> dict[int, int]:
-        """Return the bytes on disk of each segment file, by segment number.
-
-        Holes and preallocated bytes beyond the end of the file do not count.
-        """
+        """Return the bytes on disk of each segment file, by segment number; see ``allocated_bytes``."""
         with translated_io(self._path):
             return {
                 segment: allocated_bytes(os.fstat(self._descriptors(segment).buffered)) for segment in self._existing()
@@ -293,11 +252,8 @@ class SegmentFiles:
             os.close(fd)
         self._open.clear()
 
-    def _write_runs(
-        self, runs: Sequence[_Run], buffers: list[memoryview], begun: threading.Event | None = None
-    ) -> None:
-        if begun is not None:
-            begun.set()
+    def _write_runs(self, runs: Sequence[_Run], buffers: list[memoryview], begun: threading.Event) -> None:
+        begun.set()
         with translated_io(self._path):
             for run in runs:
                 fds, part = self._descriptors(run.segment), front(buffers, run.length)
@@ -311,41 +267,39 @@ class SegmentFiles:
                             raise
                 write_all(fds.buffered, part, run.offset)
 
-    def _read(self, run: _Run, buffers: Sequence[memoryview], *, cached: bool, bypass: bool) -> bool:
-        """Read bytes of a file into buffers; return False if the file is lost or too short. Parameters as in ``read``.
+    def _read(self, run: _Run, buffers: Sequence[memoryview], direct: bool | None) -> bool:
+        """Read bytes of a file into buffers; return False if the file is lost or too short.
 
         An O_DIRECT read near the end of a file may return fewer bytes than the file holds. A read that O_DIRECT did not
         complete is therefore repeated through the page cache.
         """
         try:
-            buffered, direct = self._descriptors(run.segment)
+            fds = self._descriptors(run.segment)
         except FileNotFoundError:
             return False
         if (
-            direct is not None
+            fds.direct is not None
             and self._direct
-            and not cached
+            and direct is not False
             and not run.length % PAGE_BYTES
-            and (bypass or not is_cached(buffered, run.offset, run.length))
+            and (direct or not is_cached(fds.buffered, run.offset, run.length))
         ):
             try:
-                if read_all(direct, buffers, run.offset, PAGE_BYTES):
+                if read_all(fds.direct, buffers, run.offset, PAGE_BYTES):
                     return True
             except OSError as error:
                 if not self._is_refusal(error, buffers):
                     raise
-        return read_all(buffered, buffers, run.offset)
+        return read_all(fds.buffered, buffers, run.offset)
 
     def _is_refusal(self, error: OSError, buffers: Sequence[memoryview]) -> bool:
-        """Return whether an I/O error means that O_DIRECT was refused.
-
-        If it was, and the buffers are aligned, stop using O_DIRECT for all files.
+        """Return whether an I/O error means that O_DIRECT was refused. If the buffers are aligned, stop using it.
 
         Alignment is checked only after a failure: checking before each transfer would take longer.
         """
         if error.errno not in _NO_DIRECT:
             return False
-        if is_aligned(buffers):
+        if all(not len(buffer) % PAGE_BYTES and starts_aligned(buffer) for buffer in buffers):
             self._direct = False
             logger.info("%s: O_DIRECT is refused (%s); payloads go through the page cache", self._path, error)
         return True
@@ -378,7 +332,7 @@ class SegmentFiles:
 
     @contextmanager
     def _directory(self, *, create: bool = False) -> Iterator[int]:
-        """Open the directory ``segments`` and yield its descriptor, which is valid within the ``with`` statement."""
+        """Yield a descriptor of the directory ``segments``, valid within the ``with`` statement."""
         if create:
             with suppress(FileExistsError):
                 os.mkdir(SEGMENT_DIRECTORY, 0o700, dir_fd=self._store)
@@ -391,7 +345,6 @@ class SegmentFiles:
             os.close(descriptor)
 
     def _existing(self) -> list[int]:
-        """Return the segment numbers of the existing files."""
         try:
             with self._directory() as directory:
                 names = os.listdir(directory)
@@ -401,9 +354,8 @@ class SegmentFiles:
 
 
 def _runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_Run]:
-    """Yield the file ranges that hold ``length`` bytes of a payload, from byte ``offset`` of the payload on.
-
-    They hold fewer bytes in total if the extents end earlier.
+    """Yield the file ranges that hold ``length`` bytes of a payload, from byte ``offset`` of the payload on: fewer
+    bytes if the extents end earlier.
     """
     for extent in extents:
         size = extent.pages * PAGE_BYTES
@@ -415,41 +367,28 @@ def _runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_R
         offset -= size
 
 
-def _placed_pieces(
-    number: int, extents: Sequence[Extent], offset: int, buffers: Sequence[memoryview], length: int
-) -> Iterator[_Piece]:
-    """Split the read of a part of a payload, from byte ``offset`` on, into one piece per file range.
+def _neighbours_of(
+    wanted: Sequence[tuple[Sequence[Extent], int, Sequence[memoryview]]], lengths: Sequence[int]
+) -> list[list[_Piece]]:
+    """Return the pieces of a read request (see ``SegmentFiles.read``), grouped: those of a group are contiguous.
 
-    If the payload ends earlier, the pieces fill only the first of the buffers' bytes.
-
-    :param number: index of this part in the request; recorded in its pieces.
-    :param length: bytes of all buffers.
+    :param lengths: bytes of all buffers, for each part. If a payload ends early, its pieces have fewer bytes.
     """
-    rest = [buffer if buffer.format == "B" else buffer.cast("B") for buffer in buffers if buffer.nbytes]
-    for run in _runs_of(extents, offset, length):
-        if run.length == length:  # the usual case: one run, nothing to split
-            yield _Piece(number, run, rest)
-            return
-        yield _Piece(number, run, front(rest, run.length))
-        rest = after_bytes(rest, run.length)
-
-
-def _neighbours_of(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
-    """Yield groups of consecutive pieces; the pieces of a group are contiguous in one file."""
-    together: list[_Piece] = []
+    groups: list[list[_Piece]] = []
     end = (-1, 0)
-    for piece in pieces:
-        if together and (piece.run.segment, piece.run.offset) != end:
-            yield together
-            together = []
-        together.append(piece)
-        end = (piece.run.segment, piece.run.offset + piece.run.length)
-    if together:
-        yield together
+    for number, ((extents, offset, buffers), length) in enumerate(zip(wanted, lengths, strict=True)):
+        rest = [buffer if buffer.format == "B" else buffer.cast("B") for buffer in buffers if buffer.nbytes]
+        for run in _runs_of(extents, offset, length):
+            if (run.segment, run.offset) != end:
+                groups.append([])
+            groups[-1].append(_Piece(number, run, front(rest, run.length)))
+            rest = after_bytes(rest, run.length)
+            end = (run.segment, run.offset + run.length)
+    return groups
 
 
 def starts_aligned(view: memoryview) -> bool:
-    """Return whether the address of a buffer is a multiple of 4 KiB. The buffer must not be empty."""
+    """Return whether the address of a buffer, which must not be empty, is a multiple of 4 KiB."""
     return not address_of(view) % PAGE_BYTES
 
 
@@ -472,11 +411,6 @@ def after_bytes(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
             return [buffer[count:], *buffers[index + 1 :]]
         count -= len(buffer)
     return []
-
-
-def is_aligned(buffers: Sequence[memoryview]) -> bool:
-    """Return whether all buffers have addresses and lengths that O_DIRECT requires: multiples of 4 KiB."""
-    return all(not len(buffer) % PAGE_BYTES and starts_aligned(buffer) for buffer in buffers)
 
 
 def write_all(fd: int, buffers: Sequence[memoryview], offset: int, unit: int = 1) -> None:
@@ -534,123 +468,72 @@ def is_cached(fd: int, offset: int, length: int) -> bool:
 
 
 class Bounce:
-    """Aligned memory of fixed size, through which unaligned buffers are copied before they are written."""
+    """Aligned memory of fixed size, through which unaligned buffers are copied before they are written.
 
-    def __init__(self, settle: Callable[[], None], sizes: BatchSizes = BatchSizes()) -> None:  # noqa: B008
-        """Reserve the memory.
+    :param settle: waits until all writes from the memory have ended; called before the memory is reused.
+    :param first: bytes of the first batch of a stream.
+    :param later: bytes of every other batch.
+    :param size: bytes of the memory, a multiple of 4 KiB like ``first`` and ``later``.
+    """
 
-        :param settle: waits until all writes from the memory have ended; called before the memory is reused.
-        """
-        self._sizes = sizes
-        self._memory = memoryview(mmap.mmap(-1, sizes.bounce))  # backed by physical memory on first use
+    def __init__(
+        self,
+        settle: Callable[[], None],
+        first: int = _FIRST_BYTES,
+        later: int = _LATER_BYTES,
+        size: int = _BOUNCE_BYTES,
+    ) -> None:
+        self._first, self._later = first, later
+        self._memory = memoryview(mmap.mmap(-1, size))  # backed by physical memory on first use
         self._settle = settle
         self._lent = False
 
     def aligned(self, stream: Iterator[Buffer]) -> Iterator[list[memoryview]]:
         """Yield the stream's bytes as lists of aligned buffers, one list (batch) per write.
 
-        ``BatchSizes`` has the sizes of the batches: the first is small. Buffers that are already aligned are yielded
-        without a copy, and are valid as long as the stream's buffers. The end of the stream is padded with zeros to a
-        multiple of 4 KiB.
+        Buffers that are already aligned are yielded without a copy, and are valid as long as the stream's buffers. The
+        end of the stream is padded with zeros to a multiple of 4 KiB.
 
         :raises Exception: errors of ``settle``.
         """
-        batch, sizes = _Batch(self._lend, self._sizes.first, self._sizes), self._sizes
-        is_first = True
-        while (rest := batch.take(stream)) is not None:
-            while rest:
-                if batch.full:  # checked late: so the stream is exhausted before the last list
-                    tail = memoryview(bytes(batch.close()))
-                    yield batch.buffers
-                    more = sizes.second if is_first and batch.has_small_buffers else sizes.later
-                    batch, is_first = _Batch(self._lend, more, sizes), False
-                    batch.add(tail)
-                rest = batch.add(rest)
-        tail = batch.close()
-        batch.add(memoryview(bytes(tail) + bytes(align(len(tail)) - len(tail))))
-        batch.close()
-        if batch.buffers:
-            yield batch.buffers
+        memory, most = self._memory, self._first
+        batch: list[memoryview] = []
+        length = begun = filled = 0  # bytes of the batch; those of memory[begun:filled] are not in its list yet
+        for piece in stream:
+            rest = piece if type(piece) is memoryview and piece.format == "B" else memoryview(piece).cast("B")
+            while count := len(rest):
+                if length >= most or len(batch) >= _MOST_BUFFERS - 1 or filled == len(memory):
+                    end = filled - filled % PAGE_BYTES
+                    tail = bytes(memory[end:filled])
+                    yield batch if begun == end else [*batch, memory[begun:end]]
+                    batch, most, begun = [], self._later, 0
+                    length = filled = self._copy(tail, 0)
+                if count >= PAGE_BYTES and not filled % PAGE_BYTES and starts_aligned(rest):
+                    if begun < filled:
+                        batch.append(memory[begun:filled])
+                        begun = filled
+                    count = min(count - count % PAGE_BYTES, most - length)
+                    batch.append(rest if count == len(rest) else rest[:count])
+                else:
+                    count = self._copy(rest, filled)
+                    filled += count
+                length += count
+                rest = rest[count:]
+        filled += self._copy(bytes(-filled % PAGE_BYTES), filled)
+        if begun < filled:
+            batch.append(memory[begun:filled])
+        if batch:
+            yield batch
 
-    def _lend(self) -> memoryview:
-        """Return the memory for the copies of one write, after waiting until earlier writes no longer use it."""
-        if self._lent:
-            self._settle()
-        self._lent = True
-        return self._memory
+    def _copy(self, piece: Buffer, at: int) -> int:
+        """Copy as much of ``piece`` as fits to the memory, from byte ``at`` on; return the number of bytes.
 
-
-class _Batch:
-    """Buffers of one write.
-
-    :param lend: returns the memory for copies of unaligned buffers; called on the first copy.
-    :param most_bytes: approximate maximum length of the batch in bytes.
-    """
-
-    def __init__(self, lend: Callable[[], memoryview], most_bytes: int, sizes: BatchSizes) -> None:
-        self.buffers: list[memoryview] = []
-        self._lend = lend
-        self._most_bytes = most_bytes
-        self._sizes = sizes
-        self._memory = memoryview(b"")
-        self._begun = self._filled = self._length = 0
-
-    @property
-    def full(self) -> bool:
-        """Whether nothing more fits: the memory for copies, the bytes or the number of buffers are used up."""
-        copied = self._filled > 0 and self._filled == len(self._memory)
-        return copied or self._length >= self._most_bytes or len(self.buffers) >= self._sizes.buffers
-
-    @property
-    def has_small_buffers(self) -> bool:
-        """Whether the mean length of the buffers is at most ``BatchSizes.small``."""
-        return self._length <= len(self.buffers) * self._sizes.small
-
-    def take(self, stream: Iterator[Buffer]) -> memoryview | None:
-        """Add buffers of the stream without copying, up to the first one that is unaligned or does not fit.
-
-        :returns: that buffer, which is not added (the caller passes it to ``add``); None at the end of the stream.
+        Before the first copy of a batch, wait until the writes of earlier batches no longer use the memory.
         """
-        buffers, length = self.buffers, self._length
-        most = self._sizes.buffers if self._begun == self._filled else 0
-        most_bytes = self._most_bytes
-        try:
-            for piece in stream:
-                view = piece if type(piece) is memoryview and piece.format == "B" else memoryview(piece).cast("B")
-                size = len(view)
-                fits = len(buffers) < most and length + size <= most_bytes
-                if not fits or not size or size % PAGE_BYTES or not starts_aligned(view):
-                    return view
-                buffers.append(view)
-                length += size
-            return None
-        finally:
-            self._length = length
-
-    def add(self, piece: memoryview) -> memoryview:
-        """Add as much of a buffer as fits, without a copy if possible; return the remainder."""
-        count = len(piece)
-        if count >= PAGE_BYTES and not self._filled % PAGE_BYTES and starts_aligned(piece):
-            if self._begun < self._filled:
-                self.close()
-            count = min(count - count % PAGE_BYTES, self._most_bytes)
-            self.buffers.append(piece if count == len(piece) else piece[:count])
-        elif count:
-            self._memory = self._memory or self._lend()
-            count = min(count, len(self._memory) - self._filled)
-            self._memory[self._filled : self._filled + count] = piece[:count]
-            self._filled += count
-        self._length += count
-        return piece[count:]
-
-    def close(self) -> memoryview:
-        """Extend ``buffers`` by the whole pages that were copied since ``close`` was last called.
-
-        :returns: the remaining copied bytes, less than a page; they are not in ``buffers``.
-        """
-        end = self._filled - self._filled % PAGE_BYTES
-        if self._begun < end:
-            self.buffers.append(self._memory[self._begun : end])
-        tail = self._memory[end : self._filled]
-        self._begun = self._filled = end
-        return tail
+        count = min(len(piece), len(self._memory) - at)
+        if count and not at:
+            if self._lent:
+                self._settle()
+            self._lent = True
+        self._memory[at : at + count] = piece[:count]
+        return count

@@ -288,7 +288,7 @@ class _Objects:
         self._rows.put(OBJECTS, name, _OBJECT.pack(row.nonce, size) + tags_before(row.body))
         self._rows.count_bytes(size)
 
-    def delete(self, name: bytes, length: int) -> None:
+    def delete(self, name: bytes) -> None:
         row = self._rows.get(OBJECTS, name)
         if row is not None:
             nonce, size = _OBJECT.unpack_from(row)

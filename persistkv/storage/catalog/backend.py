@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import TypeVar
 
-from persistkv.errors import CorruptPackError, StoreError, StoreFullError, StoreUnavailableError
+from persistkv.errors import StoreError, StoreFullError, StoreUnavailableError
 from persistkv.storage.backend import Changes, CommitBatch, CommitResult, Namespace, ReadSpan
 from persistkv.storage.catalog.order import read_clock
 from persistkv.storage.catalog.rows import (
@@ -40,11 +40,13 @@ from persistkv.storage.catalog.rows import (
     cursor_sequence,
     decode_change,
     decode_namespace,
+    decoded,
     encode_namespace,
     manifest_row,
     manifests_of,
     pack_table,
     read_pieces,
+    read_state,
 )
 from persistkv.storage.catalog.transaction import CatalogTransaction, Evicted, kept_names, rows_bound
 from persistkv.storage.extensions import BackendStats, InspectableBackend, RequestUse
@@ -61,9 +63,7 @@ _KEY_BYTES = 16  # minimum that the key of a block takes in its pack's table
 
 
 class Catalog(ABC):
-    """Catalogue of one or more namespaces, in table rows (key and value): the part of a driver that does not depend on
-    payloads.
-
+    """Catalogue of one or more namespaces, in table rows: the part of a driver that does not depend on payloads.
     ``Backend`` and ``InspectableBackend`` specify the methods that have no docstring here.
     """
 
@@ -83,32 +83,23 @@ class Catalog(ABC):
 
     def changes(self, namespace: bytes, cursor: bytes | None) -> Changes:
         with self.rows() as rows:
-            row = rows.get(STATES, namespace)
-            if row is None:
-                raise StoreError(f"the store holds no namespace {namespace.hex()}")
-            state = NamespaceState.decode(row)
+            state = read_state(rows, namespace)
             since = None if cursor is None else cursor_sequence(state, cursor)
-            moved = None if since is None else _moved(rows, namespace, since, state.sequence)
-            if moved is not None:
-                added, removed = moved
-                names = [namespace + pack_id for pack_id in added]
-                tables = [pack_table(name, rows.get(PACKS, name)) for name in names]
-                return Changes(state.cursor, [table for table in tables if table is not None], removed)
-        most = self.disk_bytes() // _KEY_BYTES  # the count may be damaged
-        return Changes(
-            state.cursor, self._all(PACKS, namespace, pack_table), reset=True, blocks=min(state.blocks, most)
-        )
+            if since is not None and (changes := _changes_since(rows, namespace, since, state)) is not None:
+                return changes
+        blocks = min(state.blocks, self.disk_bytes() // _KEY_BYTES)  # the count may be damaged
+        return Changes(state.cursor, self._all(PACKS, namespace, pack_table), reset=True, blocks=blocks)
 
     def _all(self, table: str, namespace: bytes, decode: Callable[[Buffer, Buffer], T | None]) -> Iterator[T]:
-        """Yield the decoded rows (key, value) of a namespace, a bounded number per transaction; skip rows for which
-        ``decode`` returns None.
+        """Yield the decoded rows of a namespace, a bounded number per transaction; skip those for which ``decode``
+        returns None.
         """
         start = namespace
         while start:
             with self.rows() as rows:
                 found = islice(rows.range(table, start), _ROWS_AT_ONCE)
                 some = [(bytes(key), decode(key, row)) for key, row in found if key[:ID_BYTES] == namespace]
-            yield from (decoded for _, decoded in some if decoded is not None)
+            yield from (item for _, item in some if item is not None)
             start = some[-1][0] + b"\0" if len(some) == _ROWS_AT_ONCE else b""
 
     def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
@@ -117,16 +108,16 @@ class Catalog(ABC):
         return [table for table in found if table is not None]
 
     def manifests(self, namespace: bytes) -> Iterator[RequestManifest]:
-        return self._all(MANIFESTS, namespace, lambda key, row: _decoded(decode_manifest, row))
+        return self._all(MANIFESTS, namespace, lambda key, row: decoded(decode_manifest, row))
 
     def manifest_keys(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[ManifestKeys | None]:
         names = [manifest_row(namespace, manifest_id) for manifest_id in manifest_ids]
-        return self._each(names, lambda rows, name: _decoded(decode_manifest_keys, rows.get(MANIFEST_KEYS, name)))
+        return self._each(names, lambda rows, name: decoded(decode_manifest_keys, rows.get(MANIFEST_KEYS, name)))
 
     def manifests_naming(self, namespace: bytes, packs: Sequence[bytes]) -> list[RequestManifest]:
         with self.rows() as rows:
             names = dict.fromkeys(name for pack_id in packs for name in manifests_of(rows, namespace + pack_id))
-            return list(filter(None, (_decoded(decode_manifest, rows.get(MANIFESTS, name)) for name in names)))
+            return list(filter(None, (decoded(decode_manifest, rows.get(MANIFESTS, name)) for name in names)))
 
     def chain(self, namespace: bytes, manifest_id: str) -> list[bytes] | None:
         with self.rows() as rows:
@@ -153,7 +144,7 @@ class Catalog(ABC):
         return found
 
     def states(self) -> list[NamespaceState]:
-        """Return the totals and the number of changes (``NamespaceState.sequence``) of each namespace."""
+        """Return the state of each namespace."""
         with self.rows() as rows:
             return [NamespaceState.decode(row) for _, row in rows.range(STATES, b"")]
 
@@ -176,15 +167,13 @@ class CatalogBackend(Catalog, InspectableBackend):
         if not self.capabilities.writable:
             raise StoreUnavailableError(f"the store holds no namespace {name.hex()}, and is open read-only")
         with self.rows(write=True) as rows:
-            if (
-                found := decode_namespace(name, rows.get(NAMESPACES, name))
-            ) is not None:  # another process has created it meanwhile
-                return found
-            created = Namespace(identity, time.time())
-            rows.put(NAMESPACES, name, encode_namespace(created))
-            if rows.get(STATES, name) is None:
-                rows.put(STATES, name, NamespaceState(os.urandom(8)).encode())
-            return created
+            found = decode_namespace(name, rows.get(NAMESPACES, name))  # another process may have created it meanwhile
+            if found is None:
+                found = Namespace(identity, time.time())
+                rows.put(NAMESPACES, name, encode_namespace(found))
+                if rows.get(STATES, name) is None:
+                    rows.put(STATES, name, NamespaceState(os.urandom(8)).encode())
+            return found
 
     def note(self, namespace: bytes, name: str) -> bytes | None:
         with self.rows() as rows:
@@ -204,10 +193,8 @@ class RowBackend(CatalogBackend):
     that they have freed. A driver implements ``open``, ``close``, ``rows``, ``disk_bytes`` and ``has_room``.
     """
 
-    capacity: int | None = None
-    """Bound of the store in bytes; None: unbounded."""
-    ttl_s: float | None = None
-    """Seconds from their last use until packs and requests expire; None: they never expire."""
+    capacity: int | None = None  # bound of the store in bytes; None: unbounded
+    ttl_s: float | None = None  # seconds from their last use until packs and requests expire; None: never
 
     @abstractmethod
     def has_room(self, rows: Rows, num_bytes: int) -> bool:
@@ -243,11 +230,7 @@ class RowBackend(CatalogBackend):
 
 
 def totals(states: Sequence[NamespaceState], disk_bytes: int, capacity: int | None) -> BackendStats:
-    """Return the totals of a store from those of its namespaces.
-
-    :param disk_bytes: bytes that the store takes on the medium.
-    :param capacity: bound on ``disk_bytes``; None: unbounded.
-    """
+    """Return the totals of a store from those of its namespaces; the other parameters are as in ``BackendStats``."""
     return BackendStats(
         packs=sum(state.packs for state in states),
         blocks=sum(state.blocks for state in states),
@@ -260,40 +243,26 @@ def totals(states: Sequence[NamespaceState], disk_bytes: int, capacity: int | No
 
 
 def check_batch(namespace: bytes, batch: CommitBatch) -> None:
-    """Check that all packs of a batch belong to the namespace.
-
-    :raises StoreError: a pack belongs to another namespace.
-    """
+    """Raise a StoreError if a pack of the batch belongs to another namespace."""
     if any(pack.namespace != namespace for pack in batch.packs):
         raise StoreError(f"a pack of another namespace than {namespace.hex()}")
 
 
-# The results of these functions leave out rows that are missing or damaged.
-
-
-def _decoded(decode: Callable[[Buffer], T], row: Buffer | None) -> T | None:
-    try:
-        return None if row is None else decode(row)
-    except CorruptPackError:
-        return None
-
-
-def _moved(rows: Rows, namespace: bytes, since: int, until: int) -> tuple[dict[bytes, None], dict[bytes, bytes]] | None:
-    """Return the ids of packs that the changes ``since + 1`` to ``until`` added and removed, the latter with the
-    fingerprints of their keys; None if the log no longer has all these changes.
-    """
+def _changes_since(rows: Rows, namespace: bytes, since: int, state: NamespaceState) -> Changes | None:
+    """Return the changes after the one with the number ``since``; None if the log no longer has all of them."""
     added: dict[bytes, None] = {}
     removed: dict[bytes, bytes] = {}
-    for sequence in range(since + 1, until + 1):
+    for sequence in range(since + 1, state.sequence + 1):
         row = rows.get(LOG, LOG_KEY.pack(namespace, sequence))
         if row is None:
             return None
         kind, pack_id, fingerprints = decode_change(row)
         if kind == ADDED:
-            added[pack_id] = None
+            added[namespace + pack_id] = None
         else:
             removed.setdefault(pack_id, fingerprints)
-    return added, removed
+    tables = [pack_table(name, rows.get(PACKS, name)) for name in added]
+    return Changes(state.cursor, [table for table in tables if table is not None], removed)
 
 
 def _use_of(
@@ -302,7 +271,6 @@ def _use_of(
     """Return the last use and the sharing of a stored request; None if the row with the use of its last pack is missing
     or damaged.
 
-    :param chain: the packs of its manifest, and the moment and time at which it was written.
     :param skew: seconds from the store's clock to the wall clock (``StoreClock.skew``).
     :param moments: cache: for each last pack, the sorted moments at which the manifests that name it were written.
     """

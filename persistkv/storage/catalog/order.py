@@ -77,7 +77,6 @@ class Reading(NamedTuple):
 
     @classmethod
     def now(cls) -> Reading:
-        """Read the machine's clocks."""
         return cls(time.time(), time.clock_gettime(time.CLOCK_BOOTTIME), _boot())
 
 
@@ -149,15 +148,15 @@ def read_clock(rows: Rows) -> tuple[int, StoreClock]:
 
 
 def write_clock(rows: Rows, moment: int, clock: StoreClock) -> None:
-    """Record the number of the last moment (batch that used a pack or manifest) and the clock at that moment."""
+    """Record the number of the last moment and the clock at that moment."""
     seconds, at, unconfirmed, since = clock
     row = _CLOCK.pack(moment, seconds, at.wall, at.since_boot, at.boot, unconfirmed, since)
     rows.put(META, _CLOCK_ROW, row)
 
 
 def next_expiry(rows: Rows) -> float:
-    """Return the earliest time, on the store's clock, at which a manifest expires by its own ttl, unless it is used
-    again; infinity if no manifest has one.
+    """Return the earliest time, on the store's clock, at which a manifest that is not used again expires by its own
+    ttl; infinity if no manifest has one.
     """
     first = math.inf
     for found, _ in rows.range(EXPIRIES, b""):
@@ -176,11 +175,7 @@ def _listed(rows: Rows, found: bytes) -> Chain | None:
 
 
 def _expiry(rows: Rows, found: bytes, chain: Chain) -> float:
-    """Return the time at which a manifest expires, unless it is used again.
-
-    :param found: the manifest's key in ``EXPIRIES``.
-    :param chain: the manifest's chain.
-    """
+    """Return the time at which the manifest with the key ``found`` in ``EXPIRIES`` expires, unless it is used again."""
     namespace = found[-NAME_BYTES:-ID_BYTES]
     use = Use.decode(rows.get(USES, namespace + chain.packs[-1])) if chain.packs else None
     return chain.expires if use is None else max(chain.expires, use.time + chain.ttl_s)
@@ -197,16 +192,14 @@ class Candidate(NamedTuple):
 
 
 class EvictionOrder:
-    """The eviction order within one write transaction. A *name* is a namespace's id followed by a pack id or by the
-    digest of a manifest's id.
+    """The eviction order within one write transaction. A *name* is the key of a row in ``USES`` or ``CHAINS``.
+
+    :param at: present time of a store that several machines share, in seconds since the epoch; None: read the store's
+        own clock.
+    :raises CorruptStoreError: the row of the clock is damaged.
     """
 
     def __init__(self, rows: Rows, at: float | None = None) -> None:
-        """:param at: present time of a store that several machines share, in seconds since the epoch; None: read the
-            store's own clock.
-
-        :raises CorruptStoreError: the row of the clock is damaged.
-        """
         self._rows = rows
         moment, before = read_clock(rows)
         self.moment = moment + 1
@@ -215,7 +208,6 @@ class EvictionOrder:
         self.counts = False
         """Set by the caller: whether this transaction is a moment. If not, the next one may have the same number."""
         self._clock_changed = clock.at.boot != before.at.boot or abs(clock.skew - before.skew) > _SKEW_S
-        """Whether the clock must be recorded even if the moment does not count."""
 
     @property
     def time(self) -> float:
@@ -223,26 +215,20 @@ class EvictionOrder:
         return self._clock.time
 
     def add_pack(self, name: bytes, depth: int, pins: int) -> None:
-        """List a new pack as used now.
-
-        :param depth: smallest depth of its frames in blocks; UNKNOWN_DEPTH if it is not known.
-        :param pins: number of pinned manifests that name the pack.
-        """
+        """List a new pack as used now; parameters as in ``Use``."""
         self._put(name, Use(self.moment, self.time, depth, pins, named=0))
 
     def touch(self, name: bytes, named: int = 0) -> bool:
         """Record that a pack was used now; return False if it is not listed.
 
-        :param named: ``NAMED_LOW`` or ``NAMED`` if a manifest of low or normal priority names the pack now, else 0.
-            ``Use.named`` becomes this value, unless it is greater already.
+        :param named: lower bound for ``Use.named``: the priority of a manifest that names the pack now.
         """
         use = self.use(name)
         if use is None:
             return False
         used = use._replace(moment=self.moment, time=self.time, named=max(use.named, named))
         if used != use:
-            self._rows.delete(ORDER, use.order_key(name))
-            self._put(name, used)
+            self._put(name, used, use)
         return True
 
     def use(self, name: bytes) -> Use | None:
@@ -250,42 +236,32 @@ class EvictionOrder:
         return Use.decode(self._rows.get(USES, name))
 
     def pin(self, name: bytes, count: int) -> None:
-        """Add ``count``, which may be negative, to a pack's ``Use.pins``; do nothing if the pack is not listed."""
-        use = self.use(name)
-        if use is not None:
-            self._rows.delete(ORDER, use.order_key(name))
-            self._put(name, use._replace(pins=min(max(0, use.pins + count), _MAX_PINS)))
+        """Add ``count``, which may be negative, to a pack's ``Use.pins``."""
+        if (use := self.use(name)) is not None:
+            self._put(name, use._replace(pins=min(max(0, use.pins + count), _MAX_PINS)), use)
 
     def remove_pack(self, name: bytes) -> None:
-        """Remove a pack from the eviction order; do nothing if it is not listed."""
-        use = self.use(name)
-        if use is not None:
+        if (use := self.use(name)) is not None:
             self._rows.delete(ORDER, use.order_key(name))
             self._rows.delete(USES, name)
 
     def add_manifest(self, name: bytes, flags: int, ttl_s: float, packs: tuple[bytes, ...]) -> None:
-        """List a new manifest as written now.
-
-        :param flags: ``PINNED``, ``ORDERED`` and ``LOW`` (priority), or 0.
-        :param ttl_s: seconds from the last use of its last pack to its expiry; 0: no ttl of its own.
-        :param packs: ids of the packs that it names, from the beginning of the context on.
-        """
+        """List a new manifest as written now; parameters as in ``Chain``."""
         chain = Chain(self.moment, self.time, flags, ttl_s, self.time + ttl_s if ttl_s else 0.0, packs)
         self._put(name, chain)
         if ttl_s:
             self._rows.put(EXPIRIES, EXPIRY_KEY.pack(chain.expires, name), b"")
 
     def chain(self, name: bytes) -> Chain | None:
-        """Return a manifest's packs, flags and time of writing; None if it is not held or its row is damaged."""
+        """Return a manifest's chain; None if it is not held or its row is damaged."""
         return Chain.decode(self._rows.get(CHAINS, name))
 
     def reflag(self, name: bytes, chain: Chain, flags: int) -> None:
-        """Replace a manifest's flags (``Chain.flags``). ``chain`` is its present chain."""
-        self._rows.delete(ORDER, chain.order_key(name))
-        self._put(name, chain._replace(flags=flags))
+        """Replace the flags of a manifest, whose present chain is ``chain``."""
+        self._put(name, chain._replace(flags=flags), chain)
 
     def remove_manifest(self, name: bytes, chain: Chain) -> None:
-        """Remove a manifest from the eviction order. ``chain`` is its present chain."""
+        """Remove a manifest, whose present chain is ``chain``."""
         self._rows.delete(ORDER, chain.order_key(name))
         self._rows.delete(CHAINS, name)
         if chain.ttl_s:
@@ -294,8 +270,7 @@ class EvictionOrder:
     def expired(self) -> Iterator[bytes]:
         """Iterate over the names of manifests whose own ttl has passed. The caller may remove them meanwhile.
 
-        Meanwhile, enter manifests that were used again in ``EXPIRIES`` under their new time of expiry, and delete
-        damaged entries.
+        Enter manifests that were used again in ``EXPIRIES`` under their new time of expiry, and delete damaged entries.
         """
         key = b""
         while (found := self._rows.first(EXPIRIES, key)) is not None:
@@ -316,7 +291,7 @@ class EvictionOrder:
 
     def oldest(self, low: bool | None = None) -> Iterator[Candidate]:
         """Iterate over the candidates in eviction order, and delete damaged entries. The caller may change the order
-        during the iteration.
+        meanwhile.
 
         :param low: True: only candidates of low priority; False: only the others; None: all.
         """
@@ -342,7 +317,9 @@ class EvictionOrder:
         listed = row is not None and row.order_key(name) == found
         return Candidate(name, kind == MANIFEST, row.time) if row is not None and listed else None
 
-    def _put(self, name: bytes, row: Use | Chain) -> None:
+    def _put(self, name: bytes, row: Use | Chain, before: Use | Chain | None = None) -> None:
+        if before is not None:
+            self._rows.delete(ORDER, before.order_key(name))
         self._rows.put(USES if isinstance(row, Use) else CHAINS, name, row.encode())
         if not row.pinned:
             self._rows.put(ORDER, row.order_key(name), b"")

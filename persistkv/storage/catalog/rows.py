@@ -8,47 +8,37 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from persistkv.config import PAGE_BYTES
-from persistkv.errors import CorruptPackError, CorruptStoreError
+from persistkv.errors import CorruptPackError, CorruptStoreError, StoreError
 from persistkv.storage.backend import Namespace
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
 from persistkv.storage.identity import Identity
+
+T = TypeVar("T")
 
 # Names of the tables, with the content of their rows as key → value. Except in META, ORDER and EXPIRIES, keys
 # begin with the namespace's id (16 bytes), so a namespace is one range of each table.
 META = "meta"
 """``clock`` → number of the last moment, then ``StoreClock``. ``note``, namespace, name → content of a note
 (``SupportsNotes``). Drivers also store their own rows here."""
-NAMESPACES = "namespaces"
-"""namespace → time of creation, then the identity's canonical JSON."""
-STATES = "states"
-"""namespace → ``NamespaceState``."""
-PACKS = "packs"
-"""namespace, pack id → the sequence number at which the pack was added, then its table."""
-PIECES = "pieces"
-"""namespace, pack id, u32 big-endian → at most 256 KiB of the payload. Used if payloads are stored in rows."""
-LOG = "log"
-"""namespace, sequence number big-endian → ``+`` or ``-``, then a pack id; after ``-``, the fingerprints of its keys."""
-MANIFESTS = "manifests"
-"""namespace, digest of the manifest's id → the manifest's head."""
-MANIFEST_KEYS = "manifest_keys"
-"""namespace, digest of the manifest's id → the manifest's keys."""
-USES = "uses"
-"""namespace, pack id → ``Use``."""
-ORDER = "order"
-"""``ORDER_KEY`` → empty: packs and manifests that may be evicted, in eviction order."""
-CHAINS = "chains"
-"""namespace, digest of the manifest's id → ``Chain``."""
-LINKS = "links"
-"""namespace, pack id, digest of the id of a manifest that names the pack → empty."""
-EXPIRIES = "expiries"
-"""``EXPIRY_KEY`` → empty: manifests with a ttl of their own, by the earliest time of expiry."""
+NAMESPACES = "namespaces"  # namespace → time of creation, then the identity's canonical JSON
+STATES = "states"  # namespace → ``NamespaceState``
+PACKS = "packs"  # namespace, pack id → the sequence number at which the pack was added, then its table
+PIECES = "pieces"  # namespace, pack id, u32 big-endian → at most 256 KiB of a payload that is stored in rows
+LOG = "log"  # namespace, sequence number big-endian → ``+`` or ``-``, pack id; after ``-``, fingerprints of its keys
+MANIFESTS = "manifests"  # namespace, digest of the manifest's id → the manifest's head
+MANIFEST_KEYS = "manifest_keys"  # namespace, digest of the manifest's id → the manifest's keys
+USES = "uses"  # namespace, pack id → ``Use``
+ORDER = "order"  # ``ORDER_KEY`` → empty: packs and manifests that may be evicted, in eviction order
+CHAINS = "chains"  # namespace, digest of the manifest's id → ``Chain``
+LINKS = "links"  # namespace, pack id, digest of the id of a manifest that names the pack → empty
+EXPIRIES = "expiries"  # ``EXPIRY_KEY`` → empty: manifests with a ttl of their own, by the earliest time of expiry
 
 TABLES = (META, NAMESPACES, STATES, PACKS, PIECES, LOG, MANIFESTS, MANIFEST_KEYS, USES, ORDER, CHAINS, LINKS, EXPIRIES)
 
@@ -113,8 +103,7 @@ ORDER_KEY = struct.Struct(">?QIB32s")
 """Key in the table ``ORDER``: False for low priority, moment, UNKNOWN_DEPTH minus the depth, ``PACK`` or ``MANIFEST``,
 and the key of the row in ``USES`` or ``CHAINS``.
 """
-EXPIRY_KEY = struct.Struct(">d32s")
-"""Key in the table ``EXPIRIES``: ``Chain.expires`` and the key of the manifest's row in ``CHAINS``."""
+EXPIRY_KEY = struct.Struct(">d32s")  # in the table ``EXPIRIES``: ``Chain.expires``, the manifest's key in ``CHAINS``
 
 
 class Use(NamedTuple):
@@ -127,30 +116,24 @@ class Use(NamedTuple):
     depth: int
     """Smallest ``Frame.depth`` of the pack's frames, in blocks; UNKNOWN_DEPTH if it is not known."""
     pins: int
-    """Number of pinned manifests that name the pack."""
+    """Number of pinned manifests that name the pack. If there is one, ``ORDER`` does not list it."""
     named: int
     """Manifests that have named the pack since it was written. 0: none; ``NAMED_LOW``: only manifests of low priority;
     ``NAMED``: at least one of normal priority."""
 
     @property
     def pinned(self) -> bool:
-        """Whether a pinned manifest names the pack. The eviction order (``ORDER``) does not list it then."""
         return self.pins > 0
 
     @property
     def low(self) -> bool:
-        """Whether the pack has low priority: it is evicted before all others."""
         return self.named == NAMED_LOW
 
     def order_key(self, name: bytes) -> bytes:
-        """Return the pack's key in ``ORDER``.
-
-        :param name: namespace and pack id.
-        """
+        """Return the key in ``ORDER`` of the pack with the key ``name``."""
         return ORDER_KEY.pack(not self.low, self.moment, UNKNOWN_DEPTH - self.depth, PACK, name)
 
     def encode(self) -> bytes:
-        """Return the value of the row in ``USES``."""
         return _USE.pack(*self)
 
     @classmethod
@@ -167,7 +150,8 @@ class Chain(NamedTuple):
     time: float
     """Time at which the manifest was written: seconds since the epoch, on the store's clock."""
     flags: int
-    """``PINNED``, ``ORDERED`` and ``LOW`` (priority), or 0."""
+    """``PINNED`` (not listed in ``ORDER``), ``LOW`` (priority: evicted before all others), and ``ORDERED``: ``packs``
+    are in the order of the request's tokens; otherwise their order has no meaning."""
     ttl_s: float
     """Seconds from the last use of the last of ``packs`` to the expiry of the manifest; 0: no ttl of its own."""
     expires: float
@@ -178,28 +162,21 @@ class Chain(NamedTuple):
 
     @property
     def pinned(self) -> bool:
-        """Whether the manifest is pinned. ``ORDER`` does not list it then."""
         return bool(self.flags & PINNED)
 
     @property
     def ordered(self) -> bool:
-        """Whether ``packs`` are in the order of the request's tokens. If not, the order has no meaning."""
         return bool(self.flags & ORDERED)
 
     @property
     def low(self) -> bool:
-        """Whether the manifest has low priority: it is evicted before all others."""
         return bool(self.flags & LOW)
 
     def order_key(self, name: bytes) -> bytes:
-        """Return the manifest's key in ``ORDER``.
-
-        :param name: namespace and digest of the manifest's id.
-        """
+        """Return the key in ``ORDER`` of the manifest with the key ``name``."""
         return ORDER_KEY.pack(not self.low, self.moment, UNKNOWN_DEPTH, MANIFEST, name)
 
     def encode(self) -> bytes:
-        """Return the value of the row in ``CHAINS``."""
         return _CHAIN.pack(*self[:-1]) + b"".join(self.packs)
 
     @classmethod
@@ -233,10 +210,6 @@ class NamespaceState:
         return self.generation + self.sequence.to_bytes(8, "big")
 
     def encode(self) -> bytes:
-        """Return the value of the row in ``STATES``.
-
-        :raises CorruptStoreError: a total is negative.
-        """
         generation, *counts = astuple(self)
         if min(counts) < 0:
             raise CorruptStoreError(f"namespace state: a count of {min(counts)}")
@@ -263,20 +236,30 @@ class NamespaceState:
         self.stored_bytes += sign * table.payload_length
 
 
+def read_state(rows: Rows, namespace: bytes) -> NamespaceState:
+    """Return the recorded state of a namespace.
+
+    :raises StoreError: there is no such namespace, or its row is damaged.
+    """
+    row = rows.get(STATES, namespace)
+    if row is None:
+        raise StoreError(f"the store holds no namespace {namespace.hex()}")
+    return NamespaceState.decode(row)
+
+
 def cursor_sequence(state: NamespaceState, cursor: bytes) -> int | None:
-    """Return the sequence number in a cursor of this namespace; None if the cursor is not valid for it."""
+    """Return the sequence number in a cursor; None if the cursor is not valid for this namespace."""
     sequence = int.from_bytes(cursor[8:], "big")
     known = len(cursor) == 16 and cursor[:8] == state.generation and sequence <= state.sequence
     return sequence if known else None
 
 
 def manifest_row(namespace: bytes, manifest_id: str) -> bytes:
-    """Return the key of a manifest's rows: namespace and digest of its id. Ids may be too long for keys (``Rows``)."""
+    """Return the key of a manifest's rows: namespace and digest of its id. Ids may be too long for keys."""
     return namespace + blake2b(manifest_id.encode(), digest_size=ID_BYTES).digest()
 
 
 def encode_namespace(namespace: Namespace) -> bytes:
-    """Return the value of the row in ``NAMESPACES``."""
     return _CREATED.pack(namespace.created) + namespace.identity.encode()
 
 
@@ -305,7 +288,6 @@ def pack_table(key: Buffer, row: Buffer | None) -> PackTable | None:
 def encode_change(kind: bytes, pack_id: bytes, table: PackTable | None = None) -> bytes:
     """Return the value of a row in ``LOG``.
 
-    :param kind: ``ADDED`` or ``REMOVED``.
     :param table: of a removed pack, if known. The row contains its ``PackedKeys.fingerprints``, so that readers of the
         log need not search their index for them.
     """
@@ -313,19 +295,26 @@ def encode_change(kind: bytes, pack_id: bytes, table: PackTable | None = None) -
 
 
 def decode_change(row: Buffer) -> tuple[bytes, bytes, bytes]:
-    """Return kind, pack id and ``PackedKeys.fingerprints`` of a row in ``LOG``; the last is empty if it was not
-    recorded. Damage is not detected: the values may be wrong.
+    """Return kind, pack id and fingerprints (may be empty) of a row in ``LOG``. Damage is not detected: they may be
+    wrong.
     """
     row = bytes(row)
     return row[:1], row[1 : 1 + ID_BYTES], row[1 + ID_BYTES :]
 
 
-def manifests_of(rows: Rows, pack: bytes) -> list[bytes]:
-    """Return the keys (``manifest_row``) of the manifests that name a pack.
+def decoded(decode: Callable[[Buffer], T], row: Buffer | None) -> T | None:
+    """Return a decoded row; None if the row is missing or damaged."""
+    try:
+        return None if row is None else decode(row)
+    except CorruptPackError:
+        return None
 
-    :param pack: namespace and pack id.
+
+def manifests_of(rows: Rows, pack: bytes) -> Iterator[bytes]:
+    """Yield the keys (``manifest_row``) of the manifests that name a pack, whose key is ``pack``. Do not change rows
+    meanwhile.
     """
-    return [pack[:ID_BYTES] + bytes(key[2 * ID_BYTES :]) for key, _ in rows.starting_with(LINKS, pack)]
+    return (pack[:ID_BYTES] + bytes(key[2 * ID_BYTES :]) for key, _ in rows.starting_with(LINKS, pack))
 
 
 class RowPayloads:
@@ -335,33 +324,29 @@ class RowPayloads:
         self._rows = rows
 
     def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
-        """Write a whole pack's payload as rows; ``at_most`` is not used. Errors of the stream are raised unchanged.
+        for index, piece in enumerate(_pieces(stream)):
+            self._rows.put(PIECES, name + _PIECE.pack(index), piece)
 
-        :raises StoreFullError: there is no room for the payload.
-        """
-        index = filled = 0
-        buffer = memoryview(bytearray(PIECE_BYTES))
-        for part in stream:
-            rest = memoryview(part)
-            while rest:
-                if not filled and len(rest) >= PIECE_BYTES:  # the driver gets a whole piece without a copy here
-                    piece, rest = rest[:PIECE_BYTES], rest[PIECE_BYTES:]
-                else:
-                    count = min(len(rest), PIECE_BYTES - filled)
-                    buffer[filled : filled + count] = rest[:count]
-                    filled, rest = filled + count, rest[count:]
-                    if filled < PIECE_BYTES:
-                        break
-                    piece, filled = buffer, 0
-                self._rows.put(PIECES, name + _PIECE.pack(index), piece)
-                index += 1
-        if filled:
-            self._rows.put(PIECES, name + _PIECE.pack(index), buffer[:filled])
-
-    def delete(self, name: bytes, length: int) -> None:
-        """Delete all pieces of a pack's payload; ``length`` is not used."""
+    def delete(self, name: bytes) -> None:
         for key in [bytes(key) for key, _ in self._rows.starting_with(PIECES, name)]:
             self._rows.delete(PIECES, key)
+
+
+def _pieces(stream: Iterator[Buffer]) -> Iterator[Buffer]:
+    """Cut a stream into pieces of ``PIECE_BYTES``, the last one shorter; copy only those of several buffers."""
+    parts: list[memoryview] = []
+    length = 0
+    for part in stream:
+        rest = memoryview(part)
+        while length + len(rest) >= PIECE_BYTES:
+            cut = PIECE_BYTES - length
+            yield b"".join([*parts, rest[:cut]]) if parts else rest[:cut]
+            parts, length, rest = [], 0, rest[cut:]
+        if rest:
+            parts.append(rest)
+            length += len(rest)
+    if parts:
+        yield b"".join(parts)
 
 
 def page_bytes(payload_length: int) -> int:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection, Iterable, Iterator
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Protocol
 
-from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.catalog.order import Candidate, EvictionOrder
 from persistkv.storage.catalog.rows import (
@@ -32,6 +31,7 @@ from persistkv.storage.catalog.rows import (
     manifest_row,
     manifests_of,
     pack_table,
+    read_state,
 )
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.manifest import encode_manifest, encode_manifest_keys
@@ -47,12 +47,9 @@ _ROWS_BYTES = 1 << 10  # 1 KiB: other rows of a pack (without its table) or of a
 class Evicted(enum.Enum):
     """Result of eviction."""
 
-    ENOUGH = "enough"
-    """The goal is met."""
-    SOME = "some"
-    """The limit of one transaction is reached; more may be evicted in another one."""
-    ALL = "all"
-    """Nothing else may be evicted, and the goal is not met."""
+    ENOUGH = "enough"  # the goal is met
+    SOME = "some"  # the limit of one transaction is reached; more may be evicted in another one
+    ALL = "all"  # nothing else may be evicted, and the goal is not met
 
 
 class Payloads(Protocol):
@@ -67,18 +64,20 @@ class Payloads(Protocol):
         :raises StoreFullError: there is no room for the payload.
         """
 
-    def delete(self, name: bytes, length: int) -> None:
-        """Delete a pack's payload.
-
-        :param length: bytes of the payload; 0 if it is not known.
-        """
+    def delete(self, name: bytes) -> None:
+        """Delete a pack's payload."""
 
 
 class CatalogTransaction:
     """Changes of the catalogue within one write transaction of the driver, which commits them atomically.
 
-    A *name* is a namespace's id followed by a pack id or by the digest of a manifest's id (``manifest_row``).
-    If a method raises, the driver must roll the transaction back.
+    A *name* is a namespace's id followed by a pack id or by the digest of a manifest's id (``manifest_row``). If a
+    method raises, the driver must roll the transaction back.
+
+    :param namespace: id of the namespace to which the pack ids of all methods belong.
+    :param keep: names of packs and manifests that are not evicted.
+    :param at: present time in seconds since the epoch; None: the time of the store's own clock.
+    :raises StoreError: there is no such namespace, or the row of its totals or of the clock is damaged.
     """
 
     def __init__(
@@ -89,18 +88,12 @@ class CatalogTransaction:
         keep: Collection[bytes] = (),
         at: float | None = None,
     ) -> None:
-        """:param namespace: id of the namespace to which the pack ids of all methods belong.
-        :param keep: names of packs and manifests that are not evicted.
-        :param at: present time in seconds since the epoch; None: the time of the store's own clock.
-
-        :raises StoreError: there is no such namespace, or the row of its totals or of the clock is damaged.
-        """
         self.evicted: list[PackTable] = []
         """Tables of the packs that this transaction has removed, in all namespaces, except those whose table is
         damaged."""
-        self._payloads = payloads
         self.grew = False
         """Whether this transaction has written a pack or manifest."""
+        self._payloads = payloads
         self._rows = rows
         self._namespace = namespace
         self._keep = keep
@@ -149,8 +142,7 @@ class CatalogTransaction:
 
         :param is_enough: returns whether the goal is met; called before the first eviction and after each.
         :param at_most: maximum number of packs and manifests to evict.
-        :param helps: returns whether evicting a pack (namespace and pack id) helps to reach the goal; other packs are
-            skipped.
+        :param helps: returns whether evicting a pack, given by name, helps to reach the goal; others are skipped.
         """
         if is_enough():
             return Evicted.ENOUGH
@@ -166,9 +158,8 @@ class CatalogTransaction:
         return Evicted.ALL
 
     def expire(self, ttl_s: float | None, at_most: int = _EXPIRED_AT_ONCE) -> None:
-        """Remove expired content: manifests whose own ttl has passed, then packs and manifests by the store's ttl.
-
-        A manifest is removed with those of its packs that were unused for its ttl and that no other manifest names.
+        """Remove expired content: manifests whose own ttl has passed, with those of their packs that were unused for it
+        and that no other manifest names; then packs and manifests by the store's ttl.
 
         :param ttl_s: the store's ttl in seconds; None: none.
         :param at_most: maximum number of packs and manifests to remove; later calls remove the rest.
@@ -209,17 +200,16 @@ class CatalogTransaction:
             self._drop_manifest(name)
 
     def drop_manifests_of(self, pack_id: bytes, at_most: int, *, alone: bool = False) -> bool:
-        """Delete some of the manifests that name a pack. Several transactions do so before the deletion of a pack that
-        many requests share, so that no transaction gets too large.
+        """Delete at most ``at_most`` manifests that name a pack. Several transactions do so before the deletion of a
+        pack that many requests share, so that no transaction gets too large.
 
-        :param at_most: maximum number of manifests to delete.
         :param alone: keep the packs that follow this one in the deleted manifests; False: delete those of them that no
             manifest names now.
         :returns: whether more manifests name the pack, except those in ``keep``, which are not deleted.
         """
         name = self._namespace + pack_id
-        keys = (self._namespace + bytes(key[2 * ID_BYTES :]) for key, _ in self._rows.starting_with(LINKS, name))
-        naming = list(islice((manifest for manifest in keys if manifest not in self._keep), at_most + 1))
+        found = (manifest for manifest in manifests_of(self._rows, name) if manifest not in self._keep)
+        naming = list(islice(found, at_most + 1))
         self._drop_all(naming[:at_most], name, alone=alone)
         return len(naming) > at_most
 
@@ -259,10 +249,10 @@ class CatalogTransaction:
             self._delete(candidate.name)
 
     def _delete(self, name: bytes, *, alone: bool = False) -> None:
-        """Delete a pack and the manifests that name it; unless ``alone``, also later packs of these manifests if no
-        other manifest names them.
+        """Delete a pack and the manifests that name it; unless ``alone``, also their later packs that no other manifest
+        names.
         """
-        self._drop_all(manifests_of(self._rows, name), name, alone=alone)
+        self._drop_all(list(manifests_of(self._rows, name)), name, alone=alone)
         self._delete_pack(name)
 
     def _drop_all(self, manifests: list[bytes], pack: bytes, *, alone: bool) -> None:
@@ -287,7 +277,7 @@ class CatalogTransaction:
             return
         table = pack_table(name, row)
         self._rows.delete(PACKS, name)
-        self._payloads.delete(name, 0 if table is None else table.payload_length)
+        self._payloads.delete(name)
         self._order.remove_pack(name)
         self._log(name, REMOVED, table)
         if table is None:  # the damaged row's share of the totals is unknown
@@ -320,11 +310,8 @@ class CatalogTransaction:
                 self._order.pin(pack, 1)
 
     def _drop_manifest(self, name: bytes, behind: bytes | None = None) -> list[bytes]:
-        """Delete a manifest.
-
-        :param behind: name of a pack; None: return no names.
-        :returns: names of the packs after ``behind`` in the manifest's chain; empty if the chain is not ordered or does
-            not contain ``behind``.
+        """Delete a manifest; return the names of the packs after the pack ``behind`` in its chain, if the chain is
+        ordered.
         """
         namespace, digest = name[:ID_BYTES], name[ID_BYTES:]
         if self._rows.delete(MANIFESTS, name):
@@ -359,11 +346,8 @@ class CatalogTransaction:
 
     def _state_of(self, namespace: bytes) -> NamespaceState:
         if namespace not in self._states:
-            row = self._rows.get(STATES, namespace)
-            if row is None:
-                raise StoreError(f"the store holds no namespace {namespace.hex()}")
-            self._before[namespace] = bytes(row)
-            self._states[namespace] = NamespaceState.decode(row)
+            state = self._states[namespace] = read_state(self._rows, namespace)
+            self._before[namespace] = state.encode()
         return self._states[namespace]
 
     def _log(self, name: bytes, kind: bytes, table: PackTable | None = None) -> None:
@@ -374,13 +358,9 @@ class CatalogTransaction:
 
     def _shorten_log(self, namespace: bytes, state: NamespaceState) -> None:
         oldest = LOG_KEY.pack(namespace, max(0, state.sequence - LOG_ENTRIES + 1))
-        old: list[bytes] = []
-        for key, _ in self._rows.starting_with(LOG, namespace):
-            if bytes(key) >= oldest:
-                break
-            old.append(bytes(key))
-        for name in old:
-            self._rows.delete(LOG, name)
+        keys = (bytes(key) for key, _ in self._rows.starting_with(LOG, namespace))
+        for key in list(takewhile(lambda key: key < oldest, keys)):
+            self._rows.delete(LOG, key)
 
     def _recount(self, namespace: bytes) -> None:
         state = self._state_of(namespace)
@@ -391,10 +371,7 @@ class CatalogTransaction:
 
 
 def kept_names(namespace: bytes, batch: CommitBatch) -> set[bytes]:
-    """Return the names of the packs and manifests that a batch writes, and of the packs that its manifests name.
-
-    A name is the namespace's id followed by a pack id or by the digest of a manifest's id.
-    """
+    """Return the names of the packs and manifests that a batch writes, and of the packs that its manifests name."""
     named = [pack_id for write in batch.manifests for pack_id in write.packs]
     kept = {namespace + pack_id for pack_id in [*named, *(pack.pack_id for pack in batch.packs)]}
     return kept | {manifest_row(namespace, write.manifest.id) for write in batch.manifests}

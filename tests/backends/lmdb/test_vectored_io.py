@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from persistkv_lmdb.segments import BatchSizes, Bounce, after_bytes, front, read_all, starts_aligned, write_all
+from persistkv_lmdb.segments import Bounce, after_bytes, front, read_all, starts_aligned, write_all
 
 PAGE = 4096
 
@@ -45,9 +45,6 @@ pieces = st.lists(
     bounce=st.sampled_from([1, 3, 16]),
     batch=st.sampled_from([1, 4, 64]),
     first=st.sampled_from([1, 2, 64]),
-    second=st.sampled_from([1, 3]),
-    small=st.sampled_from([0, 1, 64]),
-    most=st.sampled_from([2, 5]),
 )
 def test_bounce_any_stream_yields_aligned_buffers_with_same_bytes(
     rows: memoryview,
@@ -55,12 +52,8 @@ def test_bounce_any_stream_yields_aligned_buffers_with_same_bytes(
     bounce: int,
     batch: int,
     first: int,
-    second: int,
-    small: int,
-    most: int,
 ) -> None:
     chunks = [rows[at : at + length] if kind == "row" else pattern(length, at) for kind, at, length in cut]
-    sizes = BatchSizes(PAGE * first, PAGE * second, PAGE * batch, PAGE * small, PAGE * bounce, most - 1)
     written = bytearray()
     lent: list[
         list[memoryview]
@@ -71,23 +64,21 @@ def test_bounce_any_stream_yields_aligned_buffers_with_same_bytes(
             written.extend(b"".join(buffers))
         lent.clear()
 
-    for buffers in Bounce(settle, sizes).aligned(iter(chunks)):
+    for buffers in Bounce(settle, PAGE * first, PAGE * batch, PAGE * bounce).aligned(iter(chunks)):
         assert all(len(buffer) and not len(buffer) % PAGE and starts_aligned(buffer) for buffer in buffers)
-        assert len(buffers) <= most + 1
         lent.append(buffers)
     settle()
     expected = b"".join(map(bytes, chunks))
     assert written == expected + bytes(-len(expected) % PAGE)
 
 
-@pytest.mark.parametrize(("pages", "expected"), [(1, [4, 8, 20]), (2, [4, 8, 20]), (4, [4, 28])])
-def test_bounce_small_pieces_limit_second_batch(pages: int, expected: list[int]) -> None:
-    """The disk would finish the first batch before a long second batch of small buffers has been gathered."""
-    sizes = BatchSizes(first=4 * PAGE, second=8 * PAGE, later=32 * PAGE, small=2 * PAGE)
+@pytest.mark.parametrize("pages", [1, 2, 4])
+def test_bounce_first_batch_is_small(pages: int) -> None:
+    """The disk starts with it while the rest of the stream is gathered."""
     memory = memoryview(mmap.mmap(-1, 32 * PAGE))
     stream = (memory[at : at + pages * PAGE] for at in range(0, 32 * PAGE, pages * PAGE))
-    lists = list(Bounce(lambda: None, sizes).aligned(stream))
-    assert [sum(map(len, buffers)) // PAGE for buffers in lists] == expected
+    lists = list(Bounce(lambda: None, 4 * PAGE, 32 * PAGE).aligned(stream))
+    assert [sum(map(len, buffers)) // PAGE for buffers in lists] == [4, 28]
 
 
 def test_bounce_aligned_pieces_are_not_copied(rows: memoryview) -> None:

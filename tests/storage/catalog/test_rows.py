@@ -72,7 +72,7 @@ def test_row_payloads_delete_keeps_adjacent_names() -> None:
     for name in (NAME, *NEIGHBOURS):
         write(rows, name, [pattern(2 * PIECE_BYTES + 1)])
     payloads = RowPayloads(rows)
-    payloads.delete(NAME, 2 * PIECE_BYTES + 1)
-    payloads.delete(b"z" * 32, 0)
+    payloads.delete(NAME)
+    payloads.delete(b"z" * 32)
     assert {key[:32] for key, _ in stored(rows)} == set(NEIGHBOURS)
     assert len(stored(rows)) == 6

@@ -19,7 +19,7 @@ from persistkv.storage.format.pack import Frame
 from persistkv.storage.format.pack_writer import NewPack
 from persistkv_s3.authentication import SignedObjects, slices
 from persistkv_s3.catalogue import Catalogue, PackObject
-from persistkv_s3.client.transport import FrameSink, ObjectMissingError
+from persistkv_s3.client.transport import ObjectMissingError
 from persistkv_s3.feed.format import NONCE_BYTES, PackRow
 
 _GAP_BYTES = 128 << 10  # 128 KiB: less than the bytes transferred in the latency of one request
@@ -63,10 +63,7 @@ class PackObjects:
         self._missing = missing
 
     def upload(self, writer: NewPack) -> PackRow:
-        """Upload a pack; return its row for the commit. Errors of the pack's stream are raised unchanged.
-
-        :raises S3Error: the upload failed. The object may exist; a sweep deletes it, because no commit refers to it.
-        """
+        """Upload a pack; return its row for the commit. A sweep deletes an object to which no commit refers."""
         payload: list[Buffer] = list(writer.stream())
         nonce = self._bucket.clock.random.randbytes(NONCE_BYTES)
         body = self._authenticator.pack_tags(writer.table, payload) + writer.table.encode()
@@ -79,16 +76,13 @@ class PackObjects:
 
         def fetch(run: _RangedGet) -> None:
             frames = run.widen() if self._authenticator.key_id else []
-            try:
-                self._bucket.fill(self._names.pack(run.pack_id, run.held.nonce), run.start, run.buffers)
-            except ObjectMissingError:
-                self._missing(run.pack_id, run.held.nonce)
+            if not self._fill(run):
                 return
             is_ours = self._authenticator.frame_check(run.held.table, run.held.tags)
             pieces = slices(run.buffers, [(frame.offset - run.start, frame.stored_length) for _, frame in frames])
             bad = [frame for (number, frame), stored in zip(frames, pieces, strict=True) if not is_ours(number, stored)]
             for index, start, end in run.spans:
-                filled[index] = not any(_overlaps(frame, start, end) for frame in bad)
+                filled[index] = not any(frame.offset < end and start < _end(frame) for frame in bad)
 
         self._bucket.all(fetch, self._runs(spans, filled))
         return filled
@@ -97,24 +91,31 @@ class PackObjects:
         self, pack_id: bytes, frames: Sequence[Frame], buffer: memoryview, take: Callable[[int, memoryview], None]
     ) -> None:
         """See ``SupportsFrames.read_frames``."""
-        held = self._catalogue.objects([pack_id]).get(pack_id)
-        if held is None:
-            return
-        offsets = [frame.offset for frame in held.table.frames]
-        is_ours = self._authenticator.frame_check(held.table, held.tags)
-        for run in _adjacent(frames, held.table.payload_length):
 
-            def check(number: int, stored: memoryview, run: Sequence[int] = run) -> None:
-                frame = frames[run[number]]
-                if is_ours(bisect_left(offsets, frame.offset), [stored]):
-                    take(run[number], stored)
+        def fetch(run: _RangedGet) -> bool:
+            offsets = [frame.offset for frame in run.held.table.frames]
+            is_ours = self._authenticator.frame_check(run.held.table, run.held.tags)
 
-            ranges = [(frames[number].offset, frames[number].stored_length) for number in run]
-            try:
-                self._bucket.download_into(self._names.pack(pack_id, held.nonce), FrameSink(ranges, buffer, check))
-            except ObjectMissingError:
-                self._missing(pack_id, held.nonce)
+            def check(number: int, stored: memoryview) -> None:
+                index = run.first_buffers.get(number)
+                if index is not None and is_ours(bisect_left(offsets, frames[index].offset), [stored]):
+                    take(index, stored)
+
+            return self._fill(run, check)
+
+        spans = [ReadSpan(pack_id, frame.offset, [buffer[: frame.stored_length]]) for frame in frames]
+        for run in self._runs(spans, [False] * len(spans)):
+            if not fetch(run):
                 return
+
+    def _fill(self, run: _RangedGet, take: Callable[[int, memoryview], None] | None = None) -> bool:
+        """Download the range of a run; return False if its object is missing."""
+        try:
+            self._bucket.fill(self._names.pack(run.pack_id, run.held.nonce), run.start, run.buffers, take)
+            return True
+        except ObjectMissingError:
+            self._missing(run.pack_id, run.held.nonce)
+            return False
 
     def _runs(self, spans: Sequence[ReadSpan], filled: list[bool]) -> list[_RangedGet]:
         """Group spans into GETs; mark empty spans as filled; skip spans of missing packs or beyond the payload."""
@@ -135,25 +136,6 @@ class PackObjects:
         return runs
 
 
-def _adjacent(frames: Sequence[Frame], payload_length: int) -> Iterator[list[int]]:
-    """Yield lists of frame indices, one list per GET: the gaps between its frames are at most 128 KiB.
-
-    Skip frames that are empty or end beyond the payload.
-    """
-    run: list[int] = []
-    end = 0
-    for number, frame in enumerate(frames):
-        if not frame.stored_length or _end(frame) > payload_length:
-            continue
-        if run and frame.offset - end > _GAP_BYTES:
-            yield run
-            run = []
-        run.append(number)
-        end = _end(frame)
-    if run:
-        yield run
-
-
 class _RangedGet:
     """One GET of bytes ``start`` to ``end`` (exclusive) of the pack object ``held``. The range is empty at first."""
 
@@ -164,12 +146,13 @@ class _RangedGet:
         self.buffers: list[memoryview] = []
         self.spans: list[tuple[int, int, int]] = []
         """(index among the requested spans, offset of the first byte in the payload, offset after the last byte)."""
+        self.first_buffers: dict[int, int] = {}
+        """Index of a span's first buffer → index of the span."""
 
     def add(self, index: int, span: ReadSpan, length: int) -> None:
-        """Append requested span ``index``, of ``length`` bytes. Bytes between the previous span and this one are
-        downloaded and discarded.
-        """
+        """Append span ``index``, of ``length`` bytes, and memory for the bytes between the previous span and it."""
         self._skip(span.offset - self.end)
+        self.first_buffers[len(self.buffers)] = index
         self.buffers += span.buffers
         self.end = span.offset + length
         self.spans.append((index, span.offset, self.end))
@@ -194,7 +177,3 @@ class _RangedGet:
 
 def _end(frame: Frame) -> int:
     return frame.offset + frame.stored_length
-
-
-def _overlaps(frame: Frame, start: int, end: int) -> bool:
-    return frame.offset < end and start < _end(frame)

@@ -49,8 +49,8 @@ from persistkv_s3.client.transport import (
     ObjectMissingError,
     Transport,
 )
-from persistkv_s3.feed.format import Names, StoreNames, parse_identity
-from persistkv_s3.feed.head import NO_NAMESPACE, StoreHead
+from persistkv_s3.feed.format import NO_NAMESPACE, Names, StoreNames, parse_identity
+from persistkv_s3.feed.head import StoreHead
 from persistkv_s3.feed.leader import ROUND_S, Leader
 from persistkv_s3.options import Place, S3Options, parse_url
 from persistkv_s3.session import NamespaceSession
@@ -324,12 +324,7 @@ class S3Backend(InspectableBackend):
     def _namespace(self, name: bytes) -> Namespace | None:
         """Return the namespace with this id, cached after the first call; None if it is missing or invalid."""
         if name not in self._namespaces:
-            data = self._small_object(self._names.identity(name))
-            try:
-                opened = None if data is None else self._authenticator.opened(NO_NAMESPACE, "identity", data)
-            except CorruptPackError:
-                return None
-            found = decode_namespace(name, opened)
+            found = decode_namespace(name, self._small_object(self._names.identity(name), NO_NAMESPACE, "identity"))
             if found is None:
                 return None
             self._namespaces[name] = found
@@ -337,11 +332,11 @@ class S3Backend(InspectableBackend):
 
     def note(self, namespace: bytes, name: str) -> bytes | None:
         self._check_open()
-        data = None if self._is_dark() else self._small_object(self._names.note(namespace, name))
-        try:
-            return None if data is None else bytes(self._authenticator.opened(namespace, f"note {name}", data))
-        except CorruptPackError:
-            return None
+        return (
+            None
+            if self._is_dark()
+            else self._small_object(self._names.note(namespace, name), namespace, f"note {name}")
+        )
 
     def put_note(self, namespace: bytes, name: str, content: bytes) -> None:
         self._check_open(writes=True)
@@ -350,10 +345,14 @@ class S3Backend(InspectableBackend):
         pieces = self._authenticator.signed(namespace, f"note {name}", [content])
         self._bucket.put(self._names.note(namespace, name), pieces)
 
-    def _small_object(self, key: str) -> bytes | None:
-        """Return a whole object; None if it is missing or larger than 1 MiB."""
+    def _small_object(self, key: str, namespace: bytes | None = None, signed_as: str = "") -> bytes | None:
+        """Return a whole object; None if it is missing, larger than 1 MiB, or not authentic.
+
+        :param namespace, signed_as: as for ``Authenticator.opened``. None: the object is not signed.
+        """
         try:
-            return bytes(self._bucket.get(key))
+            data = self._bucket.get(key)
+            return bytes(data if namespace is None else self._authenticator.opened(namespace, signed_as, data))
         except (ObjectMissingError, CorruptPackError):
             return None
 
@@ -380,11 +379,11 @@ class S3Backend(InspectableBackend):
 
     def _make_session(self, namespace: bytes) -> NamespaceSession:
         names = Names(self._place.prefix, namespace, self._authenticator.key_id)
-        objects = SignedObjects(self._bucket, names, namespace, self._authenticator)
+        objects = SignedObjects(self._bucket, names, self._authenticator)
         place = f"{self._options.endpoint_url or ''} {self._place.bucket} {names.base} {socket.gethostname()}"
         file = f"{blake2b(place.encode(), digest_size=16).hexdigest()}.catalogue"
         catalogue = Catalogue(self._directory() / file, namespace)
-        session = NamespaceSession(objects, self._names, catalogue, self._head, self._options.touch_s)
+        session = NamespaceSession(objects, catalogue, self._head, self._options.touch_s)
         if self._dark is None:
             try:
                 infos = session.inbox()

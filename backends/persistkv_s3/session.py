@@ -18,6 +18,7 @@ import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 from persistkv.errors import CorruptPackError, StoreError
@@ -40,7 +41,6 @@ from persistkv_s3.feed.format import (
     NamespaceHead,
     PackRow,
     Snapshot,
-    StoreNames,
     feed_name,
     parse_inbox,
     seal,
@@ -64,16 +64,14 @@ _AT_ONCE = 4
 class NamespaceSession:
     """Session with one namespace, see the top of this file. Thread-safe, but only one thread at a time may commit."""
 
-    def __init__(
-        self, objects: SignedObjects, store_names: StoreNames, catalogue: Catalogue, head: StoreHead, touch_s: float
-    ) -> None:
+    def __init__(self, objects: SignedObjects, catalogue: Catalogue, head: StoreHead, touch_s: float) -> None:
         self.objects = objects
         self.catalogue = catalogue
         self.packs = PackObjects(objects, catalogue, self._mark_missing)
         self._bucket = objects.bucket
         self._clock = objects.bucket.clock
-        self._store_names = store_names
-        self._namespace = objects.namespace
+        self._names = objects.names
+        self._namespace = objects.names.namespace
         self._head = head
         self._touch_s = touch_s
         self.writer = self._clock.random.randbytes(WRITER_BYTES)
@@ -136,7 +134,7 @@ class NamespaceSession:
 
         def put(number: int) -> None:
             if number < 0:
-                self._bucket.put(self.objects.names.base + keys_name, keys)
+                self._bucket.put(self._names.base + keys_name, keys)
                 return
             with budget.reserved(plan.missing[number]):
                 found[number] = self.packs.upload(plan.missing[number])
@@ -160,7 +158,7 @@ class NamespaceSession:
         if sum(len(memoryview(piece)) for piece in data) > MAX_INBOX_BYTES:
             raise StoreError(f"a commit of more than {MAX_INBOX_BYTES} bytes of key tables: commit fewer packs at once")
         try:
-            self._bucket.put(self._store_names.inbox(name), data, condition=ABSENT)
+            self._bucket.put(self._names.inbox(name), data, condition=ABSENT)
         except ConditionFailedError as error:
             if not error.uncertain:  # the writer id is not unique: the process was copied
                 self._renew_writer()
@@ -184,7 +182,7 @@ class NamespaceSession:
         """Return whether a commit is in the inbox or already merged; False also if the server cannot be asked."""
         try:
             with suppress(ObjectMissingError):
-                self._bucket.head(self._store_names.inbox(name))
+                self._bucket.head(self._names.inbox(name))
                 return True
             self._head.poll()
             self.sync()
@@ -280,19 +278,20 @@ class NamespaceSession:
         if not follows or not self._follow(target, at):
             at = self._load_snapshot(target)
             if not self._follow(target, at):
-                raise ObjectMissingError(f"{self.objects.names.feed_prefix}: the feed does not follow the snapshot")
+                raise ObjectMissingError(f"{self._names.base}feed/: the feed does not follow the snapshot")
 
     def _follow(self, target: NamespaceHead, at: Position) -> bool:
         """Apply the feed objects after ``at``, up to the head's position.
 
         :returns: False if the head does not name all of them, or if one does not follow its predecessor.
         """
+        fetch = partial(self.feed_object, may_be_missing=False)
         todo = list(range(at.position + 1, target.position + 1))
         for start in range(0, len(todo), _AT_ONCE):
             terms = [(position, target.term_of(position)) for position in todo[start : start + _AT_ONCE]]
             if any(term is None for _, term in terms):
                 return False
-            for (position, term), feed in zip(terms, self._bucket.all(self._fetch, terms), strict=True):
+            for (position, term), feed in zip(terms, self._bucket.all(fetch, terms), strict=True):
                 if feed is None:
                     at = Position(target.generation, position, term or b"", at.time, damaged=True)
                     self.catalogue.skip_to(at)
@@ -303,26 +302,17 @@ class NamespaceSession:
                 at = Position(feed.generation, feed.position, feed.term, feed.time)
         return True
 
-    def feed_object(self, name: tuple[int, bytes | None]) -> Feed | None:
-        """Return the feed object named by (position, term); None if it is missing or unreadable."""
-        with suppress(ObjectMissingError):
-            return self._fetch(name)
-        return None
+    def feed_object(self, name: tuple[int, bytes | None], *, may_be_missing: bool = True) -> Feed | None:
+        """Return the feed object named by (position, term); None if it is unreadable or missing.
 
-    def _fetch(self, name: tuple[int, bytes | None]) -> Feed | None:
-        """Return the feed object named by (position, term); None if it is unreadable.
-
-        :raises ObjectMissingError: there is no such object.
+        :raises ObjectMissingError: there is no such object, and ``may_be_missing`` is False.
         """
         key = feed_name(name[0], name[1] or b"")
-        try:
-            feed = unseal(self.objects.get(key, MAX_FEED_BYTES), Feed)
-            if (feed.position, feed.term) == name:
-                return feed
-            raise CorruptPackError("Feed", "of another position")
-        except CorruptPackError as error:
-            logger.warning("%s%s is unreadable (%s): its packs are misses", self.objects.names.base, key, error)
-            return None
+
+        def fits(feed: Feed) -> bool:
+            return (feed.position, feed.term) == name
+
+        return self.objects.record(key, Feed, MAX_FEED_BYTES, fits=fits, may_be_missing=may_be_missing)
 
     def applied(self, feed: Feed) -> None:
         """Apply to the local catalogue a feed object that this handle has published."""
@@ -334,13 +324,7 @@ class NamespaceSession:
 
         :raises ObjectMissingError: there is no such object any more: a newer head names another one.
         """
-        if not target.snapshot:
-            return None
-        try:
-            return unseal(self.objects.get(target.snapshot, MAX_SNAPSHOT_BYTES), Snapshot)
-        except CorruptPackError as error:
-            logger.warning("%s%s is unreadable: %s", self.objects.names.base, target.snapshot, error)
-            return None
+        return self.objects.record(target.snapshot, Snapshot, MAX_SNAPSHOT_BYTES) if target.snapshot else None
 
     def _load_snapshot(self, target: NamespaceHead) -> Position:
         """Replace the catalogue by the newest snapshot, without its unreadable parts; empty the catalogue if the whole
@@ -375,7 +359,7 @@ class NamespaceSession:
                 except CorruptPackError as error:
                     damaged.append(name)
                     text = "%s%s is unreadable (%s): its packs are misses"
-                    logger.warning(text, self.objects.names.base, name, error)
+                    logger.warning(text, self._names.base, name, error)
 
     def _segment(self, name: str) -> memoryview:
         try:
@@ -396,7 +380,7 @@ class NamespaceSession:
         """Return listing entries of this namespace's commits in the inbox. The leader deletes them some time after
         merging them.
         """
-        return list(self._bucket.list(f"{self._store_names.inbox_prefix}{self._namespace.hex()}-"))
+        return list(self._bucket.list(f"{self._names.inbox_prefix}{self._namespace.hex()}-"))
 
     def read_inbox(self, found: Iterable[ObjectInfo]) -> None:
         """Apply to the local catalogue those inbox commits that the feed does not contain.
@@ -430,18 +414,14 @@ class NamespaceSession:
         mine = self._unmerged.get(name.number)  # without the lock: ``read_inbox`` holds it and waits for this thread
         if mine is not None and mine.writer == name.writer:
             return mine
-        try:
-            data = self._bucket.get(self._store_names.inbox(name), MAX_INBOX_BYTES)
-            opened = self.objects.authenticator.opened(self._namespace, _signed_as(name), data)
-            entry = unseal(opened, Entry)
-            if (entry.writer, entry.number) == (name.writer, name.number):
-                return entry
-            raise CorruptPackError("Entry", "of another writer")
-        except ObjectMissingError:
-            return None
-        except CorruptPackError as error:
-            logger.warning("%s is unreadable (%s): its packs are misses", self._store_names.inbox(name), error)
-            return None
+        return self.objects.record(
+            _signed_as(name),
+            Entry,
+            MAX_INBOX_BYTES,
+            fits=lambda entry: (entry.writer, entry.number) == (name.writer, name.number),
+            key=self._names.inbox(name),
+            may_be_missing=True,
+        )
 
     def manifest_keys(self, manifest_id: str) -> ManifestKeys | None:
         """See ``Backend.manifest_keys``."""
@@ -453,7 +433,7 @@ class NamespaceSession:
             return None
         buffer = bytearray(length)
         try:
-            self._bucket.fill(self.objects.names.base + name, offset, [memoryview(buffer)])
+            self._bucket.fill(self._names.base + name, offset, [memoryview(buffer)])
             opened = self.objects.authenticator.opened(self._namespace, _keys_of(manifest_id), buffer)
             return decode_manifest_keys(opened)
         except (CorruptPackError, ObjectMissingError):

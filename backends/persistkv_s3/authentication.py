@@ -82,7 +82,7 @@ class Authenticator:
         return tags + self._tag(b"table", [digest, tags])
 
     def frame_check(self, table: PackTable, tags: bytes) -> Callable[[int, Iterable[Buffer]], bool]:
-        """Return a function of a frame's index and stored bytes: True if the frame has a valid tag, or without a key."""
+        """Return a function of a frame's index and stored bytes: whether the frame has a valid tag, or needs none."""
         if not self._key:
             return lambda number, stored: True
         digest = _digest(table)

@@ -71,7 +71,7 @@ class NamespaceSession:
         self._bucket = objects.bucket
         self._clock = objects.bucket.clock
         self._names = objects.names
-        self._namespace = objects.names.namespace
+        self.namespace = objects.names.namespace
         self._head = head
         self._touch_s = touch_s
         self.writer = self._clock.random.randbytes(WRITER_BYTES)
@@ -124,7 +124,7 @@ class NamespaceSession:
         manifests, offset = list[ManifestRow](), 0
         for write in batch.manifests:
             encoded = [encode_manifest_keys(write.keys)]
-            signed = self.objects.authenticator.signed(self._namespace, _keys_of(write.manifest.id), encoded)
+            signed = self.objects.authenticator.signed(self.namespace, _keys_of(write.manifest.id), encoded)
             keys.append(b"".join(signed))
             named = b"".join(dict.fromkeys(write.packs))
             manifests.append(ManifestRow(encode_manifest(write.manifest), named, keys_name, offset, len(keys[-1])))
@@ -153,8 +153,8 @@ class NamespaceSession:
         :raises StoreError: the commit is too large, took over 12 hours, or was not written; it is not applied here. If
             its outcome stayed unknown, or only the local catalogue failed, the leader may still merge it.
         """
-        name = InboxName(self._namespace, entry.writer, entry.number)
-        data = self.objects.authenticator.signed(self._namespace, _signed_as(name), [seal(entry)])
+        name = InboxName(self.namespace, entry.writer, entry.number)
+        data = self.objects.authenticator.signed(self.namespace, _signed_as(name), [seal(entry)])
         if sum(len(memoryview(piece)) for piece in data) > MAX_INBOX_BYTES:
             raise StoreError(f"a commit of more than {MAX_INBOX_BYTES} bytes of key tables: commit fewer packs at once")
         try:
@@ -246,7 +246,7 @@ class NamespaceSession:
         with self._lock:
             for tries_left in reversed(range(_TRIES)):
                 try:
-                    self._sync(self._head.head.namespaces.get(self._namespace))
+                    self._sync(self._head.head.namespaces.get(self.namespace))
                     break
                 except ObjectMissingError:  # superseded after the head was read
                     if not tries_left:
@@ -259,7 +259,7 @@ class NamespaceSession:
     def _sync(self, target: NamespaceHead | None) -> None:
         if not self.catalogue.is_of(self._head.head.store):  # own commits were perhaps deleted with the head
             inbox = {parse_inbox(info.key) for info in self.inbox()} if self._unmerged else set()
-            kept = {n: e for n, e in self._unmerged.items() if InboxName(self._namespace, e.writer, n) in inbox}
+            kept = {n: e for n, e in self._unmerged.items() if InboxName(self.namespace, e.writer, n) in inbox}
             self._unmerged = kept
             self._reload([], Position())
         at = self.catalogue.position
@@ -313,11 +313,6 @@ class NamespaceSession:
             return (feed.position, feed.term) == name
 
         return self.objects.record(key, Feed, MAX_FEED_BYTES, fits=fits, may_be_missing=may_be_missing)
-
-    def applied(self, feed: Feed) -> None:
-        """Apply to the local catalogue a feed object that this handle has published."""
-        with self._lock:
-            self.catalogue.apply_feed(feed)
 
     def snapshot(self, target: NamespaceHead) -> Snapshot | None:
         """Return the snapshot that the head names for this namespace; None if it names none, or it is unreadable.
@@ -380,7 +375,7 @@ class NamespaceSession:
         """Return listing entries of this namespace's commits in the inbox. The leader deletes them some time after
         merging them.
         """
-        return list(self._bucket.list(f"{self._names.inbox_prefix}{self._namespace.hex()}-"))
+        return list(self._bucket.list(f"{self._names.inbox_prefix}{self.namespace.hex()}-"))
 
     def read_inbox(self, found: Iterable[ObjectInfo]) -> None:
         """Apply to the local catalogue those inbox commits that the feed does not contain.
@@ -434,7 +429,7 @@ class NamespaceSession:
         buffer = bytearray(length)
         try:
             self._bucket.fill(self._names.base + name, offset, [memoryview(buffer)])
-            opened = self.objects.authenticator.opened(self._namespace, _keys_of(manifest_id), buffer)
+            opened = self.objects.authenticator.opened(self.namespace, _keys_of(manifest_id), buffer)
             return decode_manifest_keys(opened)
         except (CorruptPackError, ObjectMissingError):
             return None

@@ -292,13 +292,9 @@ class S3Backend(InspectableBackend):
         if self._is_dark():
             return iter([])
         found = sorted(self._bucket.list(self._names.identities_prefix), key=lambda info: -info.modified)
-        return self._fetched([name for info in found if (name := parse_identity(info.key)) is not None])
-
-    def _fetched(self, names: list[bytes]) -> Iterator[Namespace]:
-        """Yield the namespaces with these ids, fetched a few at a time; skip missing and invalid ones."""
-        for start in range(0, len(names), self._options.connections):
-            fetched = self._bucket.all(self._namespace, names[start : start + self._options.connections])
-            yield from (namespace for namespace in fetched if namespace is not None)
+        names = [name for info in found if (name := parse_identity(info.key)) is not None]
+        opened = self._bucket.each(self._namespace, names, self._options.connections)
+        return (namespace for _, namespace in opened if namespace is not None)
 
     def holds(self, namespace: bytes) -> bool:
         self._check_open()

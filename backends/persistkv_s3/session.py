@@ -19,11 +19,13 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import groupby
 from typing import TypeVar
 
 from persistkv.errors import CorruptPackError, StoreError
 from persistkv.storage.backend import CommitBatch, CommitResult
 from persistkv.storage.format.manifest import ManifestKeys, decode_manifest_keys, encode_manifest, encode_manifest_keys
+from persistkv.storage.format.pack_writer import NewPack
 from persistkv_s3.authentication import SignedObjects
 from persistkv_s3.catalogue import Catalogue, Plan, Position
 from persistkv_s3.client.transport import ABSENT, ConditionFailedError, ObjectInfo, ObjectMissingError, S3Error
@@ -82,7 +84,7 @@ class NamespaceSession:
         self._read: set[InboxName] = set()
         """Commits of other writers that were already read from the inbox."""
         self._uses: dict[bytes, int] = {}
-        """Unpublished uses: pack id → number of its last use. Packs that were used together have the same number."""
+        """Unpublished uses, oldest first: pack id → number of its last use, which packs used together share."""
         self._moments = 0
         self._lost: dict[tuple[bytes, bytes], None] = {}
         """(pack id, nonce) of packs whose objects are missing, until a commit removes them for all engines."""
@@ -91,7 +93,7 @@ class NamespaceSession:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a commit of this session is not merged into the feed yet."""
+        """Whether an own commit is not merged into the feed yet."""
         return bool(self._unmerged)
 
     def commit(self, batch: CommitBatch) -> CommitResult:
@@ -115,10 +117,7 @@ class NamespaceSession:
         return CommitResult(after if before == plan.cursor else plan.cursor, plan.removed)
 
     def _upload(self, batch: CommitBatch, plan: Plan) -> Entry:
-        """Upload packs, and an object with the keys of the manifests; return the commit, which is not yet published.
-
-        :raises Exception: the first error of an upload. A sweep deletes the uploaded objects; the writer id is renewed.
-        """
+        """Upload packs, and an object with the keys of the manifests; return the commit, which is not published yet."""
         number, started = self._number + 1, self._bucket.now()
         keys_name, keys = f"keys/{self.writer.hex()}-{number:012x}", list[bytes]()
         manifests, offset = list[ManifestRow](), 0
@@ -129,22 +128,21 @@ class NamespaceSession:
             named = b"".join(dict.fromkeys(write.packs))
             manifests.append(ManifestRow(encode_manifest(write.manifest), named, keys_name, offset, len(keys[-1])))
             offset += len(keys[-1])
-        found: dict[int, PackRow] = {}
         budget = UploadBudget(batch.memory)
 
-        def put(number: int) -> None:
-            if number < 0:
+        def put(pack: NewPack | None) -> PackRow | None:
+            if pack is None:
                 self._bucket.put(self._names.base + keys_name, keys)
-                return
-            with budget.reserved(plan.missing[number]):
-                found[number] = self.packs.upload(plan.missing[number])
+                return None
+            with budget.reserved(pack):
+                return self.packs.upload(pack)
 
         try:
-            self._bucket.all(put, [*range(len(plan.missing)), *([-1] if keys else [])], writes=True)
+            found = self._bucket.all(put, [*plan.missing, *([None] if keys else [])], writes=True)
         except BaseException:
             self._renew_writer()  # a late PUT may still create the object with keys: do not reuse its name
             raise
-        packs = [found[number] for number in range(len(plan.missing))]
+        packs = [row for row in found if row is not None]
         return Entry(writer=self.writer, number=number, time=started, packs=packs, manifests=manifests, pins=plan.pins)
 
     def _publish(self, entry: Entry) -> tuple[bytes, bytes]:
@@ -196,13 +194,12 @@ class NamespaceSession:
     # Uses
 
     def _touch(self, pack_ids: Sequence[bytes]) -> None:
-        """Record a use of packs, which the next commit with content publishes. If recorded uses have waited for
-        ``touch_s`` seconds, publish them now in a commit of their own.
-        """
+        """Record a use of packs, for the next commit with content. Publish uses that have waited for ``touch_s``."""
         held = self.catalogue.objects(pack_ids) if pack_ids else {}
         if held:
             self._moments += 1
             for pack_id in held:
+                self._uses.pop(pack_id, None)
                 self._uses[pack_id] = self._moments
         if not self._uses:
             self._written_at = self._clock.monotonic()
@@ -211,16 +208,10 @@ class NamespaceSession:
 
     def _pending_uses(self) -> list[bytes]:
         """Return the unpublished uses, oldest first: concatenated ids of the packs that were used together."""
-        moments: dict[int, list[bytes]] = {}
-        for pack_id, moment in self._uses.items():
-            moments.setdefault(moment, []).append(pack_id)
-        return [b"".join(moments[moment]) for moment in sorted(moments)]
+        return [b"".join(pack_ids) for _, pack_ids in groupby(self._uses, key=self._uses.__getitem__)]
 
     def write_uses(self) -> None:
-        """Publish the unpublished uses of packs in a commit of their own; do nothing if there are none.
-
-        :raises StoreError: the commit failed; the uses remain unpublished.
-        """
+        """Publish the unpublished uses in a commit of their own. If it fails, they remain unpublished."""
         if self._uses:
             number, now = self._number + 1, self._bucket.now()
             uses = [*self._pending_uses(), b""]
@@ -228,21 +219,14 @@ class NamespaceSession:
             self._written_at = self._clock.monotonic()
 
     def _mark_missing(self, pack_id: bytes, nonce: bytes) -> None:
-        """Remove a pack whose object is missing: now from the local catalogue, with this session's next commit from the
-        feed.
-
-        Thread-safe.
-        """
+        """Remove a pack whose object is missing: now from the local catalogue, with the next commit from the feed."""
         if self.catalogue.drop(pack_id, nonce, self._bucket.now()):
             self._lost[pack_id, nonce] = None
 
     # Feed
 
     def sync(self) -> None:
-        """Apply the feed to the local catalogue, up to the position in the newest known head.
-
-        :raises S3Error: a request failed; the catalogue has the position of the last feed object that was applied.
-        """
+        """Apply the feed to the local catalogue, up to the newest known head, or until a request fails."""
         with self._lock:
             for tries_left in reversed(range(_TRIES)):
                 try:
@@ -272,7 +256,6 @@ class NamespaceSession:
             at.generation in ((target.generation,) if at.position else (b"", target.generation))
             and at.position <= target.position
             and known in (None, at.term)
-            and (at.position == target.position or target.term_of(at.position + 1) is not None)
             and not (at.position == 0 and target.snapshot)
         )
         if not follows or not self._follow(target, at):
@@ -286,45 +269,37 @@ class NamespaceSession:
         :returns: False if the head does not name all of them, or if one does not follow its predecessor.
         """
         fetch = partial(self.feed_object, may_be_missing=False)
-        todo = list(range(at.position + 1, target.position + 1))
-        for start in range(0, len(todo), _AT_ONCE):
-            terms = [(position, target.term_of(position)) for position in todo[start : start + _AT_ONCE]]
-            if any(term is None for _, term in terms):
+        names: list[tuple[int, bytes]] = []
+        for position in range(at.position + 1, target.position + 1):
+            found = target.term_of(position)
+            if found is None:
                 return False
-            for (position, term), feed in zip(terms, self._bucket.all(fetch, terms), strict=True):
-                if feed is None:
-                    at = Position(target.generation, position, term or b"", at.time, damaged=True)
-                    self.catalogue.skip_to(at)
-                    continue
-                if feed.generation != target.generation or (feed.previous != at.term and not at.damaged):
-                    return False
-                self.catalogue.apply_feed(feed)
-                at = Position(feed.generation, feed.position, feed.term, feed.time)
+            names.append((position, found))
+        for (position, term), feed in self._bucket.each(fetch, names, _AT_ONCE):
+            if feed is None:
+                at = Position(target.generation, position, term, at.time, damaged=True)
+                self.catalogue.skip_to(at)
+                continue
+            if feed.generation != target.generation or (feed.previous != at.term and not at.damaged):
+                return False
+            self.catalogue.apply_feed(feed)
+            at = Position(feed.generation, feed.position, feed.term, feed.time)
         return True
 
-    def feed_object(self, name: tuple[int, bytes | None], *, may_be_missing: bool = True) -> Feed | None:
-        """Return the feed object named by (position, term); None if it is unreadable or missing.
-
-        :raises ObjectMissingError: there is no such object, and ``may_be_missing`` is False.
-        """
-        key = feed_name(name[0], name[1] or b"")
+    def feed_object(self, name: tuple[int, bytes], *, may_be_missing: bool = True) -> Feed | None:
+        """Return the feed object named by (position, term); None if it is unreadable, or may be missing and is."""
 
         def fits(feed: Feed) -> bool:
             return (feed.position, feed.term) == name
 
-        return self.objects.record(key, Feed, MAX_FEED_BYTES, fits=fits, may_be_missing=may_be_missing)
+        return self.objects.record(feed_name(*name), Feed, MAX_FEED_BYTES, fits=fits, may_be_missing=may_be_missing)
 
     def snapshot(self, target: NamespaceHead) -> Snapshot | None:
-        """Return the snapshot that the head names for this namespace; None if it names none, or it is unreadable.
-
-        :raises ObjectMissingError: there is no such object any more: a newer head names another one.
-        """
+        """Return the snapshot that the head names for this namespace; None if it names none, or it is unreadable."""
         return self.objects.record(target.snapshot, Snapshot, MAX_SNAPSHOT_BYTES) if target.snapshot else None
 
     def _load_snapshot(self, target: NamespaceHead) -> Position:
-        """Replace the catalogue by the newest snapshot, without its unreadable parts; empty the catalogue if the whole
-        snapshot is unreadable. Return the new position.
-        """
+        """Replace the catalogue by the readable parts of the newest snapshot; return the new position."""
         generation, name = target.generation, target.snapshot
         found = self.snapshot(target)
         if found is None:  # the feed objects that it covers are lost, too
@@ -342,19 +317,14 @@ class NamespaceSession:
         return at
 
     def _records(self, names: Sequence[str], kind: type[T], damaged: list[str]) -> Iterator[T]:
-        """Yield the records of a snapshot's segments (objects of several records each), decoded as ``kind``; add the
-        names of unreadable segments to ``damaged``. Records before the damage are yielded.
-        """
-        for start in range(0, len(names), _AT_ONCE):
-            some = names[start : start + _AT_ONCE]
-            for name, data in zip(some, self._bucket.all(self._segment, some), strict=True):
-                try:
-                    for record in split_records(data):
-                        yield unseal(record, kind)
-                except CorruptPackError as error:
-                    damaged.append(name)
-                    text = "%s%s is unreadable (%s): its packs are misses"
-                    logger.warning(text, self._names.base, name, error)
+        """Yield the records of segments up to damage; add the names of damaged segments to ``damaged``."""
+        for name, data in self._bucket.each(self._segment, names, _AT_ONCE):
+            try:
+                for record in split_records(data):
+                    yield unseal(record, kind)
+            except CorruptPackError as error:
+                damaged.append(name)
+                logger.warning("%s%s is unreadable (%s): its packs are misses", self._names.base, name, error)
 
     def _segment(self, name: str) -> memoryview:
         try:
@@ -363,7 +333,7 @@ class NamespaceSession:
             return memoryview(b"unreadable")
 
     def _reload(self, dumps: Iterable[Dump], position: Position) -> None:
-        """Replace the catalogue by dumped rows; then apply this session's unmerged commits again."""
+        """Replace the catalogue by dumped rows; then apply own unmerged commits again."""
         self.catalogue.load(dumps, position, self._head.head.store)
         self._read.clear()
         for entry in self._unmerged.values():
@@ -372,9 +342,7 @@ class NamespaceSession:
     # Inbox
 
     def inbox(self) -> list[ObjectInfo]:
-        """Return listing entries of this namespace's commits in the inbox. The leader deletes them some time after
-        merging them.
-        """
+        """Return the listing of this namespace's commits in the inbox. The leader deletes merged ones later."""
         return list(self._bucket.list(f"{self._names.inbox_prefix}{self.namespace.hex()}-"))
 
     def read_inbox(self, found: Iterable[ObjectInfo]) -> None:
@@ -392,20 +360,16 @@ class NamespaceSession:
                 for name in sorted(infos, key=lambda name: (infos[name].modified, name))
                 if name not in self._read and name.writer != self.writer and name.number > merged.get(name.writer, 0)
             ]
-            for start in range(0, len(new), _AT_ONCE):
-                some = new[start : start + _AT_ONCE]
-                for name, entry in zip(some, self._bucket.all(self.read_commit, some), strict=True):
-                    self._read.add(name)
-                    if entry is None:  # merged and deleted since the head was read, or unreadable
-                        self._head.poll()
-                        self.sync()
-                    elif not is_rejected(entry, infos[name]):
-                        self.catalogue.apply_pending(entry, self._bucket.now())
+            for name, entry in self._bucket.each(self.read_commit, new, _AT_ONCE):
+                self._read.add(name)
+                if entry is None:  # merged and deleted since the head was read, or unreadable
+                    self._head.poll()
+                    self.sync()
+                elif not is_rejected(entry, infos[name]):
+                    self.catalogue.apply_pending(entry, self._bucket.now())
 
     def read_commit(self, name: InboxName) -> Entry | None:
-        """Read a commit from the inbox; return None if it is missing, unreadable or not authentic. This session's own
-        commits are returned from memory.
-        """
+        """Read a commit from the inbox, or an own one from memory; None: missing, unreadable or not authentic."""
         mine = self._unmerged.get(name.number)  # without the lock: ``read_inbox`` holds it and waits for this thread
         if mine is not None and mine.writer == name.writer:
             return mine
@@ -436,15 +400,12 @@ class NamespaceSession:
 
 
 def is_rejected(entry: Entry, info: ObjectInfo) -> bool:
-    """Return whether a commit is rejected because it took over 12 hours: a sweep may have deleted its packs.
-
-    :param info: listing entry of the commit's object in the inbox.
-    """
+    """Return whether a commit is rejected because it took over 12 hours: a sweep may have deleted its packs."""
     return info.modified - entry.time > _MOST_COMMIT_S
 
 
 def _keys_of(manifest_id: str) -> str:
-    """Return the name that the authentication tag of a manifest's keys covers, in addition to their bytes."""
+    """Return the name that the authentication tag of a manifest's keys covers."""
     return f"keys of {manifest_id}"
 
 

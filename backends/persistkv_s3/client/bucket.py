@@ -167,6 +167,12 @@ class Bucket:
                 future.cancel()
         return [future.result() for future in futures]
 
+    def each(self, what: Callable[[A], R], things: Sequence[A], at_once: int) -> Iterator[tuple[A, R]]:
+        """Yield each thing with the result of ``what``, in order; call ``all`` for ``at_once`` things at a time."""
+        for start in range(0, len(things), at_once):
+            some = things[start : start + at_once]
+            yield from zip(some, self.all(what, some), strict=True)
+
     def put(self, key: str, pieces: Sequence[Buffer], *, condition: str | None = None) -> str:
         """Upload an object; return its ETag. If an error is ``uncertain``, the object may have been written: for
         ``ConditionFailedError``, by an earlier attempt of this call.

@@ -402,9 +402,9 @@ class Leader:
         if before is None:
             before = Snapshot(generation=target.generation, position=0, term=bytes(TERM_BYTES), time=0.0)
         covered = range(target.snapshot_position + 1, target.position + 1)
-        wanted = [(position, target.term_of(position)) for position in covered]
+        wanted = [(position, term) for position in covered if (term := target.term_of(position)) is not None]
         known = self._recent.pop(session.namespace, {})
-        others = [pair for pair in wanted if pair[0] not in known]
+        others = [name for name in wanted if name[0] not in known]
         for feed in self._bucket.all(session.feed_object, others):
             if feed is not None:
                 known[feed.position] = seal(feed)
@@ -420,7 +420,7 @@ class Leader:
             tails=[*before.tails, name],
             tail_bytes=before.tail_bytes + sum(len(memoryview(piece)) for piece in pieces),
         )
-        retired = [feed_name(position, term) for position, term in wanted if term is not None]
+        retired = [feed_name(*name) for name in wanted]
         self._put_snapshot(session, target, snapshot, retired)
         heavy = snapshot.tail_bytes > max(_LEAST_DUMP_BYTES, snapshot.base_bytes // 2)
         if (heavy or len(snapshot.tails) >= _MOST_TAILS) and not at.damaged:

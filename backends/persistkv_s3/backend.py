@@ -68,9 +68,6 @@ class S3Backend(InspectableBackend):
     """Handle of an S3 store.
 
     Any thread may call ``read``, ``read_frames`` and ``tables``, concurrently with one other call.
-
-    The bucket holds one feed per namespace: the commits of all engines, merged in order. One handle at a time, the
-    leader, extends the feeds. An object of the bucket, the head, names the leader and the newest part of each feed.
     """
 
     capabilities = Capabilities(remote=True)
@@ -78,12 +75,8 @@ class S3Backend(InspectableBackend):
     def __init__(
         self, place: Place, options: S3Options, transport: Transport, *, read_only: bool = False, clock: Clock
     ) -> None:
-        """Initialise without sending a request; ``connect`` sends the first one.
-
-        :param transport: makes single attempts; closed with the handle.
-        """
+        """:param transport: makes single attempts; closed with the handle."""
         self.breaker = Breaker(str(place), options.slow_s, clock)
-        """Circuit breaker: decides whether requests are sent at present."""
         self._place = place
         self._options = options
         self._read_only = read_only or options.read_only
@@ -136,7 +129,6 @@ class S3Backend(InspectableBackend):
     ) -> S3Backend:
         """Open a store through ``transport``, which is closed with the handle; otherwise like ``open``.
 
-        :param clock: time and randomness of the handle; None: those of the machine.
         :param background: True: a thread of the handle calls ``step``; False: the caller must do so.
         :raises StoreError: the server rejects requests, the head cannot be used, or ``read_only`` and the server does
             not answer. The handle is closed.
@@ -217,10 +209,7 @@ class S3Backend(InspectableBackend):
             self._leader.round()
 
     def _refresh(self) -> None:
-        """Read the head and apply the feeds of open namespaces to their local catalogues.
-
-        A writable handle first rebuilds a missing or damaged head.
-        """
+        """Read the head, rebuild it if necessary, and apply the feeds of open namespaces to their local catalogues."""
         try:
             self._head.poll()
         except (ObjectMissingError, CorruptPackError):
@@ -233,8 +222,7 @@ class S3Backend(InspectableBackend):
             session.sync()
 
     def refresh(self) -> None:
-        """Apply the commits of all engines to the local catalogues of open namespaces, including commits that are not
-        in the feed yet.
+        """Apply the commits of all engines to the local catalogues, including commits that are not in the feed yet.
 
         :raises StoreError: the server or a catalogue failed; the catalogues have a consistent earlier state.
         """
@@ -246,9 +234,7 @@ class S3Backend(InspectableBackend):
                 session.read_inbox(infos)
 
     def _is_dark(self) -> bool:
-        """Retry the opening of the store if the server has not answered this handle yet; return whether it still has
-        not.
-        """
+        """Return whether the server has not answered this handle yet. If so, first retry the opening of the store."""
         if self._dark is not None:
             try:
                 self._head.open(self._options.policy, create=not self._read_only)
@@ -307,12 +293,10 @@ class S3Backend(InspectableBackend):
         found = self._namespace(identity.digest)
         if found is None and self._read_only:
             raise StoreUnavailableError(f"{self._place} holds no namespace {identity.digest.hex()}: open read-only")
-        if found is None:
-            self._put_identity(Namespace(identity, self._bucket.now()))
-            found = self._namespace(identity.digest)  # another process may have been faster
-        if found is None:  # junk: the digest determines the content
-            self._put_identity(Namespace(identity, self._bucket.now()), replace=True)
-            found = self._namespace(identity.digest)
+        for replaces in (False, True):  # junk is replaced: the digest determines the content
+            if found is None:
+                self._put_identity(Namespace(identity, self._bucket.now()), replace=replaces)
+                found = self._namespace(identity.digest)  # that of another process if it was faster
         if found is None:
             raise CorruptStoreError(f"{self._names.identity(identity.digest)} does not read")
         return found
@@ -336,8 +320,6 @@ class S3Backend(InspectableBackend):
 
     def put_note(self, namespace: bytes, name: str, content: bytes) -> None:
         self._check_open(writes=True)
-        if self._is_dark():
-            raise StoreUnavailableError(f"{self._place} has not answered yet ({self._dark})")
         pieces = self._authenticator.signed(namespace, f"note {name}", [content])
         self._bucket.put(self._names.note(namespace, name), pieces)
 
@@ -353,7 +335,7 @@ class S3Backend(InspectableBackend):
             return None
 
     def session(self, namespace: bytes) -> NamespaceSession:
-        """Return this handle's session with a namespace. The first call opens it, which reads from the bucket.
+        """Return this handle's session with a namespace, which the first call opens.
 
         :raises StoreError: the store has no such namespace, or a request failed; the next call tries again.
         """
@@ -410,8 +392,6 @@ class S3Backend(InspectableBackend):
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
         self._check_open(writes=True)
         check_batch(namespace, batch)
-        if self._is_dark():
-            raise StoreUnavailableError(f"{self._place} has not answered yet ({self._dark})")
         session = self.session(namespace)
         if batch.deletions or batch.bad or not self._options.refresh_s:
             self.refresh()  # a manifest that another engine wrote since may name what is deleted
@@ -428,8 +408,7 @@ class S3Backend(InspectableBackend):
             if namespace not in self._namespaces:
                 raise StoreError(f"{self._place} has not answered yet, so no namespace {namespace.hex()} is known")
             return Changes(b"", [], reset=True)
-        session = self._fresh(namespace)
-        return session.catalogue.changes(namespace, cursor)
+        return self._fresh(namespace).catalogue.changes(namespace, cursor)
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
         self._used_at = self._clock.monotonic()
@@ -508,10 +487,7 @@ class S3Backend(InspectableBackend):
         return {key.rpartition("/")[2]: row for key, row in rows if row is not None}
 
     def close(self) -> None:
-        """Publish unpublished uses, merge own commits, resign as leader, and release all resources; idempotent.
-
-        Failed requests are only logged.
-        """
+        """Publish unpublished uses, merge own commits, resign as leader, and release all resources; idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -530,10 +506,7 @@ class S3Backend(InspectableBackend):
                 self._temporary.cleanup()
 
     def _publish_last(self) -> None:
-        """Publish unpublished uses of packs, merge own commits into the feed, and resign as leader.
-
-        If another handle leads, the commits stay in the inbox, and that handle merges them. Failures are only logged.
-        """
+        """Publish unpublished uses; without another leader, merge own commits; resign. Failures are only logged."""
         try:
             for session in list(self._sessions.values()):
                 session.write_uses()
@@ -551,3 +524,5 @@ class S3Backend(InspectableBackend):
             raise StoreError(f"{self._place} is closed")
         if writes and self._read_only:
             raise StoreError(f"{self._place} is open read-only")
+        if writes and self._is_dark():
+            raise StoreUnavailableError(f"{self._place} has not answered yet ({self._dark})")

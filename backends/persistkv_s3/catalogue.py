@@ -170,16 +170,16 @@ class LocalRows(Rows):
         return None if row is None else bytes(row[0])
 
     def put(self, table: str, key: bytes, value: Buffer) -> None:
-        if not self._record(table, key):
-            return
-        self.db.execute(f"INSERT OR REPLACE INTO '{table}' VALUES (?, ?)", (key, value))
+        self._write(table, key, value)
 
     def delete(self, table: str, key: bytes) -> bool:
         if table == MANIFEST_KEYS and (row := self.get(MANIFEST_KEYS, key)) is not None and len(row) >= _KEYS.size:
-            self._release_keys(key[ID_BYTES:], row)
-        if not self._record(table, key):
-            return False
-        found = self.db.execute(f"DELETE FROM '{table}' WHERE key = ?", (key,)).rowcount > 0
+            name = bytes(row[_KEYS.size :])
+            self.count_bytes(-_KEYS.unpack_from(row)[2])
+            self.delete(KEY_OBJECTS, name + b"\0" + key[ID_BYTES:])
+            if next(self.starting_with(KEY_OBJECTS, name + b"\0"), None) is None:
+                self.discard(name.decode("ascii", "replace"))
+        found = self._write(table, key, None)
         if found and table == MANIFESTS:
             self.dropped.append(key[ID_BYTES:])
         return found
@@ -187,8 +187,10 @@ class LocalRows(Rows):
     def range(self, table: str, start: bytes) -> Iterator[tuple[Buffer, Buffer]]:
         yield from self.db.execute(f"SELECT key, value FROM '{table}' WHERE key >= ? ORDER BY key", (start,))
 
-    def _record(self, table: str, key: bytes) -> bool:
-        """Save a table row before its change; return False if ``_log_changes`` writes it later."""
+    def _write(self, table: str, key: bytes, value: Buffer | None) -> bool:
+        """Save a row for undo and for the log of changes; then write or, with None, delete it. Return whether it was
+        changed.
+        """
         if self.nonces is not None:
             if table == LOG:
                 return False
@@ -197,9 +199,11 @@ class LocalRows(Rows):
             elif table == PACKS and key not in self.rows_before and (row := self.get(PACKS, key)) is not None:
                 self.rows_before[key] = bytes(row)
         if self.undoable and table not in (LOG, UNDO, PENDING):
-            value = self.get(table, key)
-            before = _Before(table, key, None if value is None else bytes(value))
-            self.append(UNDO, msgspec.msgpack.encode(before))
+            before = self.get(table, key)
+            self.append(UNDO, msgspec.msgpack.encode(_Before(table, key, None if before is None else bytes(before))))
+        if value is None:
+            return self.db.execute(f"DELETE FROM '{table}' WHERE key = ?", (key,)).rowcount > 0
+        self.db.execute(f"INSERT OR REPLACE INTO '{table}' VALUES (?, ?)", (key, value))
         return True
 
     def append(self, table: str, value: Buffer) -> None:
@@ -212,19 +216,8 @@ class LocalRows(Rows):
         """Undo the changes of pending commits."""
         for _, value in reversed(list(self.range(UNDO, b""))):
             before = _DECODE_BEFORE(value)
-            self._record(before.table, before.key)
-            if before.value is None:
-                self.db.execute(f"DELETE FROM '{before.table}' WHERE key = ?", (before.key,))
-            else:
-                self.db.execute(f"INSERT OR REPLACE INTO '{before.table}' VALUES (?, ?)", (before.key, before.value))
+            self._write(before.table, before.key, before.value)
         self.db.execute(f"DELETE FROM '{UNDO}'")
-
-    def _release_keys(self, digest: bytes, row: Buffer) -> None:
-        name = bytes(row[_KEYS.size :])
-        self.count_bytes(-_KEYS.unpack_from(row)[2])
-        self.delete(KEY_OBJECTS, name + b"\0" + digest)
-        if next(self.starting_with(KEY_OBJECTS, name + b"\0"), None) is None:
-            self.discard(name.decode("ascii", "replace"))
 
     def discard(self, name: str) -> None:
         """Record an object of the bucket as garbage, to be deleted later; do nothing if ``garbage_at`` is None."""
@@ -412,17 +405,12 @@ class Catalogue(Catalog):
         with self.rows() as rows:
             return _merged_number(rows, writer)
 
-    @property
-    def oldest(self) -> float:
-        """Time of the oldest use of a pack or manifest that may be evicted; 0 if none may be evicted."""
+    def retention(self) -> tuple[int, float, float]:
+        """Return the total bytes, the time of the oldest use of a pack or manifest that may be evicted (0: there is
+        none), and the earliest time at which a manifest expires by its own ttl (infinity: never).
+        """
         with self.rows() as rows:
-            return _oldest(rows)
-
-    @property
-    def expires(self) -> float:
-        """Earliest time at which a manifest expires by its own ttl; infinity if none does."""
-        with self.rows() as rows:
-            return next_expiry(rows)
+            return rows.num_bytes, _oldest(rows), next_expiry(rows)
 
     def garbage(self, until: float, at_most: int) -> list[tuple[float, str]]:
         """Return (removal time, name) of the objects that the feed removed at ``until`` or earlier, oldest first:

@@ -67,9 +67,8 @@ class StoreHead:
         self._lock = threading.RLock()
 
     def open(self, policy: Policy, *, create: bool) -> None:
-        """Read the head; create or rebuild it if necessary.
+        """Read the head; create or rebuild it, with the given policy, if necessary.
 
-        :param policy: capacity and ttl of a head that is created or rebuilt.
         :raises StoreUnavailableError: there is no head and ``create`` is False, or the server does not honour
             conditional PUTs.
         :raises CorruptStoreError: the object is not a head of this format, or it is damaged and ``create`` is False.
@@ -99,11 +98,11 @@ class StoreHead:
             self.poll()
 
     def poll(self) -> bool:
-        """Read the head if it has changed; return whether it has.
+        """Read the head if it has changed; return whether it has. After an error ``self.head`` is unchanged.
 
         :raises ObjectMissingError: there is no head.
         :raises CorruptPackError: the head is damaged, or was not written with the key.
-        :raises CorruptStoreError: the object is not a head of this format. After each error ``self.head`` is unchanged.
+        :raises CorruptStoreError: the object is not a head of this format.
         """
         with self._lock:
             try:
@@ -115,10 +114,9 @@ class StoreHead:
             return True
 
     def write(self, head: Head) -> bool:
-        """Replace the head if ``self.head`` is still the version in the bucket, and return True; otherwise read the
-        newer version and return False.
+        """Replace the head, and set its ``beat``, if ``self.head`` is still the version in the bucket, and return True;
+        otherwise read the newer version and return False.
 
-        :param head: new version; this method sets its ``beat``.
         :raises S3Error: the write failed or its outcome is unknown; ``self.head`` is the newest version that was read.
         """
         with self._lock:
@@ -143,10 +141,7 @@ class StoreHead:
         return [bytes(piece) for piece in data]
 
     def _probe(self) -> bool:
-        """Check that the server honours conditional PUTs; return whether it needs ETags without quotes.
-
-        :raises StoreUnavailableError: the server does not honour them.
-        """
+        """Check that the server honours conditional PUTs; return whether it needs ETags without quotes."""
         bucket, key = self._bucket, self._names.probe + self._bucket.clock.random.randbytes(NONCE_BYTES).hex()
 
         def holds(condition: str) -> bool:

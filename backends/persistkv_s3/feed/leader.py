@@ -306,9 +306,8 @@ class Leader:
         head = NamespaceHead(generation=feed.generation) if before is None else msgspec.structs.replace(before)
         head.position = feed.position
         head.spans = extended(head.spans, feed.position, feed.term)
-        catalogue = session.catalogue
-        head.num_bytes, head.oldest = catalogue.disk_bytes(), catalogue.oldest
-        head.expires = min(catalogue.expires, LATEST)
+        head.num_bytes, head.oldest, expires = session.catalogue.retention()
+        head.expires = min(expires, LATEST)
         head.swept = max(head.swept, held.swept) or self._bucket.now()
         if held.snapshot:
             head.snapshot, head.snapshot_position = held.snapshot, held.snapshot_position
@@ -392,7 +391,7 @@ class Leader:
         session = self._opened.get(namespace)
         if session is None or session.catalogue.position.position != held.position:
             return held.num_bytes, held.oldest, held.expires
-        return session.catalogue.disk_bytes(), session.catalogue.oldest, session.catalogue.expires
+        return session.catalogue.retention()
 
     def _take_snapshot(self, session: NamespaceSession, target: NamespaceHead) -> None:
         """Write a snapshot: the content of the previous one and the feed objects after it. If these are large or many,

@@ -66,19 +66,11 @@ APPLICATION_ID = 0x504B5333  # "PKS3"
 VERSION = 1
 _WAIT_S = 60.0  # for another thread's transaction, which may load a snapshot
 
-OBJECTS = "objects"
-"""Table: namespace, pack id → nonce, u64 bytes in the bucket (object, and table in the feed), tags."""
+# Tables besides those of ``storage/catalog``; docs/format.md has their rows.
+OBJECTS, UNDO, WRITERS, GARBAGE, KEY_OBJECTS = "objects", "undo", "writers", "garbage", "key_objects"
 PENDING = "pending"
-"""Table of commits that are not in the feed yet: u64 big-endian row number → writer id, u64 number of the commit, f64
-time at which it was applied here, sealed commit."""
-UNDO = "undo"
-"""Table: u64 big-endian row number → a table row before a pending commit changed it, see ``_Before``."""
-WRITERS = "writers"
-"""Table: writer id → u64 number of its last merged commit, f64 time of the merge."""
-GARBAGE = "garbage"
-"""Table of the bucket's objects that the feed has removed: f64 big-endian removal time, object name → empty."""
-KEY_OBJECTS = "key_objects"
-"""Table of the manifests whose keys are in an object: object name, ``\\0``, digest of a manifest's id → empty."""
+"""Commits that are not in the feed yet: u64 big-endian row number → writer id, u64 number of the commit, f64 time at
+which it was applied here, sealed commit."""
 _TABLES = (*(name for name in TABLES if name != PIECES), OBJECTS, PENDING, UNDO, WRITERS, GARBAGE, KEY_OBJECTS)
 _DUMPED = tuple(name for name in _TABLES if name not in (LOG, META, PENDING))
 _DUMPED_META = (b"clock", b"bytes")
@@ -94,33 +86,22 @@ _POSITION_ROW, _BYTES_ROW, _STORE_ROW = b"feed", b"bytes", b"store"
 
 
 class Position(msgspec.Struct, frozen=True, array_like=True):
-    """Position in the feed, up to which a catalogue has applied the feed objects."""
+    """Position in the feed: fields of the last feed object that a catalogue has applied (see ``Feed``)."""
 
     generation: bytes = b""
-    """Random id of the feed; empty: no feed object was applied."""
+    """Empty: no feed object was applied."""
     position: int = 0
-    """Number of the last applied feed object, from 1; 0: none."""
     term: bytes = b""
-    """Term (id of the leader's election) of the last applied feed object."""
     time: float = 0.0
-    """Time of the last applied feed object."""
     damaged: bool = False
     """Whether a feed object, or a part of the snapshot from which the catalogue was last loaded, was unreadable: the
     catalogue may lack packs."""
 
 
-class _Before(msgspec.Struct, frozen=True, array_like=True):
-    """A table row before a pending commit changed it; entry of the undo log."""
-
-    table: str
-    key: bytes
-    value: bytes | None
-    """None: the table had no row with this key."""
-
-
 # Made at import: msgspec 0.22 crashes if two threads are the first to decode a type.
 _DECODE_POSITION = msgspec.msgpack.Decoder(Position).decode
-_DECODE_BEFORE = msgspec.msgpack.Decoder(_Before).decode
+_DECODE_BEFORE = msgspec.msgpack.Decoder(tuple[str, bytes, bytes | None]).decode
+"""Decodes a row of ``UNDO``: table, key and value (None: no row) before a pending commit changed the row."""
 
 
 class PackObject(NamedTuple):
@@ -200,7 +181,7 @@ class LocalRows(Rows):
                 self.rows_before[key] = bytes(row)
         if self.undoable and table not in (LOG, UNDO, PENDING):
             before = self.get(table, key)
-            self.append(UNDO, msgspec.msgpack.encode(_Before(table, key, None if before is None else bytes(before))))
+            self.append(UNDO, msgspec.msgpack.encode((table, key, None if before is None else bytes(before))))
         if value is None:
             return self.db.execute(f"DELETE FROM '{table}' WHERE key = ?", (key,)).rowcount > 0
         self.db.execute(f"INSERT OR REPLACE INTO '{table}' VALUES (?, ?)", (key, value))
@@ -215,8 +196,7 @@ class LocalRows(Rows):
     def undo(self) -> None:
         """Undo the changes of pending commits."""
         for _, value in reversed(list(self.range(UNDO, b""))):
-            before = _DECODE_BEFORE(value)
-            self._write(before.table, before.key, before.value)
+            self._write(*_DECODE_BEFORE(value))
         self.db.execute(f"DELETE FROM '{UNDO}'")
 
     def discard(self, name: str) -> None:
@@ -429,9 +409,8 @@ class Catalogue(Catalog):
         """Return whether the catalogue, with or without the pending commits, refers to this object of a pack."""
         name = self._namespace + pack_id
         with self.rows() as rows:
-            undone = (row for row in _undo_log(rows) if (row.table, row.key) == (OBJECTS, name))
-            before = (row.value[:NONCE_BYTES] for row in undone if row.value is not None)
-            return nonce in (_nonce(rows, name), *before)
+            undone = [value for table, key, value in _undo_log(rows) if (table, key) == (OBJECTS, name)]
+            return nonce in (_nonce(rows, name), *(value[:NONCE_BYTES] for value in undone if value is not None))
 
     def names_keys(self, name: str) -> bool:
         """Return whether a manifest, with or without the pending commits, has its keys in the object ``name``."""
@@ -439,7 +418,7 @@ class Catalogue(Catalog):
         with self.rows() as rows:
             if next(rows.starting_with(KEY_OBJECTS, prefix), None) is not None:
                 return True
-            return any(row.table == KEY_OBJECTS and row.key.startswith(prefix) for row in _undo_log(rows))
+            return any(table == KEY_OBJECTS and key.startswith(prefix) for table, key, _ in _undo_log(rows))
 
     # Changes
 
@@ -680,7 +659,7 @@ def _merged_number(rows: Rows, writer: bytes) -> int:
     return 0 if row is None else int(_WRITER.unpack(row)[0])
 
 
-def _undo_log(rows: Rows) -> Iterator[_Before]:
+def _undo_log(rows: Rows) -> Iterator[tuple[str, bytes, bytes | None]]:
     for _, value in rows.range(UNDO, b""):
         yield _DECODE_BEFORE(value)
 

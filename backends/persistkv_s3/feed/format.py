@@ -150,17 +150,15 @@ class PackRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ManifestRow(msgspec.Struct, frozen=True, array_like=True):
-    """A manifest that a commit adds."""
+    """A manifest that a commit adds. Its keys are in the object ``keys``: ``length`` bytes from ``offset`` on."""
 
     head: bytes
     """The encoded ``RequestManifest``."""
     packs: bytes
     """Concatenated ids of the packs that the manifest refers to."""
     keys: _Name
-    """Name of the object that holds the manifest's keys."""
     offset: _Number
     length: _Number
-    """Bytes of the manifest's keys in the object ``keys``, from byte ``offset`` on."""
 
 
 class Entry(msgspec.Struct, array_like=True, kw_only=True):
@@ -196,18 +194,17 @@ class Feed(msgspec.Struct, array_like=True, kw_only=True):
     time: _Time
     """Time of all uses and removals in this feed object: that of the merge, never less than in the previous one."""
     merged: dict[bytes, int]
-    """For each writer (by id) with commits in this feed object, the number of the last one. Rejected commits count."""
+    """For each writer with commits in this feed object, the number of the last one. Rejected commits count."""
     entries: list[Entry] = []
     retired: list[_Name] = []
-    """Names of objects that no reader needs after this feed object."""
+    """Objects that no reader needs after this feed object."""
     collected: _Time = 0.0
     """Objects that were retired or removed up to this time have been deleted; 0: this feed object reports none."""
 
 
 class Snapshot(msgspec.Struct, array_like=True, kw_only=True):
-    """State of a namespace at a position of the feed: table rows in ``base``, then feed objects in ``tails``.
-
-    Position, term and time are those of the last feed object in it. A segment is an object of several records.
+    """State of a namespace at a position of the feed: the table rows (``Dump`` records) in the segments ``base``, then
+    the feed objects in the segments ``tails``. A segment is an object of several records.
     """
 
     generation: _Nonce
@@ -215,10 +212,8 @@ class Snapshot(msgspec.Struct, array_like=True, kw_only=True):
     term: _Term
     time: _Time
     base: list[_Name] = []
-    """Names of segments with ``Dump`` records."""
     base_bytes: int = 0
     tails: list[_Name] = []
-    """Names of segments with feed objects, in order."""
     tail_bytes: int = 0
 
 
@@ -237,7 +232,7 @@ class NamespaceHead(msgspec.Struct, array_like=True, kw_only=True):
     spans: list[tuple[_Number, _Number, _Term]] = []
     """The latest feed objects, ascending: (first position, last position, their term)."""
     snapshot: str = ""
-    """Name of the newest snapshot; empty: none."""
+    """The newest snapshot; empty: none."""
     snapshot_position: _Number = 0
     num_bytes: int = 0
     """Total bytes of the namespace's packs, pack tables and manifests in the bucket."""
@@ -262,7 +257,7 @@ class Head(msgspec.Struct, array_like=True, kw_only=True):
     epoch: _Number = 0
     """Number of the latest election of a leader, counted from 1; 0: none."""
     leader: bytes = b""
-    """Term of the leader: id of its election, see ``TERM_BYTES``; empty: no leader."""
+    """Term of the leader; empty: no leader."""
     beat: _Number = 0
     """Counts writes, so that no two versions have the same ETag."""
     capacity: int | None = None
@@ -270,7 +265,6 @@ class Head(msgspec.Struct, array_like=True, kw_only=True):
     unquoted: bool = False
     """Whether the server accepts ``If-Match`` only with ETags without quotes."""
     namespaces: dict[bytes, NamespaceHead] = {}
-    """By namespace id."""
 
     @property
     def policy(self) -> Policy:

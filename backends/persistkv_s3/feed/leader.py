@@ -61,7 +61,6 @@ SNAPSHOT_AFTER = 64
 """Minimum number of feed objects between two snapshots of a namespace."""
 _NAMED_BEFORE = 128  # feed objects before a snapshot that the head still names, for readers that are a little behind
 _MOST_TAILS = 48
-_RECENT_BYTES = 1 << 20  # 1 MiB
 _LEAST_DUMP_BYTES = 4 << 20  # 4 MiB
 _SEGMENT_BYTES = 32 << 20  # 32 MiB
 _EVICTED_AT_ONCE = 256
@@ -110,8 +109,6 @@ class Leader:
         self._junk: set[str] = set()
         self._behind: set[bytes] = set()
         """Namespaces with commits in the inbox that did not fit into the last round."""
-        self._recent: dict[bytes, dict[int, bytes]] = {}
-        """Small feed objects that this leader wrote since the last snapshot, encoded: namespace → position → bytes."""
         self._resigning = False
         self._busy_at = 0.0
         self._written_at = 0.0
@@ -154,7 +151,6 @@ class Leader:
     def _forget(self) -> None:
         self._term = b""
         self._unpublished.clear()
-        self._recent.clear()
         self._dumps.clear()
         self._dumped.clear()
         self._sweeps.clear()
@@ -192,7 +188,7 @@ class Leader:
         for namespace, found in by_namespace.items():
             session = self._session(namespace)
             if session is None:
-                self._junk.update(info.key for _, info in found)
+                self._junk.update(info.key for info in found.values())
                 continue
             session.sync()
             feed = self._merged(session, found)
@@ -213,29 +209,27 @@ class Leader:
         self._resigning = True
         self.round()
 
-    def _listed(self) -> dict[bytes, list[tuple[InboxName, ObjectInfo]]]:
-        """Return the commits in the inbox and their listing entries, by namespace id; ignore invalid objects."""
-        found: dict[bytes, list[tuple[InboxName, ObjectInfo]]] = {}
+    def _listed(self) -> dict[bytes, dict[InboxName, ObjectInfo]]:
+        """Return the commits in the inbox with their listing entries, by namespace id; ignore invalid objects."""
+        found: dict[bytes, dict[InboxName, ObjectInfo]] = {}
         junk = set[str]()
         for info in self._bucket.list(self._names.inbox_prefix):
             name = parse_inbox(info.key)
             if name is None or info.key in self._junk:
                 junk.add(info.key)
             else:
-                found.setdefault(name.namespace, []).append((name, info))
+                found.setdefault(name.namespace, {})[name] = info
         self._junk = junk
         return found
 
-    def _merged(self, session: NamespaceSession, found: list[tuple[InboxName, ObjectInfo]]) -> Feed | None:
+    def _merged(self, session: NamespaceSession, infos: dict[InboxName, ObjectInfo]) -> Feed | None:
         """Return a new feed object with those of the found commits that are not merged yet; None if there are none.
         Commits beyond a bound on the bytes are left to the next round.
         """
-        merged, new = session.catalogue.merged(), list[InboxName]()
+        merged, new, total = session.catalogue.merged(), list[InboxName](), 0
         self._behind.discard(session.namespace)
-        total = 0
-        infos = dict(found)
-        in_order = sorted(found, key=lambda pair: (pair[1].modified, pair[0]))  # those of a writer stay in order
-        for name, info in in_order:
+        for name in sorted(infos, key=lambda name: (infos[name].modified, name)):  # those of a writer stay in order
+            info = infos[name]
             if name.number <= merged.get(name.writer, 0):
                 continue
             if info.size > MAX_INBOX_BYTES:
@@ -283,11 +277,9 @@ class Leader:
             return True
         for namespace, held in self._unpublished.items():
             session = self._opened[namespace]
-            name, data = feed_name(held.feed.position, held.feed.term), seal(held.feed)
+            name = feed_name(held.feed.position, held.feed.term)
             with suppress(ConditionFailedError):  # an earlier attempt has written it: only this leader uses its term
-                session.objects.put(name, [data], condition=ABSENT)
-            if len(data) <= _RECENT_BYTES:
-                self._recent.setdefault(namespace, {})[held.feed.position] = data
+                session.objects.put(name, [seal(held.feed)], condition=ABSENT)
             head.namespaces[namespace] = self._extended(head.namespaces.get(namespace), held, session)
         if resigns:
             head.leader = b""
@@ -315,11 +307,11 @@ class Leader:
             head.spans = [(max(begin, first), end, term) for begin, end, term in head.spans if end >= first]
         return head
 
-    def _clear_inbox(self, by_namespace: dict[bytes, list[tuple[InboxName, ObjectInfo]]]) -> None:
+    def _clear_inbox(self, by_namespace: dict[bytes, dict[InboxName, ObjectInfo]]) -> None:
         done: list[str] = []
         for namespace, found in by_namespace.items():
             merged = self._opened[namespace].catalogue.merged() if namespace in self._opened else {}
-            done += [info.key for name, info in found if name.number <= merged.get(name.writer, 0)]
+            done += [info.key for name, info in found.items() if name.number <= merged.get(name.writer, 0)]
         self._bucket.delete(done)
 
     # Maintenance: one namespace in each round
@@ -402,12 +394,8 @@ class Leader:
             before = Snapshot(generation=target.generation, position=0, term=bytes(TERM_BYTES), time=0.0)
         covered = range(target.snapshot_position + 1, target.position + 1)
         wanted = [(position, term) for position in covered if (term := target.term_of(position)) is not None]
-        known = self._recent.pop(session.namespace, {})
-        others = [name for name in wanted if name[0] not in known]
-        for feed in self._bucket.all(session.feed_object, others):
-            if feed is not None:
-                known[feed.position] = seal(feed)
-        pieces = frame_records([known[position] for position in covered if position in known])
+        feeds = self._bucket.all(session.feed_object, wanted)
+        pieces = frame_records([seal(feed) for feed in feeds if feed is not None])
         name = f"segments/{target.position:012x}-{self._term.hex()}"
         session.objects.put(name, pieces)
         at = session.catalogue.position

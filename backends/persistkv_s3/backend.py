@@ -49,7 +49,7 @@ from persistkv_s3.client.transport import (
     ObjectMissingError,
     Transport,
 )
-from persistkv_s3.feed.format import NO_NAMESPACE, Names, StoreNames, parse_identity
+from persistkv_s3.feed.format import NO_NAMESPACE, StoreNames, parse_identity
 from persistkv_s3.feed.head import StoreHead
 from persistkv_s3.feed.leader import ROUND_S, Leader
 from persistkv_s3.options import Place, S3Options, parse_url
@@ -86,7 +86,7 @@ class S3Backend(InspectableBackend):
         self._authenticator = Authenticator(options.secret())
         self._bucket = Bucket(transport, self.breaker, options.deadline_s, options.connections, clock)
         self._names = StoreNames(place.prefix, self._authenticator.key_id)
-        self._head = StoreHead(self._bucket, place.prefix, self._authenticator, str(place))
+        self._head = StoreHead(self._bucket, self._names, self._authenticator, str(place))
         self._namespaces: dict[bytes, Namespace] = {}
         self._sessions: dict[bytes, NamespaceSession] = {}
         self._leader = Leader(
@@ -356,9 +356,8 @@ class S3Backend(InspectableBackend):
         return self._sessions[namespace]
 
     def _make_session(self, namespace: bytes) -> NamespaceSession:
-        names = Names(self._place.prefix, namespace, self._authenticator.key_id)
-        objects = SignedObjects(self._bucket, names, self._authenticator)
-        place = f"{self._options.endpoint_url or ''} {self._place.bucket} {names.base} {socket.gethostname()}"
+        objects = SignedObjects(self._bucket, self._names.of(namespace), self._authenticator)
+        place = f"{self._options.endpoint_url or ''} {self._place.bucket} {objects.names.base} {socket.gethostname()}"
         file = f"{blake2b(place.encode(), digest_size=16).hexdigest()}.catalogue"
         catalogue = Catalogue(self._directory() / file, namespace)
         session = NamespaceSession(objects, catalogue, self._head, self._options.touch_s)
@@ -412,7 +411,7 @@ class S3Backend(InspectableBackend):
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
         self._used_at = self._clock.monotonic()
-        return self.session(namespace).packs.read(spans)
+        return self.session(namespace).read(spans)
 
     def read_frames(
         self,
@@ -423,7 +422,7 @@ class S3Backend(InspectableBackend):
         take: Callable[[int, memoryview], None],
     ) -> None:
         self._used_at = self._clock.monotonic()
-        self.session(namespace).packs.read_frames(pack_id, frames, buffer, take)
+        self.session(namespace).read_frames(pack_id, frames, buffer, take)
 
     def index_file(self, namespace: bytes) -> Path | None:
         return None if self._is_dark() else self.session(namespace).catalogue.path.with_suffix(".index")

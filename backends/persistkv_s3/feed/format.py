@@ -74,6 +74,7 @@ class StoreNames:
     """
 
     def __init__(self, prefix: str, key_id: str = "") -> None:
+        self._prefix, self._key_id = prefix, key_id
         suffix = f"-{key_id}" if key_id else ""
         self.head = f"{prefix}persistkv{suffix}"
         self.inbox_prefix = f"{prefix}inbox{suffix}/"
@@ -90,6 +91,9 @@ class StoreNames:
 
     def note(self, namespace: bytes, name: str) -> str:
         return f"{self.notes_prefix}{namespace.hex()}-{name}"
+
+    def of(self, namespace: bytes) -> Names:
+        return Names(self._prefix, namespace, self._key_id)
 
 
 class Names(StoreNames):

@@ -32,7 +32,6 @@ from persistkv_s3.feed.format import (
     NONCE_BYTES,
     Feed,
     Head,
-    Names,
     NamespaceHead,
     Snapshot,
     StoreNames,
@@ -54,14 +53,13 @@ class StoreHead:
     :param where: the store, for messages.
     """
 
-    def __init__(self, bucket: Bucket, prefix: str, authenticator: Authenticator, where: str) -> None:
+    def __init__(self, bucket: Bucket, names: StoreNames, authenticator: Authenticator, where: str) -> None:
         self.head = Head()
         self.changed_at = 0.0
         """Monotonic time at which this handle first read or wrote this version."""
         self._etag = ""
         self._bucket = bucket
-        self._prefix = prefix
-        self._names = StoreNames(prefix, authenticator.key_id)
+        self._names = names
         self._authenticator = authenticator
         self._where = where
         self._lock = threading.RLock()
@@ -180,7 +178,7 @@ class StoreHead:
                 head.epoch = max([head.epoch, *(int.from_bytes(term[:4], "big") for _, _, term in found.spans)])
 
     def _rebuilt(self, namespace: bytes) -> NamespaceHead | None:
-        names = Names(self._prefix, namespace, self._authenticator.key_id)
+        names = self._names.of(namespace)
         objects = SignedObjects(self._bucket, names, self._authenticator)
         at, term, found = 0, b"", None
         listed = self._bucket.list(f"{names.base}snapshots/")

@@ -322,7 +322,7 @@ def fill(world: World, packs: int, directory: Path) -> None:
         snapshot=name,
         snapshot_position=position,
         num_bytes=catalogue.disk_bytes(),
-        oldest=catalogue.oldest,
+        oldest=catalogue.retention()[1],
         swept=START,
     )
     world.server.put(store_names.head, encode_head(head), None)

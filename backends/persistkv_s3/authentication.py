@@ -11,15 +11,22 @@ Without a key nothing is authenticated: there are no tags.
 from __future__ import annotations
 
 import hmac
+import logging
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import sha256
+from typing import TypeVar
 
 from persistkv.errors import CorruptPackError
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import PackTable
 from persistkv_s3.client.bucket import Bucket
-from persistkv_s3.feed.format import Names
+from persistkv_s3.client.transport import ObjectMissingError
+from persistkv_s3.feed.format import Names, unseal
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 TAG_BYTES = 32
 _DERIVED_FOR = b"persistkv s3 authentication 1"
@@ -38,18 +45,16 @@ class Authenticator:
         """Identifies the key without revealing it. Empty without a key."""
 
     def signed(self, namespace: bytes, name: str, pieces: Sequence[Buffer]) -> list[Buffer]:
-        """Return the pieces of an object, followed by its authentication tag; without a key, no tag follows.
+        """Return the pieces of an object, followed by its authentication tag if there is a key.
 
         :param namespace: id of the object's namespace; ``NO_NAMESPACE`` for the head and for identities.
-        :param name: name that the tag covers; ``opened`` needs the same one.
+        :param name: name that the tag covers.
         """
         return [*pieces, self._object_tag(namespace, name, pieces)] if self._key else [*pieces]
 
     def opened(self, namespace: bytes, name: str, data: Buffer) -> memoryview:
-        """Verify the authentication tag of an object; return the object without it. Without a key, return it unchanged.
+        """Verify the authentication tag of an object, as ``signed`` returned it; return the object without it.
 
-        :param namespace: id of the object's namespace; ``NO_NAMESPACE`` for the head and for identities.
-        :param name: name under which ``signed`` made the tag.
         :raises CorruptPackError: the object was written without the key, or under another name.
         """
         view = memoryview(data)
@@ -67,7 +72,7 @@ class Authenticator:
 
     def pack_tags(self, table: PackTable, payload: Sequence[Buffer]) -> bytes:
         """Return the tags between payload and table of a pack, of 32 bytes each: one per frame, then one of the table
-        and the frame tags. Without a key, return no bytes.
+        and the frame tags. Without a key there are none.
         """
         if not self._key:
             return b""
@@ -77,10 +82,7 @@ class Authenticator:
         return tags + self._tag(b"table", [digest, tags])
 
     def frame_check(self, table: PackTable, tags: bytes) -> Callable[[int, Iterable[Buffer]], bool]:
-        """Return a function that takes a frame's index and stored bytes: True if the frame has a valid tag.
-
-        Without a key, the function always returns True.
-        """
+        """Return a function of a frame's index and stored bytes: whether the frame has a valid tag, or needs none."""
         if not self._key:
             return lambda number, stored: True
         digest = _digest(table)
@@ -95,10 +97,8 @@ class Authenticator:
         return self._tag(b"frame", [digest, _NUMBER.pack(number), *stored])
 
     def _tag(self, kind: bytes, parts: Iterable[Buffer]) -> bytes:
-        """Return the HMAC, with the key, of ``kind`` and ``parts``. A tag of one kind is never valid for content of
-        another kind.
-
-        Within a kind, all parts except the last have a fixed or encoded length.
+        """Return the HMAC of ``kind`` and ``parts``. All parts except the last have a fixed or encoded length, so a tag
+        of one kind is never valid for content of another kind.
         """
         mac = hmac.new(self._key, kind + b"\0", "sha256")
         for part in parts:
@@ -107,34 +107,57 @@ class Authenticator:
 
 
 class SignedObjects:
-    """Reads and writes whole objects of one namespace, each followed by its authentication tag if there is a key.
-    Thread-safe.
+    """Reads and writes whole objects of one namespace, with their authentication tags. Thread-safe.
 
-    :param names: constructs the S3 keys.
+    :param names: constructs the S3 keys. Their ``namespace`` is ``NO_NAMESPACE`` for objects of the whole store.
     """
 
-    def __init__(self, bucket: Bucket, names: Names, namespace: bytes, authenticator: Authenticator) -> None:
+    def __init__(self, bucket: Bucket, names: Names, authenticator: Authenticator) -> None:
         self.bucket = bucket
         self.names = names
-        self.namespace = namespace
         self.authenticator = authenticator
 
     def put(self, name: str, pieces: Sequence[Buffer], *, condition: str | None = None) -> None:
-        """Write an object, followed by its authentication tag if there is a key; see ``Bucket.put``.
-
-        :param name: relative to the namespace's prefix.
-        :param condition: ``ABSENT``, or the ETag that the present object must have. None: replace any object.
-        """
-        signed = self.authenticator.signed(self.namespace, name, pieces)
+        """Write the object with a name, which the tag covers; see ``Bucket.put``."""
+        signed = self.authenticator.signed(self.names.namespace, name, pieces)
         self.bucket.put(self.names.base + name, signed, condition=condition)
 
-    def get(self, name: str, limit: int) -> memoryview:
-        """Download and verify an object; return it without its authentication tag. See ``Bucket.get``.
+    def get(self, name: str, limit: int, key: str = "") -> memoryview:
+        """Download and verify an object of at most ``limit`` bytes; return it without its authentication tag.
 
+        :param name: name that the tag covers, and the object's name unless its S3 key is given, too.
         :raises ObjectMissingError: there is no such object.
-        :raises CorruptPackError: the object is larger than ``limit`` bytes, or not written with the key.
+        :raises CorruptPackError: the object is too large, or not written with the key.
         """
-        return self.authenticator.opened(self.namespace, name, self.bucket.get(self.names.base + name, limit))
+        data = self.bucket.get(key or self.names.base + name, limit)
+        return self.authenticator.opened(self.names.namespace, name, data)
+
+    def record(
+        self,
+        name: str,
+        kind: type[T],
+        limit: int,
+        *,
+        fits: Callable[[T], bool] = lambda record: True,
+        key: str = "",
+        may_be_missing: bool = False,
+    ) -> T | None:
+        """Return a sealed record; None, with a warning, if it is unreadable. See ``get``.
+
+        :param fits: returns whether the content belongs under this name.
+        :param may_be_missing: return None for a missing object instead of raising ``ObjectMissingError``.
+        """
+        try:
+            record = unseal(self.get(name, limit, key), kind)
+            if fits(record):
+                return record
+            raise CorruptPackError(kind.__name__, "content of another name")
+        except CorruptPackError as error:
+            logger.warning("%s is unreadable (%s): its packs are misses", key or self.names.base + name, error)
+        except ObjectMissingError:
+            if not may_be_missing:
+                raise
+        return None
 
 
 def _digest(table: PackTable) -> bytes:

@@ -49,8 +49,8 @@ from persistkv_s3.client.transport import (
     ObjectMissingError,
     Transport,
 )
-from persistkv_s3.feed.format import Names, StoreNames, parse_identity
-from persistkv_s3.feed.head import NO_NAMESPACE, StoreHead
+from persistkv_s3.feed.format import NO_NAMESPACE, StoreNames, parse_identity
+from persistkv_s3.feed.head import StoreHead
 from persistkv_s3.feed.leader import ROUND_S, Leader
 from persistkv_s3.options import Place, S3Options, parse_url
 from persistkv_s3.session import NamespaceSession
@@ -68,9 +68,6 @@ class S3Backend(InspectableBackend):
     """Handle of an S3 store.
 
     Any thread may call ``read``, ``read_frames`` and ``tables``, concurrently with one other call.
-
-    The bucket holds one feed per namespace: the commits of all engines, merged in order. One handle at a time, the
-    leader, extends the feeds. An object of the bucket, the head, names the leader and the newest part of each feed.
     """
 
     capabilities = Capabilities(remote=True)
@@ -78,12 +75,8 @@ class S3Backend(InspectableBackend):
     def __init__(
         self, place: Place, options: S3Options, transport: Transport, *, read_only: bool = False, clock: Clock
     ) -> None:
-        """Initialise without sending a request; ``connect`` sends the first one.
-
-        :param transport: makes single attempts; closed with the handle.
-        """
+        """:param transport: makes single attempts; closed with the handle."""
         self.breaker = Breaker(str(place), options.slow_s, clock)
-        """Circuit breaker: decides whether requests are sent at present."""
         self._place = place
         self._options = options
         self._read_only = read_only or options.read_only
@@ -93,7 +86,7 @@ class S3Backend(InspectableBackend):
         self._authenticator = Authenticator(options.secret())
         self._bucket = Bucket(transport, self.breaker, options.deadline_s, options.connections, clock)
         self._names = StoreNames(place.prefix, self._authenticator.key_id)
-        self._head = StoreHead(self._bucket, place.prefix, self._authenticator, str(place))
+        self._head = StoreHead(self._bucket, self._names, self._authenticator, str(place))
         self._namespaces: dict[bytes, Namespace] = {}
         self._sessions: dict[bytes, NamespaceSession] = {}
         self._leader = Leader(
@@ -136,7 +129,6 @@ class S3Backend(InspectableBackend):
     ) -> S3Backend:
         """Open a store through ``transport``, which is closed with the handle; otherwise like ``open``.
 
-        :param clock: time and randomness of the handle; None: those of the machine.
         :param background: True: a thread of the handle calls ``step``; False: the caller must do so.
         :raises StoreError: the server rejects requests, the head cannot be used, or ``read_only`` and the server does
             not answer. The handle is closed.
@@ -217,10 +209,7 @@ class S3Backend(InspectableBackend):
             self._leader.round()
 
     def _refresh(self) -> None:
-        """Read the head and apply the feeds of open namespaces to their local catalogues.
-
-        A writable handle first rebuilds a missing or damaged head.
-        """
+        """Read the head, rebuild it if necessary, and apply the feeds of open namespaces to their local catalogues."""
         try:
             self._head.poll()
         except (ObjectMissingError, CorruptPackError):
@@ -233,8 +222,7 @@ class S3Backend(InspectableBackend):
             session.sync()
 
     def refresh(self) -> None:
-        """Apply the commits of all engines to the local catalogues of open namespaces, including commits that are not
-        in the feed yet.
+        """Apply the commits of all engines to the local catalogues, including commits that are not in the feed yet.
 
         :raises StoreError: the server or a catalogue failed; the catalogues have a consistent earlier state.
         """
@@ -246,9 +234,7 @@ class S3Backend(InspectableBackend):
                 session.read_inbox(infos)
 
     def _is_dark(self) -> bool:
-        """Retry the opening of the store if the server has not answered this handle yet; return whether it still has
-        not.
-        """
+        """Return whether the server has not answered this handle yet. If so, first retry the opening of the store."""
         if self._dark is not None:
             try:
                 self._head.open(self._options.policy, create=not self._read_only)
@@ -292,13 +278,9 @@ class S3Backend(InspectableBackend):
         if self._is_dark():
             return iter([])
         found = sorted(self._bucket.list(self._names.identities_prefix), key=lambda info: -info.modified)
-        return self._fetched([name for info in found if (name := parse_identity(info.key)) is not None])
-
-    def _fetched(self, names: list[bytes]) -> Iterator[Namespace]:
-        """Yield the namespaces with these ids, fetched a few at a time; skip missing and invalid ones."""
-        for start in range(0, len(names), self._options.connections):
-            fetched = self._bucket.all(self._namespace, names[start : start + self._options.connections])
-            yield from (namespace for namespace in fetched if namespace is not None)
+        names = [name for info in found if (name := parse_identity(info.key)) is not None]
+        opened = self._bucket.each(self._namespace, names, self._options.connections)
+        return (namespace for _, namespace in opened if namespace is not None)
 
     def holds(self, namespace: bytes) -> bool:
         self._check_open()
@@ -311,12 +293,10 @@ class S3Backend(InspectableBackend):
         found = self._namespace(identity.digest)
         if found is None and self._read_only:
             raise StoreUnavailableError(f"{self._place} holds no namespace {identity.digest.hex()}: open read-only")
-        if found is None:
-            self._put_identity(Namespace(identity, self._bucket.now()))
-            found = self._namespace(identity.digest)  # another process may have been faster
-        if found is None:  # junk: the digest determines the content
-            self._put_identity(Namespace(identity, self._bucket.now()), replace=True)
-            found = self._namespace(identity.digest)
+        for replaces in (False, True):  # junk is replaced: the digest determines the content
+            if found is None:
+                self._put_identity(Namespace(identity, self._bucket.now()), replace=replaces)
+                found = self._namespace(identity.digest)  # that of another process if it was faster
         if found is None:
             raise CorruptStoreError(f"{self._names.identity(identity.digest)} does not read")
         return found
@@ -324,12 +304,7 @@ class S3Backend(InspectableBackend):
     def _namespace(self, name: bytes) -> Namespace | None:
         """Return the namespace with this id, cached after the first call; None if it is missing or invalid."""
         if name not in self._namespaces:
-            data = self._small_object(self._names.identity(name))
-            try:
-                opened = None if data is None else self._authenticator.opened(NO_NAMESPACE, "identity", data)
-            except CorruptPackError:
-                return None
-            found = decode_namespace(name, opened)
+            found = decode_namespace(name, self._small_object(self._names.identity(name), NO_NAMESPACE, "identity"))
             if found is None:
                 return None
             self._namespaces[name] = found
@@ -337,28 +312,30 @@ class S3Backend(InspectableBackend):
 
     def note(self, namespace: bytes, name: str) -> bytes | None:
         self._check_open()
-        data = None if self._is_dark() else self._small_object(self._names.note(namespace, name))
-        try:
-            return None if data is None else bytes(self._authenticator.opened(namespace, f"note {name}", data))
-        except CorruptPackError:
-            return None
+        return (
+            None
+            if self._is_dark()
+            else self._small_object(self._names.note(namespace, name), namespace, f"note {name}")
+        )
 
     def put_note(self, namespace: bytes, name: str, content: bytes) -> None:
         self._check_open(writes=True)
-        if self._is_dark():
-            raise StoreUnavailableError(f"{self._place} has not answered yet ({self._dark})")
         pieces = self._authenticator.signed(namespace, f"note {name}", [content])
         self._bucket.put(self._names.note(namespace, name), pieces)
 
-    def _small_object(self, key: str) -> bytes | None:
-        """Return a whole object; None if it is missing or larger than 1 MiB."""
+    def _small_object(self, key: str, namespace: bytes | None = None, signed_as: str = "") -> bytes | None:
+        """Return a whole object; None if it is missing, larger than 1 MiB, or not authentic.
+
+        :param namespace, signed_as: as for ``Authenticator.opened``. None: the object is not signed.
+        """
         try:
-            return bytes(self._bucket.get(key))
+            data = self._bucket.get(key)
+            return bytes(data if namespace is None else self._authenticator.opened(namespace, signed_as, data))
         except (ObjectMissingError, CorruptPackError):
             return None
 
     def session(self, namespace: bytes) -> NamespaceSession:
-        """Return this handle's session with a namespace. The first call opens it, which reads from the bucket.
+        """Return this handle's session with a namespace, which the first call opens.
 
         :raises StoreError: the store has no such namespace, or a request failed; the next call tries again.
         """
@@ -379,12 +356,11 @@ class S3Backend(InspectableBackend):
         return self._sessions[namespace]
 
     def _make_session(self, namespace: bytes) -> NamespaceSession:
-        names = Names(self._place.prefix, namespace, self._authenticator.key_id)
-        objects = SignedObjects(self._bucket, names, namespace, self._authenticator)
-        place = f"{self._options.endpoint_url or ''} {self._place.bucket} {names.base} {socket.gethostname()}"
+        objects = SignedObjects(self._bucket, self._names.of(namespace), self._authenticator)
+        place = f"{self._options.endpoint_url or ''} {self._place.bucket} {objects.names.base} {socket.gethostname()}"
         file = f"{blake2b(place.encode(), digest_size=16).hexdigest()}.catalogue"
         catalogue = Catalogue(self._directory() / file, namespace)
-        session = NamespaceSession(objects, self._names, catalogue, self._head, self._options.touch_s)
+        session = NamespaceSession(objects, catalogue, self._head, self._options.touch_s)
         if self._dark is None:
             try:
                 infos = session.inbox()
@@ -415,8 +391,6 @@ class S3Backend(InspectableBackend):
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
         self._check_open(writes=True)
         check_batch(namespace, batch)
-        if self._is_dark():
-            raise StoreUnavailableError(f"{self._place} has not answered yet ({self._dark})")
         session = self.session(namespace)
         if batch.deletions or batch.bad or not self._options.refresh_s:
             self.refresh()  # a manifest that another engine wrote since may name what is deleted
@@ -433,12 +407,11 @@ class S3Backend(InspectableBackend):
             if namespace not in self._namespaces:
                 raise StoreError(f"{self._place} has not answered yet, so no namespace {namespace.hex()} is known")
             return Changes(b"", [], reset=True)
-        session = self._fresh(namespace)
-        return session.catalogue.changes(namespace, cursor)
+        return self._fresh(namespace).catalogue.changes(namespace, cursor)
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
         self._used_at = self._clock.monotonic()
-        return self.session(namespace).packs.read(spans)
+        return self.session(namespace).read(spans)
 
     def read_frames(
         self,
@@ -449,7 +422,7 @@ class S3Backend(InspectableBackend):
         take: Callable[[int, memoryview], None],
     ) -> None:
         self._used_at = self._clock.monotonic()
-        self.session(namespace).packs.read_frames(pack_id, frames, buffer, take)
+        self.session(namespace).read_frames(pack_id, frames, buffer, take)
 
     def index_file(self, namespace: bytes) -> Path | None:
         return None if self._is_dark() else self.session(namespace).catalogue.path.with_suffix(".index")
@@ -513,10 +486,7 @@ class S3Backend(InspectableBackend):
         return {key.rpartition("/")[2]: row for key, row in rows if row is not None}
 
     def close(self) -> None:
-        """Publish unpublished uses, merge own commits, resign as leader, and release all resources; idempotent.
-
-        Failed requests are only logged.
-        """
+        """Publish unpublished uses, merge own commits, resign as leader, and release all resources; idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -535,10 +505,7 @@ class S3Backend(InspectableBackend):
                 self._temporary.cleanup()
 
     def _publish_last(self) -> None:
-        """Publish unpublished uses of packs, merge own commits into the feed, and resign as leader.
-
-        If another handle leads, the commits stay in the inbox, and that handle merges them. Failures are only logged.
-        """
+        """Publish unpublished uses; without another leader, merge own commits; resign. Failures are only logged."""
         try:
             for session in list(self._sessions.values()):
                 session.write_uses()
@@ -556,3 +523,5 @@ class S3Backend(InspectableBackend):
             raise StoreError(f"{self._place} is closed")
         if writes and self._read_only:
             raise StoreError(f"{self._place} is open read-only")
+        if writes and self._is_dark():
+            raise StoreUnavailableError(f"{self._place} has not answered yet ({self._dark})")

@@ -17,6 +17,7 @@ import struct
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,26 +27,19 @@ from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptPackError, StoreBusyError, StoreError, StoreFullError
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.catalog import LOG_ENTRIES, TABLES, Catalog, CatalogTransaction, Rows
-from persistkv.storage.catalog.order import Reading, StoreClock, next_expiry, read_clock, write_clock
+from persistkv.storage.catalog.order import EvictionOrder, Reading, StoreClock, next_expiry, read_clock, write_clock
 from persistkv.storage.catalog.rows import (
     ADDED,
-    CHAINS,
     LOG,
     LOG_KEY,
-    MANIFEST,
     MANIFEST_KEYS,
     MANIFESTS,
     META,
-    ORDER,
-    ORDER_KEY,
     PACKS,
     PIECES,
     REMOVED,
     STATES,
-    USES,
-    Chain,
     NamespaceState,
-    Use,
     encode_change,
     manifest_row,
     pack_table,
@@ -72,19 +66,11 @@ APPLICATION_ID = 0x504B5333  # "PKS3"
 VERSION = 1
 _WAIT_S = 60.0  # for another thread's transaction, which may load a snapshot
 
-OBJECTS = "objects"
-"""Table: namespace, pack id → nonce, u64 bytes in the bucket (object, and table in the feed), tags."""
+# Tables besides those of ``storage/catalog``; docs/format.md has their rows.
+OBJECTS, UNDO, WRITERS, GARBAGE, KEY_OBJECTS = "objects", "undo", "writers", "garbage", "key_objects"
 PENDING = "pending"
-"""Table of commits that are not in the feed yet: u64 big-endian row number → writer id, u64 number of the commit, f64
-time at which it was applied here, sealed commit."""
-UNDO = "undo"
-"""Table: u64 big-endian row number → a table row before a pending commit changed it, see ``_Before``."""
-WRITERS = "writers"
-"""Table: writer id → u64 number of its last merged commit, f64 time of the merge."""
-GARBAGE = "garbage"
-"""Table of the bucket's objects that the feed has removed: f64 big-endian removal time, object name → empty."""
-KEY_OBJECTS = "key_objects"
-"""Table of the manifests whose keys are in an object: object name, ``\\0``, digest of a manifest's id → empty."""
+"""Commits that are not in the feed yet: u64 big-endian row number → writer id, u64 number of the commit, f64 time at
+which it was applied here, sealed commit."""
 _TABLES = (*(name for name in TABLES if name != PIECES), OBJECTS, PENDING, UNDO, WRITERS, GARBAGE, KEY_OBJECTS)
 _DUMPED = tuple(name for name in _TABLES if name not in (LOG, META, PENDING))
 _DUMPED_META = (b"clock", b"bytes")
@@ -100,33 +86,22 @@ _POSITION_ROW, _BYTES_ROW, _STORE_ROW = b"feed", b"bytes", b"store"
 
 
 class Position(msgspec.Struct, frozen=True, array_like=True):
-    """Position in the feed, up to which a catalogue has applied the feed objects."""
+    """Position in the feed: fields of the last feed object that a catalogue has applied (see ``Feed``)."""
 
     generation: bytes = b""
-    """Random id of the feed; empty: no feed object was applied."""
+    """Empty: no feed object was applied."""
     position: int = 0
-    """Number of the last applied feed object, from 1; 0: none."""
     term: bytes = b""
-    """Term (id of the leader's election) of the last applied feed object."""
     time: float = 0.0
-    """Time of the last applied feed object: seconds since the epoch, by the server's clock."""
     damaged: bool = False
     """Whether a feed object, or a part of the snapshot from which the catalogue was last loaded, was unreadable: the
     catalogue may lack packs."""
 
 
-class _Before(msgspec.Struct, frozen=True, array_like=True):
-    """A table row before a pending commit changed it; entry of the undo log."""
-
-    table: str
-    key: bytes
-    value: bytes | None
-    """None: the table had no row with this key."""
-
-
 # Made at import: msgspec 0.22 crashes if two threads are the first to decode a type.
 _DECODE_POSITION = msgspec.msgpack.Decoder(Position).decode
-_DECODE_BEFORE = msgspec.msgpack.Decoder(_Before).decode
+_DECODE_BEFORE = msgspec.msgpack.Decoder(tuple[str, bytes, bytes | None]).decode
+"""Decodes a row of ``UNDO``: table, key and value (None: no row) before a pending commit changed the row."""
 
 
 class PackObject(NamedTuple):
@@ -154,15 +129,6 @@ class Plan(NamedTuple):
     """(manifest id, True to pin or False to unpin), for manifests that exist or that the batch writes."""
 
 
-class Removals(NamedTuple):
-    """Packs and manifests to evict."""
-
-    gone: list[tuple[bytes, bytes]]
-    """(pack id, nonce) of the packs to evict."""
-    manifests: list[bytes]
-    """Digests of the ids of the manifests to evict."""
-
-
 class LocalRows(Rows):
     """Table rows of the catalogue within one SQL transaction."""
 
@@ -185,16 +151,16 @@ class LocalRows(Rows):
         return None if row is None else bytes(row[0])
 
     def put(self, table: str, key: bytes, value: Buffer) -> None:
-        if not self._record(table, key):
-            return
-        self.db.execute(f"INSERT OR REPLACE INTO '{table}' VALUES (?, ?)", (key, value))
+        self._write(table, key, value)
 
     def delete(self, table: str, key: bytes) -> bool:
         if table == MANIFEST_KEYS and (row := self.get(MANIFEST_KEYS, key)) is not None and len(row) >= _KEYS.size:
-            self._release_keys(key[ID_BYTES:], row)
-        if not self._record(table, key):
-            return False
-        found = self.db.execute(f"DELETE FROM '{table}' WHERE key = ?", (key,)).rowcount > 0
+            name = bytes(row[_KEYS.size :])
+            self.count_bytes(-_KEYS.unpack_from(row)[2])
+            self.delete(KEY_OBJECTS, name + b"\0" + key[ID_BYTES:])
+            if next(self.starting_with(KEY_OBJECTS, name + b"\0"), None) is None:
+                self.discard(name.decode("ascii", "replace"))
+        found = self._write(table, key, None)
         if found and table == MANIFESTS:
             self.dropped.append(key[ID_BYTES:])
         return found
@@ -202,10 +168,9 @@ class LocalRows(Rows):
     def range(self, table: str, start: bytes) -> Iterator[tuple[Buffer, Buffer]]:
         yield from self.db.execute(f"SELECT key, value FROM '{table}' WHERE key >= ? ORDER BY key", (start,))
 
-    def _record(self, table: str, key: bytes) -> bool:
-        """Save a table row before its change, for undo and for the log of changes.
-
-        :returns: False if the row must not be written, because ``_log_changes`` writes the log of changes later.
+    def _write(self, table: str, key: bytes, value: Buffer | None) -> bool:
+        """Save a row for undo and for the log of changes; then write or, with None, delete it. Return whether it was
+        changed.
         """
         if self.nonces is not None:
             if table == LOG:
@@ -215,9 +180,11 @@ class LocalRows(Rows):
             elif table == PACKS and key not in self.rows_before and (row := self.get(PACKS, key)) is not None:
                 self.rows_before[key] = bytes(row)
         if self.undoable and table not in (LOG, UNDO, PENDING):
-            value = self.get(table, key)
-            before = _Before(table, key, None if value is None else bytes(value))
-            self.append(UNDO, msgspec.msgpack.encode(before))
+            before = self.get(table, key)
+            self.append(UNDO, msgspec.msgpack.encode((table, key, None if before is None else bytes(before))))
+        if value is None:
+            return self.db.execute(f"DELETE FROM '{table}' WHERE key = ?", (key,)).rowcount > 0
+        self.db.execute(f"INSERT OR REPLACE INTO '{table}' VALUES (?, ?)", (key, value))
         return True
 
     def append(self, table: str, value: Buffer) -> None:
@@ -227,29 +194,13 @@ class LocalRows(Rows):
         self.db.execute(f"INSERT INTO '{table}' VALUES (?, ?)", (_NUMBER.pack(number), value))
 
     def undo(self) -> None:
-        """Undo the changes of pending commits, which are those in the undo log, and empty the log."""
+        """Undo the changes of pending commits."""
         for _, value in reversed(list(self.range(UNDO, b""))):
-            before = _DECODE_BEFORE(value)
-            self._record(before.table, before.key)
-            if before.value is None:
-                self.db.execute(f"DELETE FROM '{before.table}' WHERE key = ?", (before.key,))
-            else:
-                self.db.execute(f"INSERT OR REPLACE INTO '{before.table}' VALUES (?, ?)", (before.key, before.value))
+            self._write(*_DECODE_BEFORE(value))
         self.db.execute(f"DELETE FROM '{UNDO}'")
 
-    def _release_keys(self, digest: bytes, row: Buffer) -> None:
-        name = bytes(row[_KEYS.size :])
-        self.count_bytes(-_KEYS.unpack_from(row)[2])
-        self.delete(KEY_OBJECTS, name + b"\0" + digest)
-        if next(self.starting_with(KEY_OBJECTS, name + b"\0"), None) is None:
-            self.discard(name.decode("ascii", "replace"))
-
     def discard(self, name: str) -> None:
-        """Record an object of the bucket as garbage for later deletion, with the removal time ``garbage_at``; do
-        nothing if that is None.
-
-        :param name: name of the object below the namespace's prefix.
-        """
+        """Record an object of the bucket as garbage, to be deleted later; do nothing if ``garbage_at`` is None."""
         if self.garbage_at is not None:
             self.put(GARBAGE, _TIME.pack(self.garbage_at) + name.encode(), b"")
 
@@ -265,7 +216,6 @@ class LocalRows(Rows):
 
     @property
     def position(self) -> Position:
-        """Position up to which the feed was applied."""
         row = self.get(META, _POSITION_ROW)
         return Position() if row is None else _DECODE_POSITION(row)
 
@@ -298,8 +248,8 @@ class _Objects:
 
 
 class Catalogue(Catalog):
-    """Local catalogue of one namespace, see the top of this file. Thread-safe. Each parameter ``at`` is the present
-    time by the server's clock, in seconds since the epoch.
+    """Local catalogue of one namespace, see the top of this file. Thread-safe. Times are seconds since the epoch by the
+    server's clock; each parameter ``at`` is the present time.
 
     :param path: SQLite file, in an existing directory; created if missing, replaced if damaged or foreign.
     """
@@ -312,6 +262,7 @@ class Catalogue(Catalog):
         try:
             self._create_or_check()
         except (StoreError, sqlite3.Error, msgspec.DecodeError, struct.error):
+            self._release()
             self._delete_file()
             self._create_or_check()
 
@@ -334,17 +285,14 @@ class Catalogue(Catalog):
             _ = rows.position, rows.num_bytes
 
     def _delete_file(self) -> None:
-        self._release()
         for suffix in ("", "-wal", "-shm"):
             Path(f"{self.path}{suffix}").unlink(missing_ok=True)
 
     @contextmanager
     def rows(self, *, write: bool = False, rollback: bool = False) -> Iterator[LocalRows]:
-        """Run an SQL transaction on the file, as ``Catalog.rows`` does.
+        """Run an SQL transaction on the file, as ``Catalog.rows`` does; with ``rollback``, never commit it.
 
-        :param rollback: roll the transaction back at the end of the ``with`` block, instead of committing it.
-        :raises StoreError: the catalogue is closed, or SQLite failed; the transaction was rolled back. A file that
-            SQLite reports as damaged is deleted, and created again when the store is next opened.
+        :raises StoreError: the catalogue is closed, or SQLite failed. A file that SQLite reports as damaged is deleted.
         """
         if self._closed:
             raise StoreError("the store is closed")
@@ -376,8 +324,7 @@ class Catalogue(Catalog):
     def _translated(self, error: sqlite3.Error) -> StoreError:
         text = str(error)
         if "malformed" in text or "not a database" in text:
-            for suffix in ("", "-wal", "-shm"):  # the next opening creates another file
-                Path(f"{self.path}{suffix}").unlink(missing_ok=True)
+            self._delete_file()  # the next opening creates another one
         kind = StoreBusyError if "locked" in text else StoreFullError if "full" in text else StoreError
         return kind(f"{self.path}: {text}")
 
@@ -404,12 +351,12 @@ class Catalogue(Catalog):
             return rows.position
 
     def disk_bytes(self) -> int:
-        """Return the bytes of the namespace's packs, their tables and manifests in the bucket."""
+        """Return the bytes of the namespace's packs, pack tables and manifests in the bucket."""
         with self.rows() as rows:
             return rows.num_bytes
 
     def objects(self, pack_ids: Iterable[bytes]) -> dict[bytes, PackObject]:
-        """Return the given packs by id, without those that the catalogue lacks or whose table is unreadable."""
+        """Return packs by id, without those that the catalogue lacks or whose table is unreadable."""
         found: dict[bytes, PackObject] = {}
         with self.rows() as rows:
             for pack_id in pack_ids:
@@ -420,9 +367,7 @@ class Catalogue(Catalog):
         return found
 
     def keys_place(self, manifest_id: str) -> tuple[str, int, int] | None:
-        """Return where a manifest's keys are: name of the object below the namespace's prefix, byte offset and length.
-        None if the catalogue lacks the manifest, or the row of its keys is damaged.
-        """
+        """Return where a manifest's keys are: name of the object, byte offset and length. None: missing or damaged."""
         with self.rows() as rows:
             row = rows.get(MANIFEST_KEYS, manifest_row(self._namespace, manifest_id))
         if row is None or len(row) < _KEYS.size:
@@ -440,27 +385,16 @@ class Catalogue(Catalog):
         with self.rows() as rows:
             return _merged_number(rows, writer)
 
-    @property
-    def oldest(self) -> float:
-        """Time of the oldest use of a pack or manifest that may be evicted, in seconds since the epoch by the server's
-        clock; 0 if none may be evicted.
+    def retention(self) -> tuple[int, float, float]:
+        """Return the total bytes, the time of the oldest use of a pack or manifest that may be evicted (0: there is
+        none), and the earliest time at which a manifest expires by its own ttl (infinity: never).
         """
         with self.rows() as rows:
-            return _oldest(rows)
-
-    @property
-    def expires(self) -> float:
-        """Earliest time at which a manifest expires by its own ttl, in seconds since the epoch by the server's clock;
-        infinity if none does.
-        """
-        with self.rows() as rows:
-            return next_expiry(rows)
+            return rows.num_bytes, _oldest(rows), next_expiry(rows)
 
     def garbage(self, until: float, at_most: int) -> list[tuple[float, str]]:
-        """Return (removal time, name) of the bucket's objects that the feed removed at ``until`` or earlier, oldest
-        first.
-
-        :param at_most: maximum number, except that objects with the same time as the last one are included.
+        """Return (removal time, name) of the objects that the feed removed at ``until`` or earlier, oldest first:
+        ``at_most``, and those with the same time as the last one.
         """
         found: list[tuple[float, str]] = []
         with self.rows() as rows:
@@ -472,22 +406,19 @@ class Catalogue(Catalog):
         return found
 
     def names_pack(self, pack_id: bytes, nonce: bytes) -> bool:
-        """Return whether the catalogue, with or without its pending commits, refers to this object of a pack."""
+        """Return whether the catalogue, with or without the pending commits, refers to this object of a pack."""
         name = self._namespace + pack_id
         with self.rows() as rows:
-            undone = (row for row in _undo_log(rows) if (row.table, row.key) == (OBJECTS, name))
-            before = (row.value[:NONCE_BYTES] for row in undone if row.value is not None)
-            return nonce in (_nonce(rows, name), *before)
+            undone = [value for table, key, value in _undo_log(rows) if (table, key) == (OBJECTS, name)]
+            return nonce in (_nonce(rows, name), *(value[:NONCE_BYTES] for value in undone if value is not None))
 
     def names_keys(self, name: str) -> bool:
-        """Return whether any manifest of the catalogue, with or without its pending commits, has its keys in the object
-        ``name``.
-        """
+        """Return whether a manifest, with or without the pending commits, has its keys in the object ``name``."""
         prefix = name.encode() + b"\0"
         with self.rows() as rows:
             if next(rows.starting_with(KEY_OBJECTS, prefix), None) is not None:
                 return True
-            return any(row.table == KEY_OBJECTS and row.key.startswith(prefix) for row in _undo_log(rows))
+            return any(table == KEY_OBJECTS and key.startswith(prefix) for table, key, _ in _undo_log(rows))
 
     # Changes
 
@@ -510,12 +441,15 @@ class Catalogue(Catalog):
             ]
             return Plan(cursor, missing, gone, transaction.evicted, pins)
 
-    def plan_eviction(self, at: float, ttl_s: float | None, excess: int, until: float, at_most: int) -> Removals:
-        """Return packs and manifests that have expired, and those to evict to free ``excess`` bytes; change nothing.
+    def plan_eviction(
+        self, at: float, ttl_s: float | None, excess: int, until: float, at_most: int
+    ) -> tuple[list[tuple[bytes, bytes]], list[bytes]]:
+        """Return expired packs and manifests, and those to evict to free ``excess`` bytes; change nothing.
 
         :param ttl_s: content expires this many seconds after its last use; None: manifests by their own ttl only.
         :param until: eviction for ``excess`` also ends when nothing evictable was used at this time or earlier.
         :param at_most: maximum number of expired packs and manifests; also the maximum number of evicted ones.
+        :returns: (pack id, nonce) of the packs, and digests of the ids of the manifests.
         """
         with self.rows(write=True, rollback=True) as rows:
             rows.undo()
@@ -528,12 +462,10 @@ class Catalogue(Catalog):
                 return rows.num_bytes <= target or _oldest(rows) > until
 
             transaction.evict(is_enough, at_most)
-            return Removals(objects.deleted, rows.dropped)
+            return objects.deleted, rows.dropped
 
     def apply_pending(self, entry: Entry, at: float) -> tuple[bytes, bytes]:
-        """Apply a commit that is not in the feed, unless it is already applied. Return the cursors of the log of
-        changes before and after it.
-        """
+        """Apply a commit that is not in the feed, unless it is already applied; return the cursors before and after."""
         with self.rows(write=True) as rows:
             before = _cursor(rows, self._namespace)
             known = any(
@@ -541,13 +473,8 @@ class Catalogue(Catalog):
             )
             if not known and _merged_number(rows, entry.writer) < entry.number:
                 rows.append(PENDING, _PENDING.pack(entry.writer, entry.number, at) + seal(entry))
-                self._apply_pending(rows, entry, at)
+                self._apply(rows, entry, at, undoable=True)
             return before, _cursor(rows, self._namespace)
-
-    def _apply_pending(self, rows: LocalRows, entry: Entry, at: float) -> None:
-        rows.undoable = True
-        self._apply(rows, entry, at)
-        rows.undoable = False
 
     def apply_feed(self, feed: Feed) -> None:
         """Apply a feed object if it directly follows ``position``; otherwise do nothing."""
@@ -573,16 +500,14 @@ class Catalogue(Catalog):
             self._log_changes(rows, sequence)
 
     def _reapply(self, rows: LocalRows) -> None:
-        """Apply pending commits again after a feed object; delete merged ones, and removals by ``drop``
-        that the feed has made, too.
-        """
+        """Apply pending commits again after a feed object; delete merged ones and removals that the feed has made."""
         for key, value in list(rows.range(PENDING, b"")):
             entry, at = unseal(value[_PENDING.size :], Entry), _PENDING.unpack_from(value)[2]
             held = any(_nonce(rows, self._namespace + pack_id) == nonce for pack_id, nonce in entry.gone)
             if (entry.writer == _MISSING_OBJECT and not held) or entry.number <= _merged_number(rows, entry.writer):
                 rows.delete(PENDING, bytes(key))
             else:
-                self._apply_pending(rows, entry, at)
+                self._apply(rows, entry, at, undoable=True)
 
     def _log_changes(self, rows: LocalRows, sequence: int) -> None:
         """Log each pack whose object was added, removed or replaced, and delete the oldest log rows.
@@ -607,9 +532,7 @@ class Catalogue(Catalog):
         rows.put(STATES, self._namespace, state.encode())
 
     def skip_to(self, position: Position) -> None:
-        """Advance the position without applying feed objects: they are unreadable, or a snapshot contains them. Do
-        nothing if ``position`` is earlier than the present one.
-        """
+        """Advance the position past feed objects that are unreadable or in a snapshot; never move it backwards."""
         with self.rows(write=True) as rows:
             if position.position >= rows.position.position:
                 rows.position = position
@@ -637,10 +560,7 @@ class Catalogue(Catalog):
         return row in (None, store)
 
     def load(self, dumps: Iterable[Dump], position: Position, store: bytes) -> None:
-        """Replace the whole catalogue by dumped table rows; all earlier cursors become invalid.
-
-        :param store: see ``Head.store``.
-        """
+        """Replace the whole catalogue by dumped table rows; all earlier cursors become invalid."""
         with self.rows(write=True) as rows:
             for table in _TABLES:
                 rows.db.execute(f"DELETE FROM '{table}'")
@@ -673,7 +593,8 @@ class Catalogue(Catalog):
                         tables, length = {}, 0
             yield position, Dump(tables)
 
-    def _apply(self, rows: LocalRows, entry: Entry, at: float) -> None:
+    def _apply(self, rows: LocalRows, entry: Entry, at: float, *, undoable: bool = False) -> None:
+        rows.undoable = undoable
         objects = _Objects(rows)
         for joined in entry.uses[:-1]:
             earlier = CatalogTransaction(rows, objects, self._namespace, at=at)
@@ -701,6 +622,7 @@ class Catalogue(Catalog):
             rows.put(KEY_OBJECTS, bytes(value[_KEYS.size :]) + b"\0" + name[ID_BYTES:], b"")
             rows.count_bytes(_KEYS.unpack_from(value)[2])
         transaction.finish()
+        rows.undoable = False
 
     def _manifests(self, entry: Entry) -> Iterator[tuple[ManifestWrite, bytes]]:
         for row in entry.manifests:
@@ -737,7 +659,7 @@ def _merged_number(rows: Rows, writer: bytes) -> int:
     return 0 if row is None else int(_WRITER.unpack(row)[0])
 
 
-def _undo_log(rows: Rows) -> Iterator[_Before]:
+def _undo_log(rows: Rows) -> Iterator[tuple[str, bytes, bytes | None]]:
     for _, value in rows.range(UNDO, b""):
         yield _DECODE_BEFORE(value)
 
@@ -749,13 +671,6 @@ def _nonce(rows: Rows, name: bytes) -> bytes:
 
 
 def _oldest(rows: Rows) -> float:
-    return min((time for low in (True, False) if (time := _oldest_of(rows, low=low))), default=0.0)
-
-
-def _oldest_of(rows: Rows, *, low: bool) -> float:
-    for key, _ in rows.starting_with(ORDER, bytes([not low])):
-        _, _, _, kind, name = ORDER_KEY.unpack(key)
-        row = Chain.decode(rows.get(CHAINS, name)) if kind == MANIFEST else Use.decode(rows.get(USES, name))
-        if row is not None:
-            return float(row.time)
-    return 0.0
+    """Return the time of the oldest use of a pack or manifest that may be evicted; 0 if there is none."""
+    order = EvictionOrder(rows, at=0.0)
+    return min((each.time for low in (True, False) for each in islice(order.oldest(low), 1)), default=0.0)

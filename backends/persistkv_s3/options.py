@@ -41,23 +41,20 @@ class S3Options(msgspec.Struct, frozen=True):
     """Whether bodies are left out of the signature, which saves a third of the CPU time of an upload. None: they are
     left out over https only."""
     sse: Literal["AES256", "aws:kms"] | None = None
-    """Server-side encryption to request. None: the bucket's default."""
+    """Server-side encryption to request. None, here and for the next two: the bucket's or account's default."""
     sse_kms_key_id: str | None = None
-    """Id of the KMS key for ``sse=aws:kms``. None: the account's default key."""
+    """Id of the KMS key for ``sse=aws:kms``."""
     sse_bucket_key: bool | None = None
-    """Whether objects with ``sse=aws:kms`` use a bucket key, which saves most requests to KMS. None: the bucket's
-    default."""
+    """Whether objects with ``sse=aws:kms`` use a bucket key, which saves most requests to KMS."""
     expected_bucket_owner: str | None = None
     """Account that must own the bucket; the server refuses requests to a bucket of another account. None: any."""
     read_only: bool = False
-    """Whether the store is only looked up and read: nothing is ever written, and permission to list and get
-    suffices."""
+    """Whether nothing is ever written; permission to list and get suffices."""
     deadline_s: float = msgspec.field(default=30.0, name="deadline")
     """Seconds within which one operation (upload, download, page of a listing) ends, including retries. The last
     attempt may exceed it by a socket timeout: a third of it, at least 1 s."""
     slow_s: float = msgspec.field(default=10.0, name="slow")
-    """Seconds, plus 1 for each MiB, after which even a correct answer counts as bad: bad answers stop requests for a
-    while (see ``bucket``)."""
+    """Seconds, plus 1 for each MiB, after which even a correct answer counts as bad (see ``bucket``)."""
     refresh_s: float = msgspec.field(default=1.0, name="refresh")
     """Seconds between polls for packs that others stored, at least 30 in an idle engine; each interval is 75 % to 125 %
     of it. 0: also at every commit and every query of changes, manifests or totals, which then include commits that no
@@ -69,11 +66,10 @@ class S3Options(msgspec.Struct, frozen=True):
     """Maximum number of concurrent requests of one call of the driver, from 1 to 64; concurrent calls share this number
     of threads."""
     capacity: int | None = None
-    """Bound on the bytes of a new store, enforced within seconds. None: unbounded. An existing store
-    keeps its recorded capacity (``persistkv set`` changes it)."""
+    """Bound on the bytes of a new store. None: unbounded."""
     ttl_s: float | None = msgspec.field(default=None, name="ttl")
     """Seconds from its last use until content of a new store expires. None: never. An existing store keeps its recorded
-    ttl (``persistkv set`` changes it)."""
+    capacity and ttl (``persistkv set`` changes them)."""
     grace_s: float = msgspec.field(default=3600.0, name="grace")
     """Seconds for which removed and superseded objects stay in the bucket; must be longer than any read."""
     status_s: float | None = msgspec.field(default=None, name="status")
@@ -82,7 +78,7 @@ class S3Options(msgspec.Struct, frozen=True):
     """File with the key that authenticates the store (see ``authentication``): at least 32 bytes; surrounding white
     space is ignored. None: nothing is authenticated, unless ``key_env`` is set."""
     key_env: str | None = None
-    """Name of an environment variable with the key that authenticates the store, instead of ``key_file``."""
+    """Name of an environment variable with that key, instead of ``key_file``."""
     cache: str | bool | None = None
     """Directory of the local catalogues, which are kept between runs; ``no``: a temporary one. None or ``yes``:
     ``persistkv/s3`` in the user's cache directory, or a temporary one if there is no home directory."""
@@ -90,10 +86,9 @@ class S3Options(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.endpoint_url is not None:
             _check_endpoint(self.endpoint_url)
-        if self.sse_kms_key_id is not None and self.sse != "aws:kms":
-            raise MissingOptionError("s3 option sse_kms_key_id", "sse=aws:kms")
-        if self.sse_bucket_key is not None and self.sse != "aws:kms":
-            raise MissingOptionError("s3 option sse_bucket_key", "sse=aws:kms")
+        for name, value in (("sse_kms_key_id", self.sse_kms_key_id), ("sse_bucket_key", self.sse_bucket_key)):
+            if value is not None and self.sse != "aws:kms":
+                raise MissingOptionError(f"s3 option {name}", "sse=aws:kms")
         if self.expected_bucket_owner is not None and not _ACCOUNT.fullmatch(self.expected_bucket_owner):
             raise ConfigurationError("s3 option expected_bucket_owner", self.expected_bucket_owner, "12 digits")
         if self.key_file is not None and self.key_env is not None:
@@ -103,14 +98,11 @@ class S3Options(msgspec.Struct, frozen=True):
 
     @property
     def policy(self) -> Policy:
-        """Capacity and ttl from the URL, None if not given. A new store is created with this policy."""
+        """Capacity and ttl of a new store."""
         return Policy(self.capacity, self.ttl_s)
 
     def secret(self) -> bytes:
-        """Return the key that authenticates the store; empty: no authentication.
-
-        :raises ConfigurationError: the key cannot be read, or is too short. The message does not reveal it.
-        """
+        """Return the key that authenticates the store; empty: no authentication. Errors do not reveal it."""
         if self.key_file is not None:
             name, value = "key_file", self.key_file
             try:
@@ -128,7 +120,7 @@ class S3Options(msgspec.Struct, frozen=True):
         return found
 
     def cache_directory(self) -> Path | None:
-        """Return the directory of the local catalogues; None: use a temporary one (``cache=no``, or no home)."""
+        """Return the directory of the local catalogues; None: use a temporary one."""
         if self.cache is False:
             return None
         if isinstance(self.cache, str):
@@ -151,10 +143,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 def parse_url(url: StoreUrl) -> tuple[Place, S3Options]:
-    """Return the location and the options of a store from its URL.
-
-    :raises ConfigurationError: a part is invalid; the error names it.
-    """
+    """Return location and options of a store; raise ``ConfigurationError`` with the name of an invalid part."""
     for name in url.options:
         if _CREDENTIAL.search(name) and name not in S3Options.__struct_fields__:
             raise ConfigurationError(f"s3 option {name}", "…", "no credentials in URLs: see docs/s3.md, Credentials")

@@ -1,4 +1,4 @@
-"""Session of one handle with one namespace: commits, uses, and application of the feed to the local catalogue.
+"""Session of one handle with one namespace: commits, uses, packs, and application of the feed to the local catalogue.
 
 A commit has three steps:
 
@@ -10,27 +10,38 @@ A commit has three steps:
 
 If the outcome of step 2 stays unknown, the session continues under a new writer id and never deletes anything: the
 leader may still find the object and merge it. A pack of the failed commit is then a duplicate, which the feed resolves.
+
+The name of a pack's object ends in a nonce, drawn for each upload: the bytes under a name never change, and no upload
+reuses an object. Its bytes are the pack's, with authentication tags between payload and table if the store has a key.
+Adjacent ranges of a pack are read with one request, and requests run in parallel.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import groupby
 from typing import TypeVar
 
 from persistkv.errors import CorruptPackError, StoreError
-from persistkv.storage.backend import CommitBatch, CommitResult
+from persistkv.storage.backend import CommitBatch, CommitResult, ReadSpan
+from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.manifest import ManifestKeys, decode_manifest_keys, encode_manifest, encode_manifest_keys
-from persistkv_s3.authentication import SignedObjects
-from persistkv_s3.catalogue import Catalogue, Plan, Position
+from persistkv.storage.format.pack import Frame
+from persistkv.storage.format.pack_writer import NewPack
+from persistkv_s3.authentication import SignedObjects, slices
+from persistkv_s3.catalogue import Catalogue, PackObject, Plan, Position
 from persistkv_s3.client.transport import ABSENT, ConditionFailedError, ObjectInfo, ObjectMissingError, S3Error
 from persistkv_s3.feed.format import (
     MAX_FEED_BYTES,
     MAX_INBOX_BYTES,
     MAX_SEGMENT_BYTES,
     MAX_SNAPSHOT_BYTES,
+    NONCE_BYTES,
     WRITER_BYTES,
     Dump,
     Entry,
@@ -40,7 +51,6 @@ from persistkv_s3.feed.format import (
     NamespaceHead,
     PackRow,
     Snapshot,
-    StoreNames,
     feed_name,
     parse_inbox,
     seal,
@@ -48,7 +58,6 @@ from persistkv_s3.feed.format import (
     unseal,
 )
 from persistkv_s3.feed.head import StoreHead
-from persistkv_s3.packs import PackObjects, UploadBudget
 
 T = TypeVar("T")
 
@@ -59,21 +68,43 @@ _TRIES = 4
 """Maximum number of attempts to reach the head's position: listed objects may be deleted before they are fetched."""
 _AT_ONCE = 4
 """Maximum number of feed objects or segments in memory at a time."""
+_GAP_BYTES = 128 << 10  # 128 KiB: less than the bytes transferred in the latency of one request
+
+
+class UploadBudget:
+    """Limit on the memory of encoded packs during uploads, in bytes. A pack that is larger reserves all of the limit; a
+    pack that is uploaded from its existing memory reserves none.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._free = self._all = num_bytes
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def reserved(self, writer: NewPack) -> Iterator[None]:
+        """Reserve memory for a pack while the ``with`` block runs; wait until enough memory is free."""
+        length = min(writer.raw_length, self._all) if writer.encodes else 0
+        with self._changed:
+            self._changed.wait_for(lambda: length <= self._free)
+            self._free -= length
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += length
+                self._changed.notify_all()
 
 
 class NamespaceSession:
     """Session with one namespace, see the top of this file. Thread-safe, but only one thread at a time may commit."""
 
-    def __init__(
-        self, objects: SignedObjects, store_names: StoreNames, catalogue: Catalogue, head: StoreHead, touch_s: float
-    ) -> None:
+    def __init__(self, objects: SignedObjects, catalogue: Catalogue, head: StoreHead, touch_s: float) -> None:
         self.objects = objects
         self.catalogue = catalogue
-        self.packs = PackObjects(objects, catalogue, self._mark_missing)
         self._bucket = objects.bucket
         self._clock = objects.bucket.clock
-        self._store_names = store_names
-        self._namespace = objects.namespace
+        self._names = objects.names
+        self.namespace = objects.names.namespace
         self._head = head
         self._touch_s = touch_s
         self.writer = self._clock.random.randbytes(WRITER_BYTES)
@@ -84,7 +115,7 @@ class NamespaceSession:
         self._read: set[InboxName] = set()
         """Commits of other writers that were already read from the inbox."""
         self._uses: dict[bytes, int] = {}
-        """Unpublished uses: pack id → number of its last use. Packs that were used together have the same number."""
+        """Unpublished uses, oldest first: pack id → number of its last use, which packs used together share."""
         self._moments = 0
         self._lost: dict[tuple[bytes, bytes], None] = {}
         """(pack id, nonce) of packs whose objects are missing, until a commit removes them for all engines."""
@@ -93,7 +124,7 @@ class NamespaceSession:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a commit of this session is not merged into the feed yet."""
+        """Whether an own commit is not merged into the feed yet."""
         return bool(self._unmerged)
 
     def commit(self, batch: CommitBatch) -> CommitResult:
@@ -117,37 +148,41 @@ class NamespaceSession:
         return CommitResult(after if before == plan.cursor else plan.cursor, plan.removed)
 
     def _upload(self, batch: CommitBatch, plan: Plan) -> Entry:
-        """Upload packs, and an object with the keys of the manifests; return the commit, which is not yet published.
-
-        :raises Exception: the first error of an upload. A sweep deletes the uploaded objects; the writer id is renewed.
-        """
+        """Upload packs, and an object with the keys of the manifests; return the commit, which is not published yet."""
         number, started = self._number + 1, self._bucket.now()
         keys_name, keys = f"keys/{self.writer.hex()}-{number:012x}", list[bytes]()
         manifests, offset = list[ManifestRow](), 0
         for write in batch.manifests:
             encoded = [encode_manifest_keys(write.keys)]
-            signed = self.objects.authenticator.signed(self._namespace, _keys_of(write.manifest.id), encoded)
+            signed = self.objects.authenticator.signed(self.namespace, _keys_of(write.manifest.id), encoded)
             keys.append(b"".join(signed))
             named = b"".join(dict.fromkeys(write.packs))
             manifests.append(ManifestRow(encode_manifest(write.manifest), named, keys_name, offset, len(keys[-1])))
             offset += len(keys[-1])
-        found: dict[int, PackRow] = {}
         budget = UploadBudget(batch.memory)
 
-        def put(number: int) -> None:
-            if number < 0:
-                self._bucket.put(self.objects.names.base + keys_name, keys)
-                return
-            with budget.reserved(plan.missing[number]):
-                found[number] = self.packs.upload(plan.missing[number])
+        def put(pack: NewPack | None) -> PackRow | None:
+            if pack is None:
+                self._bucket.put(self._names.base + keys_name, keys)
+                return None
+            with budget.reserved(pack):
+                return self._upload_pack(pack)
 
         try:
-            self._bucket.all(put, [*range(len(plan.missing)), *([-1] if keys else [])], writes=True)
+            found = self._bucket.all(put, [*plan.missing, *([None] if keys else [])], writes=True)
         except BaseException:
             self._renew_writer()  # a late PUT may still create the object with keys: do not reuse its name
             raise
-        packs = [found[number] for number in range(len(plan.missing))]
+        packs = [row for row in found if row is not None]
         return Entry(writer=self.writer, number=number, time=started, packs=packs, manifests=manifests, pins=plan.pins)
+
+    def _upload_pack(self, writer: NewPack) -> PackRow:
+        """Upload a pack; return its row for the commit. A sweep deletes an object to which no commit refers."""
+        payload: list[Buffer] = list(writer.stream())
+        nonce = self._bucket.clock.random.randbytes(NONCE_BYTES)
+        body = self.objects.authenticator.pack_tags(writer.table, payload) + writer.table.encode()
+        self._bucket.put(self._names.pack(writer.pack_id, nonce), [*payload, body])
+        return PackRow(writer.pack_id, nonce, body)
 
     def _publish(self, entry: Entry) -> tuple[bytes, bytes]:
         """Write a commit to the inbox and apply it to the local catalogue; return ``Changes.cursor`` before and after.
@@ -155,12 +190,12 @@ class NamespaceSession:
         :raises StoreError: the commit is too large, took over 12 hours, or was not written; it is not applied here. If
             its outcome stayed unknown, or only the local catalogue failed, the leader may still merge it.
         """
-        name = InboxName(self._namespace, entry.writer, entry.number)
-        data = self.objects.authenticator.signed(self._namespace, _signed_as(name), [seal(entry)])
+        name = InboxName(self.namespace, entry.writer, entry.number)
+        data = self.objects.authenticator.signed(self.namespace, _signed_as(name), [seal(entry)])
         if sum(len(memoryview(piece)) for piece in data) > MAX_INBOX_BYTES:
             raise StoreError(f"a commit of more than {MAX_INBOX_BYTES} bytes of key tables: commit fewer packs at once")
         try:
-            self._bucket.put(self._store_names.inbox(name), data, condition=ABSENT)
+            self._bucket.put(self._names.inbox(name), data, condition=ABSENT)
         except ConditionFailedError as error:
             if not error.uncertain:  # the writer id is not unique: the process was copied
                 self._renew_writer()
@@ -184,7 +219,7 @@ class NamespaceSession:
         """Return whether a commit is in the inbox or already merged; False also if the server cannot be asked."""
         try:
             with suppress(ObjectMissingError):
-                self._bucket.head(self._store_names.inbox(name))
+                self._bucket.head(self._names.inbox(name))
                 return True
             self._head.poll()
             self.sync()
@@ -198,13 +233,12 @@ class NamespaceSession:
     # Uses
 
     def _touch(self, pack_ids: Sequence[bytes]) -> None:
-        """Record a use of packs, which the next commit with content publishes. If recorded uses have waited for
-        ``touch_s`` seconds, publish them now in a commit of their own.
-        """
+        """Record a use of packs, for the next commit with content. Publish uses that have waited for ``touch_s``."""
         held = self.catalogue.objects(pack_ids) if pack_ids else {}
         if held:
             self._moments += 1
             for pack_id in held:
+                self._uses.pop(pack_id, None)
                 self._uses[pack_id] = self._moments
         if not self._uses:
             self._written_at = self._clock.monotonic()
@@ -213,42 +247,96 @@ class NamespaceSession:
 
     def _pending_uses(self) -> list[bytes]:
         """Return the unpublished uses, oldest first: concatenated ids of the packs that were used together."""
-        moments: dict[int, list[bytes]] = {}
-        for pack_id, moment in self._uses.items():
-            moments.setdefault(moment, []).append(pack_id)
-        return [b"".join(moments[moment]) for moment in sorted(moments)]
+        return [b"".join(pack_ids) for _, pack_ids in groupby(self._uses, key=self._uses.__getitem__)]
 
     def write_uses(self) -> None:
-        """Publish the unpublished uses of packs in a commit of their own; do nothing if there are none.
-
-        :raises StoreError: the commit failed; the uses remain unpublished.
-        """
+        """Publish the unpublished uses in a commit of their own. If it fails, they remain unpublished."""
         if self._uses:
             number, now = self._number + 1, self._bucket.now()
             uses = [*self._pending_uses(), b""]
             self._publish(Entry(writer=self.writer, number=number, time=now, uses=uses, gone=list(self._lost)))
             self._written_at = self._clock.monotonic()
 
-    def _mark_missing(self, pack_id: bytes, nonce: bytes) -> None:
-        """Remove a pack whose object is missing: now from the local catalogue, with this session's next commit from the
-        feed.
+    # Packs
 
-        Thread-safe.
-        """
+    def read(self, spans: Sequence[ReadSpan]) -> list[bool]:
+        """See ``Backend.read``."""
+        filled = [False] * len(spans)
+
+        def fetch(run: _RangedGet) -> None:
+            frames = run.widen() if self.objects.authenticator.key_id else []
+            if not self._fill(run):
+                return
+            is_ours = self.objects.authenticator.frame_check(run.held.table, run.held.tags)
+            pieces = slices(run.buffers, [(frame.offset - run.start, frame.stored_length) for _, frame in frames])
+            bad = [frame for (number, frame), stored in zip(frames, pieces, strict=True) if not is_ours(number, stored)]
+            for index, start, end in run.spans:
+                filled[index] = not any(frame.offset < end and start < _end(frame) for frame in bad)
+
+        self._bucket.all(fetch, self._runs(spans, filled))
+        return filled
+
+    def read_frames(
+        self, pack_id: bytes, frames: Sequence[Frame], buffer: memoryview, take: Callable[[int, memoryview], None]
+    ) -> None:
+        """See ``SupportsFrames.read_frames``."""
+
+        def fetch(run: _RangedGet) -> bool:
+            offsets = [frame.offset for frame in run.held.table.frames]
+            is_ours = self.objects.authenticator.frame_check(run.held.table, run.held.tags)
+
+            def check(number: int, stored: memoryview) -> None:
+                index = run.first_buffers.get(number)
+                if index is not None and is_ours(bisect_left(offsets, frames[index].offset), [stored]):
+                    take(index, stored)
+
+            return self._fill(run, check)
+
+        spans = [ReadSpan(pack_id, frame.offset, [buffer[: frame.stored_length]]) for frame in frames]
+        for run in self._runs(spans, [False] * len(spans)):
+            if not fetch(run):
+                return
+
+    def _fill(self, run: _RangedGet, take: Callable[[int, memoryview], None] | None = None) -> bool:
+        """Download the range of a run; return False if its object is missing."""
+        try:
+            self._bucket.fill(self._names.pack(run.pack_id, run.held.nonce), run.start, run.buffers, take)
+            return True
+        except ObjectMissingError:
+            self._mark_missing(run.pack_id, run.held.nonce)
+            return False
+
+    def _runs(self, spans: Sequence[ReadSpan], filled: list[bool]) -> list[_RangedGet]:
+        """Group spans into GETs; mark empty spans as filled; skip spans of missing packs or beyond the payload."""
+        runs: list[_RangedGet] = []
+        objects = self.catalogue.objects({span.pack_id for span in spans})
+        for index in sorted(range(len(spans)), key=lambda n: (spans[n].pack_id, spans[n].offset)):
+            span = spans[index]
+            length = sum(buffer.nbytes for buffer in span.buffers)
+            held = objects.get(span.pack_id)
+            if held is None or span.offset + length > held.table.payload_length:
+                continue
+            if not length:
+                filled[index] = True
+                continue
+            if not runs or runs[-1].held is not held or not 0 <= span.offset - runs[-1].end <= _GAP_BYTES:
+                runs.append(_RangedGet(span.pack_id, held, span.offset))
+            runs[-1].add(index, span, length)
+        return runs
+
+    def _mark_missing(self, pack_id: bytes, nonce: bytes) -> None:
+        """Remove a pack whose object is missing: now from the local catalogue, with the next commit from the feed."""
         if self.catalogue.drop(pack_id, nonce, self._bucket.now()):
             self._lost[pack_id, nonce] = None
 
     # Feed
 
     def sync(self) -> None:
-        """Apply the feed to the local catalogue, up to the position in the newest known head.
-
-        :raises S3Error: a request failed; the catalogue has the position of the last feed object that was applied.
-        """
+        """Apply the feed to the local catalogue, up to the newest known head, or until a request fails."""
         with self._lock:
             for tries_left in reversed(range(_TRIES)):
                 try:
-                    self._sync(self._head.head.namespaces.get(self._namespace))
+                    self._sync(self._head.head.namespaces.get(self.namespace))
                     break
                 except ObjectMissingError:  # superseded after the head was read
                     if not tries_left:
@@ -261,7 +349,7 @@ class NamespaceSession:
     def _sync(self, target: NamespaceHead | None) -> None:
         if not self.catalogue.is_of(self._head.head.store):  # own commits were perhaps deleted with the head
             inbox = {parse_inbox(info.key) for info in self.inbox()} if self._unmerged else set()
-            kept = {n: e for n, e in self._unmerged.items() if InboxName(self._namespace, e.writer, n) in inbox}
+            kept = {n: e for n, e in self._unmerged.items() if InboxName(self.namespace, e.writer, n) in inbox}
             self._unmerged = kept
             self._reload([], Position())
         at = self.catalogue.position
@@ -274,78 +362,50 @@ class NamespaceSession:
             at.generation in ((target.generation,) if at.position else (b"", target.generation))
             and at.position <= target.position
             and known in (None, at.term)
-            and (at.position == target.position or target.term_of(at.position + 1) is not None)
             and not (at.position == 0 and target.snapshot)
         )
         if not follows or not self._follow(target, at):
             at = self._load_snapshot(target)
             if not self._follow(target, at):
-                raise ObjectMissingError(f"{self.objects.names.feed_prefix}: the feed does not follow the snapshot")
+                raise ObjectMissingError(f"{self._names.base}feed/: the feed does not follow the snapshot")
 
     def _follow(self, target: NamespaceHead, at: Position) -> bool:
         """Apply the feed objects after ``at``, up to the head's position.
 
         :returns: False if the head does not name all of them, or if one does not follow its predecessor.
         """
-        todo = list(range(at.position + 1, target.position + 1))
-        for start in range(0, len(todo), _AT_ONCE):
-            terms = [(position, target.term_of(position)) for position in todo[start : start + _AT_ONCE]]
-            if any(term is None for _, term in terms):
+        fetch = partial(self.feed_object, may_be_missing=False)
+        names: list[tuple[int, bytes]] = []
+        for position in range(at.position + 1, target.position + 1):
+            found = target.term_of(position)
+            if found is None:
                 return False
-            for (position, term), feed in zip(terms, self._bucket.all(self._fetch, terms), strict=True):
-                if feed is None:
-                    at = Position(target.generation, position, term or b"", at.time, damaged=True)
-                    self.catalogue.skip_to(at)
-                    continue
-                if feed.generation != target.generation or (feed.previous != at.term and not at.damaged):
-                    return False
-                self.catalogue.apply_feed(feed)
-                at = Position(feed.generation, feed.position, feed.term, feed.time)
+            names.append((position, found))
+        for (position, term), feed in self._bucket.each(fetch, names, _AT_ONCE):
+            if feed is None:
+                at = Position(target.generation, position, term, at.time, damaged=True)
+                self.catalogue.skip_to(at)
+                continue
+            if feed.generation != target.generation or (feed.previous != at.term and not at.damaged):
+                return False
+            self.catalogue.apply_feed(feed)
+            at = Position(feed.generation, feed.position, feed.term, feed.time)
         return True
 
-    def feed_object(self, name: tuple[int, bytes | None]) -> Feed | None:
-        """Return the feed object named by (position, term); None if it is missing or unreadable."""
-        with suppress(ObjectMissingError):
-            return self._fetch(name)
-        return None
+    def feed_object(self, name: tuple[int, bytes], *, may_be_missing: bool = True) -> Feed | None:
+        """Return the feed object named by (position, term); None if it is unreadable, or may be missing and is."""
 
-    def _fetch(self, name: tuple[int, bytes | None]) -> Feed | None:
-        """Return the feed object named by (position, term); None if it is unreadable.
+        def fits(feed: Feed) -> bool:
+            return (feed.position, feed.term) == name
 
-        :raises ObjectMissingError: there is no such object.
-        """
-        key = feed_name(name[0], name[1] or b"")
-        try:
-            feed = unseal(self.objects.get(key, MAX_FEED_BYTES), Feed)
-            if (feed.position, feed.term) == name:
-                return feed
-            raise CorruptPackError("Feed", "of another position")
-        except CorruptPackError as error:
-            logger.warning("%s%s is unreadable (%s): its packs are misses", self.objects.names.base, key, error)
-            return None
-
-    def applied(self, feed: Feed) -> None:
-        """Apply to the local catalogue a feed object that this handle has published."""
-        with self._lock:
-            self.catalogue.apply_feed(feed)
+        return self.objects.record(feed_name(*name), Feed, MAX_FEED_BYTES, fits=fits, may_be_missing=may_be_missing)
 
     def snapshot(self, target: NamespaceHead) -> Snapshot | None:
-        """Return the snapshot that the head names for this namespace; None if it names none, or it is unreadable.
-
-        :raises ObjectMissingError: there is no such object any more: a newer head names another one.
-        """
-        if not target.snapshot:
-            return None
-        try:
-            return unseal(self.objects.get(target.snapshot, MAX_SNAPSHOT_BYTES), Snapshot)
-        except CorruptPackError as error:
-            logger.warning("%s%s is unreadable: %s", self.objects.names.base, target.snapshot, error)
-            return None
+        """Return the snapshot that the head names for this namespace; None if it names none, or it is unreadable."""
+        return self.objects.record(target.snapshot, Snapshot, MAX_SNAPSHOT_BYTES) if target.snapshot else None
 
     def _load_snapshot(self, target: NamespaceHead) -> Position:
-        """Replace the catalogue by the newest snapshot, without its unreadable parts; empty the catalogue if the whole
-        snapshot is unreadable. Return the new position.
-        """
+        """Replace the catalogue by the readable parts of the newest snapshot; return the new position."""
         generation, name = target.generation, target.snapshot
         found = self.snapshot(target)
         if found is None:  # the feed objects that it covers are lost, too
@@ -363,19 +423,14 @@ class NamespaceSession:
         return at
 
     def _records(self, names: Sequence[str], kind: type[T], damaged: list[str]) -> Iterator[T]:
-        """Yield the records of a snapshot's segments (objects of several records each), decoded as ``kind``; add the
-        names of unreadable segments to ``damaged``. Records before the damage are yielded.
-        """
-        for start in range(0, len(names), _AT_ONCE):
-            some = names[start : start + _AT_ONCE]
-            for name, data in zip(some, self._bucket.all(self._segment, some), strict=True):
-                try:
-                    for record in split_records(data):
-                        yield unseal(record, kind)
-                except CorruptPackError as error:
-                    damaged.append(name)
-                    text = "%s%s is unreadable (%s): its packs are misses"
-                    logger.warning(text, self.objects.names.base, name, error)
+        """Yield the records of segments up to damage; add the names of damaged segments to ``damaged``."""
+        for name, data in self._bucket.each(self._segment, names, _AT_ONCE):
+            try:
+                for record in split_records(data):
+                    yield unseal(record, kind)
+            except CorruptPackError as error:
+                damaged.append(name)
+                logger.warning("%s%s is unreadable (%s): its packs are misses", self._names.base, name, error)
 
     def _segment(self, name: str) -> memoryview:
         try:
@@ -384,7 +439,7 @@ class NamespaceSession:
             return memoryview(b"unreadable")
 
     def _reload(self, dumps: Iterable[Dump], position: Position) -> None:
-        """Replace the catalogue by dumped rows; then apply this session's unmerged commits again."""
+        """Replace the catalogue by dumped rows; then apply own unmerged commits again."""
         self.catalogue.load(dumps, position, self._head.head.store)
         self._read.clear()
         for entry in self._unmerged.values():
@@ -393,10 +448,8 @@ class NamespaceSession:
     # Inbox
 
     def inbox(self) -> list[ObjectInfo]:
-        """Return listing entries of this namespace's commits in the inbox. The leader deletes them some time after
-        merging them.
-        """
-        return list(self._bucket.list(f"{self._store_names.inbox_prefix}{self._namespace.hex()}-"))
+        """Return the listing of this namespace's commits in the inbox. The leader deletes merged ones later."""
+        return list(self._bucket.list(f"{self._names.inbox_prefix}{self.namespace.hex()}-"))
 
     def read_inbox(self, found: Iterable[ObjectInfo]) -> None:
         """Apply to the local catalogue those inbox commits that the feed does not contain.
@@ -413,35 +466,27 @@ class NamespaceSession:
                 for name in sorted(infos, key=lambda name: (infos[name].modified, name))
                 if name not in self._read and name.writer != self.writer and name.number > merged.get(name.writer, 0)
             ]
-            for start in range(0, len(new), _AT_ONCE):
-                some = new[start : start + _AT_ONCE]
-                for name, entry in zip(some, self._bucket.all(self.read_commit, some), strict=True):
-                    self._read.add(name)
-                    if entry is None:  # merged and deleted since the head was read, or unreadable
-                        self._head.poll()
-                        self.sync()
-                    elif not is_rejected(entry, infos[name]):
-                        self.catalogue.apply_pending(entry, self._bucket.now())
+            for name, entry in self._bucket.each(self.read_commit, new, _AT_ONCE):
+                self._read.add(name)
+                if entry is None:  # merged and deleted since the head was read, or unreadable
+                    self._head.poll()
+                    self.sync()
+                elif not is_rejected(entry, infos[name]):
+                    self.catalogue.apply_pending(entry, self._bucket.now())
 
     def read_commit(self, name: InboxName) -> Entry | None:
-        """Read a commit from the inbox; return None if it is missing, unreadable or not authentic. This session's own
-        commits are returned from memory.
-        """
+        """Read a commit from the inbox, or an own one from memory; None: missing, unreadable or not authentic."""
         mine = self._unmerged.get(name.number)  # without the lock: ``read_inbox`` holds it and waits for this thread
         if mine is not None and mine.writer == name.writer:
             return mine
-        try:
-            data = self._bucket.get(self._store_names.inbox(name), MAX_INBOX_BYTES)
-            opened = self.objects.authenticator.opened(self._namespace, _signed_as(name), data)
-            entry = unseal(opened, Entry)
-            if (entry.writer, entry.number) == (name.writer, name.number):
-                return entry
-            raise CorruptPackError("Entry", "of another writer")
-        except ObjectMissingError:
-            return None
-        except CorruptPackError as error:
-            logger.warning("%s is unreadable (%s): its packs are misses", self._store_names.inbox(name), error)
-            return None
+        return self.objects.record(
+            _signed_as(name),
+            Entry,
+            MAX_INBOX_BYTES,
+            fits=lambda entry: (entry.writer, entry.number) == (name.writer, name.number),
+            key=self._names.inbox(name),
+            may_be_missing=True,
+        )
 
     def manifest_keys(self, manifest_id: str) -> ManifestKeys | None:
         """See ``Backend.manifest_keys``."""
@@ -453,23 +498,63 @@ class NamespaceSession:
             return None
         buffer = bytearray(length)
         try:
-            self._bucket.fill(self.objects.names.base + name, offset, [memoryview(buffer)])
-            opened = self.objects.authenticator.opened(self._namespace, _keys_of(manifest_id), buffer)
+            self._bucket.fill(self._names.base + name, offset, [memoryview(buffer)])
+            opened = self.objects.authenticator.opened(self.namespace, _keys_of(manifest_id), buffer)
             return decode_manifest_keys(opened)
         except (CorruptPackError, ObjectMissingError):
             return None
 
 
-def is_rejected(entry: Entry, info: ObjectInfo) -> bool:
-    """Return whether a commit is rejected because it took over 12 hours: a sweep may have deleted its packs.
+class _RangedGet:
+    """One GET of bytes ``start`` to ``end`` (exclusive) of the pack object ``held``. The range is empty at first."""
 
-    :param info: listing entry of the commit's object in the inbox.
-    """
+    def __init__(self, pack_id: bytes, held: PackObject, start: int) -> None:
+        self.pack_id = pack_id
+        self.held = held
+        self.start = self.end = start
+        self.buffers: list[memoryview] = []
+        self.spans: list[tuple[int, int, int]] = []
+        """(index among the requested spans, offset of the first byte in the payload, offset after the last byte)."""
+        self.first_buffers: dict[int, int] = {}
+        """Index of a span's first buffer → index of the span."""
+
+    def add(self, index: int, span: ReadSpan, length: int) -> None:
+        """Append span ``index``, of ``length`` bytes, and memory for the bytes between the previous span and it."""
+        self._skip(span.offset - self.end)
+        self.first_buffers[len(self.buffers)] = index
+        self.buffers += span.buffers
+        self.end = span.offset + length
+        self.spans.append((index, span.offset, self.end))
+
+    def _skip(self, length: int) -> None:
+        if length > 0:
+            self.buffers.append(memoryview(bytearray(length)))
+            self.end += length
+
+    def widen(self) -> list[tuple[int, Frame]]:
+        """Extend the range to whole frames, to verify their tags; return (index in pack, frame) of each."""
+        table = self.held.table.frames
+        offsets = [frame.offset for frame in table]
+        numbers = range(bisect_right(offsets, self.start) - 1, bisect_left(offsets, self.end))
+        frames = [(number, table[number]) for number in numbers]
+        if before := self.start - frames[0][1].offset:
+            self.buffers.insert(0, memoryview(bytearray(before)))
+            self.start -= before
+        self._skip(_end(frames[-1][1]) - self.end)
+        return frames
+
+
+def _end(frame: Frame) -> int:
+    return frame.offset + frame.stored_length
+
+
+def is_rejected(entry: Entry, info: ObjectInfo) -> bool:
+    """Return whether a commit is rejected because it took over 12 hours: a sweep may have deleted its packs."""
     return info.modified - entry.time > _MOST_COMMIT_S
 
 
 def _keys_of(manifest_id: str) -> str:
-    """Return the name that the authentication tag of a manifest's keys covers, in addition to their bytes."""
+    """Return the name that the authentication tag of a manifest's keys covers."""
     return f"keys of {manifest_id}"
 
 

@@ -176,7 +176,7 @@ def problems_of(url: str, bucket: str, client: object, reports: list[Report]) ->
     twice = [key for key, count in holders.items() if count > 1]
     if twice:
         problems.append(f"{len(twice)} blocks lie in more than one pack")
-    prefix = Names("store/", store.namespace).packs_prefix
+    prefix = f"{Names('store/', store.namespace).base}packs/"
     names = filter(None, map(parse_pack, stored_objects(client, bucket, prefix)))
     objects = {pack_id for pack_id, _ in names}
     if lost := {table.pack_id for table in tables} - objects:

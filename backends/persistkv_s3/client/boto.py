@@ -69,21 +69,17 @@ class BotoClient(Transport):
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._ahead_s: float | None = None
-        """Server's clock minus ``time.monotonic`` in seconds, by the dates of answers; None: no answer yet.
-
-        A greater value replaces it, because dates have whole seconds and answers take time; so does one that is smaller
-        by 5 s or more, because the server's clock was changed.
-        """
+        """Server's clock minus ``time.monotonic`` in seconds, by the dates of answers; None: no answer yet. A greater
+        value replaces it, because dates have whole seconds and answers take time; so does one that is smaller by 5 s or
+        more, because the server's clock was changed."""
         self._client.meta.events.register("before-send.s3", self._count_one)
         self._client.meta.events.register("after-call.s3", self._compare_clocks)
         server = urlsplit(self._client.meta.endpoint_url)
         self._where = f"{place} at {server.scheme}://{server.netloc.rpartition('@')[2]}"
         self._versions_reported = False
         if server.scheme == "http" and not _is_loopback(server.hostname or ""):
-            logger.warning(
-                "%s: connections are not encrypted, so the network can read and change content; use https://",
-                self._where,
-            )
+            text = "%s: connections are not encrypted, so the network can read and change content; use https://"
+            logger.warning(text, self._where)
 
     @property
     def requests(self) -> dict[str, int]:
@@ -205,7 +201,6 @@ class PlainBucket(BotoClient, PlainMedium):
 
 
 def _given(**options: str | bool | None) -> dict[str, str | bool]:
-    """Return the options that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -228,10 +223,7 @@ def _receive(body: Any, sink: Sink) -> None:
 
 @contextmanager
 def _cut_off(body: Any, deadline: Deadline) -> Iterator[None]:
-    """Shut down the connection of ``body`` if the ``with`` block exceeds the deadline.
-
-    A socket timeout is not sufficient: it never ends a body that arrives slowly.
-    """
+    """Shut down the connection of ``body`` at the deadline: a socket timeout never ends a body that arrives slowly."""
 
     def cut() -> None:
         with suppress(Exception):  # it has just ended
@@ -247,36 +239,22 @@ def _cut_off(body: Any, deadline: Deadline) -> Iterator[None]:
 
 
 def _ours(error: Exception, what: str, deadline: Deadline) -> S3Error:
-    """Translate an error of the request ``what`` into an ``S3Error`` without a cause.
+    """Translate an error of the request ``what``. The result has no cause, which could hold request headers."""
+    from botocore import exceptions as boto
 
-    The original error is not attached, because it may hold request headers.
-    """
-    from botocore.exceptions import (
-        ClientError,
-        ConnectionError,
-        HTTPClientError,
-        NoCredentialsError,
-        PartialCredentialsError,
-        ResponseStreamingError,
-        TokenRetrievalError,
-    )
-
-    if isinstance(error, ClientError):
+    if isinstance(error, boto.ClientError):
         return _of_answer(error.response, what)
     if deadline.remaining <= 0:
         return LateError(f"{what} took longer than {deadline.seconds:g} s")
-    if isinstance(error, (NoCredentialsError, PartialCredentialsError, TokenRetrievalError)):
+    if isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError, boto.TokenRetrievalError)):
         return RefusedError(f"{what}: no credentials; they come from the environment, a profile or a role")
-    if isinstance(error, (HTTPClientError, ConnectionError, ResponseStreamingError, OSError)):
+    if isinstance(error, (boto.HTTPClientError, boto.ConnectionError, boto.ResponseStreamingError, OSError)):
         return BrokenError(f"{what}: {_cause(error)}")
     return RefusedError(f"{what}: {_cause(error)}")
 
 
 def _cause(error: BaseException) -> str:
-    """Describe an error by its type and the system error that caused it.
-
-    The message of the error is left out, because it may hold request headers.
-    """
+    """Describe an error by its type and the system error that caused it. Its message may hold request headers."""
     name, inner = type(error).__name__, error
     for _ in range(10):
         inner = getattr(inner, "kwargs", {}).get("error") or inner.__cause__ or inner.__context__ or inner

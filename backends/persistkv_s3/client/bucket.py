@@ -36,10 +36,8 @@ from persistkv_s3.client.transport import (
     Clock,
     ConditionFailedError,
     Deadline,
-    FrameSink,
     LateError,
     ObjectInfo,
-    RowSink,
     S3Error,
     Sink,
     Transport,
@@ -48,7 +46,6 @@ from persistkv_s3.client.transport import (
 
 A = TypeVar("A")
 R = TypeVar("R")
-SinkT = TypeVar("SinkT", bound=Sink)
 State = Literal["closed", "open", "half-open"]
 
 logger = logging.getLogger(__name__)
@@ -56,7 +53,7 @@ logger = logging.getLogger(__name__)
 MOST_ATTEMPTS = 8  # bounds the requests to a server that fails fast
 _FIRST_BOUND_S = 0.2
 _LAST_BOUND_S = 5.0
-_SMALL_BYTES = 1 << 20  # 1 MiB: identities, leases and roots are smaller
+_SMALL_BYTES = 1 << 20  # 1 MiB: heads, identities, notes and statuses are smaller
 _IN_A_ROW = 5
 _WINDOW = 20
 _SLOW_BYTES_PER_S = 1 << 20  # 1 MiB/s
@@ -65,12 +62,7 @@ LONGEST_PAUSE_S = 30.0
 
 
 class Breaker:
-    """Circuit breaker, see the top of this file. Thread-safe.
-
-    :param name: the server's name, for the log.
-    :param slow_s: seconds, plus 1 for each MiB transferred, after which even a correct answer counts as bad.
-    :param clock: source of the time, and of random numbers that shorten pauses by up to a half.
-    """
+    """Circuit breaker, see the top of this file. Thread-safe. ``name`` is the server's name in the log."""
 
     def __init__(self, name: str, slow_s: float, clock: Clock) -> None:
         self._name = name
@@ -85,17 +77,13 @@ class Breaker:
 
     @property
     def state(self) -> State:
-        """Present state of the breaker: ``half-open`` as soon as the pause of ``open`` has passed."""
+        """Present state: ``half-open`` as soon as the pause of ``open`` has passed."""
         with self._lock:
             over = self._state == "open" and self._clock.monotonic() >= self._wait_until
             return "half-open" if over else self._state
 
     def admit(self) -> bool:
-        """Return whether a request may be made now.
-
-        After the pause of an open breaker, it admits one request, and refuses others until ``record`` is called; after
-        30 s without that call it admits another one.
-        """
+        """Return whether a request may be made now. Each admitted request must end with ``record``."""
         with self._lock:
             if self._state == "closed":
                 return True
@@ -107,10 +95,7 @@ class Breaker:
             return True
 
     def record(self, *, well: bool, seconds: float, num_bytes: int = 0) -> None:
-        """Record that an admitted request, which took ``seconds`` and transferred ``num_bytes``, has ended.
-
-        :param well: False: it failed because of the server.
-        """
+        """Record that an admitted request has ended; ``well=False``: it failed because of the server."""
         bad = not well or seconds > self._slow_s + num_bytes / _SLOW_BYTES_PER_S
         with self._lock:
             self._recent.append(bad)
@@ -136,12 +121,11 @@ class Breaker:
 
 class Bucket:
     """Operations on one bucket, see the top of this file. Thread-safe. A failed operation raises an ``S3Error``, or the
-    error of its sink.
+    error of its sink. ``Transport`` specifies arguments and results.
 
-    :param transport: makes single attempts; closed with the bucket.
+    :param transport: closed with the bucket.
     :param deadline_s: deadline of each operation: seconds after its start, including retries.
     :param connections: maximum number of concurrent operations in one call of ``all``.
-    :param clock: source of monotonic time, pauses and random numbers.
     """
 
     def __init__(
@@ -158,22 +142,18 @@ class Bucket:
 
     @property
     def requests(self) -> dict[str, int]:
-        """See ``Transport.requests``."""
         return self._transport.requests
 
     def now(self) -> float:
-        """Return the time by the server's clock, in seconds since the epoch; see ``Transport.server_time``."""
         return self._transport.server_time()
 
     def all(self, what: Callable[[A], R], things: Iterable[A], *, writes: bool = False) -> list[R]:
-        """Call ``what`` with each thing, at most ``connections`` at a time; return the results in the order of the
-        things.
+        """Call ``what`` with each thing, at most ``connections`` at a time; return the results in order.
 
-        All calls have ended when it returns or raises a ``StoreError``.
+        All calls have ended when it returns or raises the error of the first thing whose call failed. KeyboardInterrupt
+        is raised at once: queued calls never start, and running ones end by their deadline.
 
         :param writes: use other threads, so that reads do not wait behind uploads.
-        :raises StoreError: the error of the first thing whose call failed. Other calls may have succeeded.
-        :raises KeyboardInterrupt: at once. Queued calls never start; running ones end by their deadline.
         """
         todo = list(things)
         if min(len(todo), self._connections) <= 1:
@@ -187,12 +167,15 @@ class Bucket:
                 future.cancel()
         return [future.result() for future in futures]
 
-    def put(self, key: str, pieces: Sequence[Buffer], *, condition: str | None = None) -> str:
-        """Upload an object; return its ETag. See ``Transport.put`` for ``condition``.
+    def each(self, what: Callable[[A], R], things: Sequence[A], at_once: int) -> Iterator[tuple[A, R]]:
+        """Yield each thing with the result of ``what``, in order; call ``all`` for ``at_once`` things at a time."""
+        for start in range(0, len(things), at_once):
+            some = things[start : start + at_once]
+            yield from zip(some, self.all(what, some), strict=True)
 
-        :raises ConditionFailedError: the condition does not hold. If the error is ``uncertain``, an earlier attempt of
-            this call may be the reason.
-        :raises S3Error: the upload failed. If the error is ``uncertain``, the object may have been written.
+    def put(self, key: str, pieces: Sequence[Buffer], *, condition: str | None = None) -> str:
+        """Upload an object; return its ETag. If an error is ``uncertain``, the object may have been written: for
+        ``ConditionFailedError``, by an earlier attempt of this call.
         """
         uncertain = False
 
@@ -210,13 +193,7 @@ class Bucket:
         return self._run(attempt, lambda: num_bytes)
 
     def get_if_changed(self, key: str, known: str | None) -> tuple[bytearray, str]:
-        """Download a whole object of at most 1 MiB; return its bytes and ETag.
-
-        :param known: ETag that the caller knows; None: download in any case.
-        :raises UnchangedError: the object still has the ETag ``known``.
-        :raises ObjectMissingError: there is no such object.
-        :raises CorruptPackError: the object is larger than 1 MiB.
-        """
+        """Download a whole object of at most 1 MiB, which may change at any time; return its bytes and ETag."""
 
         def attempt(deadline: Deadline) -> tuple[bytearray, str]:
             sink = WholeSink(_SMALL_BYTES)  # the object may be another one than at the previous attempt
@@ -226,30 +203,25 @@ class Bucket:
         return self._run(attempt)
 
     def get(self, key: str, limit: int = _SMALL_BYTES) -> bytearray:
-        """Download a whole object.
+        """Download a whole object; raise ``CorruptPackError`` if it is larger than ``limit`` bytes."""
+        sink = WholeSink(limit)
+        self._get(key, None, None, sink)
+        return sink.data
 
-        :raises ObjectMissingError: there is no such object.
-        :raises CorruptPackError: it is larger than ``limit`` bytes.
+    def fill(
+        self,
+        key: str,
+        start: int,
+        buffers: Sequence[memoryview],
+        take: Callable[[int, memoryview], None] | None = None,
+    ) -> None:
+        """Download bytes of an object, from byte ``start`` on, into buffers; see ``Sink``. After an error, buffers that
+        were not passed to ``take`` have undefined content.
         """
-        return self._get(key, None, None, WholeSink(limit)).data
+        self._get(key, start, start + sum(buffer.nbytes for buffer in buffers), Sink(buffers, take))
 
-    def fill(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
-        """Download bytes of an object, from byte ``start`` on, into buffers, one after the other.
-
-        :raises ObjectMissingError: there is no such object, or it ends too early. After this and any other error the
-            buffers have undefined content.
-        """
-        self._get(key, start, start + sum(buffer.nbytes for buffer in buffers), RowSink(buffers))
-
-    def download_into(self, key: str, sink: FrameSink) -> None:
-        """Download the ranges of a sink from an object, with one request unless it is retried.
-
-        :raises ObjectMissingError: there is no such object, or it ends too early; the sink may have taken some ranges.
-        """
-        self._get(key, sink.start, sink.stop, sink)
-
-    def _get(self, key: str, start: int | None, stop: int | None, sink: SinkT) -> SinkT:
-        """Download bytes as ``Transport.get`` does; return the sink. A retry fetches only the missing bytes."""
+    def _get(self, key: str, start: int | None, stop: int | None, sink: Sink) -> None:
+        """Download bytes as ``Transport.get`` does. A retry fetches only the missing bytes."""
 
         def attempt(deadline: Deadline) -> None:
             done = sink.position
@@ -260,10 +232,8 @@ class Bucket:
                 self._transport.get(key, begin, begin + rest, sink, deadline)
 
         self._run(attempt, lambda: sink.position)
-        return sink
 
     def head(self, key: str) -> ObjectInfo:
-        """Return size and modification time of an object; raise ``ObjectMissingError`` if it does not exist."""
         return self._run(partial(self._transport.head, key))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -275,17 +245,14 @@ class Bucket:
             yield from page.objects
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects, 1,000 per request; missing ones are ignored.
-
-        :raises S3Error: a request failed; some of the objects may be deleted.
-        """
+        """Delete objects; ignore missing ones. After an error some may be deleted."""
         for start in range(0, len(keys), MOST_DELETED):
             self._run(partial(self._transport.delete, keys[start : start + MOST_DELETED]))
 
     def _run(self, attempt: Callable[[Deadline], R], num_bytes: Callable[[], int] = int) -> R:
         """Call ``attempt`` until it succeeds, its error is not retryable, or no attempt or time is left.
 
-        :param num_bytes: called after each attempt; returns the bytes that all attempts so far have transferred.
+        :param num_bytes: returns the bytes that all attempts so far have transferred.
         """
         deadline = Deadline(self._deadline_s, self.clock)
         bound = _FIRST_BOUND_S

@@ -95,11 +95,9 @@ class Clock:
     """Source of nonces and jitter."""
 
     def monotonic(self) -> float:
-        """Return seconds since an arbitrary moment; never moves backwards."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Pause the calling thread."""
         time.sleep(seconds)
 
 
@@ -140,10 +138,7 @@ class Body:
         return self._length
 
     def read(self, _size: int = -1) -> Buffer:
-        """Return the next piece, regardless of the requested size; empty at the end.
-
-        :raises LateError: the deadline has passed; this aborts the upload.
-        """
+        """Return the next piece, regardless of the requested size; raise ``LateError`` to abort a late upload."""
         self._deadline.check("an upload")
         if self._next == len(self._pieces):
             return b""
@@ -151,30 +146,36 @@ class Body:
         return self._pieces[self._next - 1]
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Seek to the start or the end; boto3 needs no other position.
-
-        :raises ValueError: another position.
-        """
+        """Seek to the start or the end; boto3 needs no other position."""
         if offset or whence not in (0, 2):
             raise ValueError(f"seek({offset}, {whence})")
         self._next = len(self._pieces) if whence else 0
         return self.tell()
 
     def tell(self) -> int:
-        """Return the number of bytes before the current position."""
         return sum(map(len, self._pieces[: self._next]))
 
 
-class Sink(ABC):
+class Sink:
     """Destination of a download.
 
-    :param length: expected number of bytes.
+    :param buffers: filled one after the other.
+    :param take: called with the index of a buffer and the buffer when it is full; never for empty buffers.
     """
 
-    def __init__(self, length: int) -> None:
-        self.length = length
+    def __init__(
+        self, buffers: Sequence[memoryview] = (), take: Callable[[int, memoryview], None] | None = None
+    ) -> None:
         self.position = 0
         """Bytes that have arrived."""
+        self._take = take
+        self._use(buffers)
+
+    def _use(self, buffers: Sequence[memoryview]) -> None:
+        self._parts = [(number, part) for number, buffer in enumerate(buffers) if len(part := buffer.cast("B"))]
+        self._next = self._filled = 0
+        self.length = sum(len(part) for _, part in self._parts)
+        """Expected number of bytes."""
 
     def expect(self, length: int) -> None:
         """Check the number of bytes that an answer will deliver; ``position`` bytes of the download have arrived.
@@ -184,67 +185,19 @@ class Sink(ABC):
         if length != self.length - self.position:
             raise BrokenError(f"the server sends {length} bytes instead of {self.length - self.position}")
 
-    @abstractmethod
     def room(self) -> memoryview:
         """Return the memory for the next bytes; empty: the download is complete."""
+        return self._parts[self._next][1][self._filled :] if self._next < len(self._parts) else memoryview(b"")
 
     def advance(self, count: int) -> None:
         """Record that ``count`` bytes were written to the memory that ``room`` returned."""
         self.position += count
-
-
-class RowSink(Sink):
-    """Download into the caller's buffers, one after the other."""
-
-    def __init__(self, buffers: Sequence[memoryview]) -> None:
-        self._parts = [part for buffer in buffers if len(part := buffer.cast("B"))]
-        self._part = 0
-        self._filled = 0
-        super().__init__(sum(map(len, self._parts)))
-
-    def room(self) -> memoryview:
-        return self._parts[self._part][self._filled :] if self._part < len(self._parts) else memoryview(b"")
-
-    def advance(self, count: int) -> None:
-        super().advance(count)
         self._filled += count
-        if self._filled == len(self._parts[self._part]):
-            self._part += 1
-            self._filled = 0
-
-
-class FrameSink(Sink):
-    """Download of ranges of an object through one buffer: passes each range to ``take``, discards other bytes.
-
-    :param ranges: (offset, length) in bytes of the object, ascending; no length is 0.
-    :param buffer: holds one range at a time; at least as long as the longest one.
-    :param take: called with the index of a range and its bytes, which are valid until it returns.
-    """
-
-    def __init__(
-        self, ranges: Sequence[tuple[int, int]], buffer: memoryview, take: Callable[[int, memoryview], None]
-    ) -> None:
-        self.start = ranges[0][0]
-        self.stop = sum(ranges[-1])
-        self._ranges = ranges
-        self._buffer = buffer
-        self._take = take
-        self._number = 0
-        super().__init__(self.stop - self.start)
-
-    def room(self) -> memoryview:
-        if self._number == len(self._ranges):
-            return memoryview(b"")
-        offset, length = self._ranges[self._number]
-        inside = self.start + self.position - offset
-        return self._buffer[inside:length] if inside >= 0 else self._buffer[:-inside]
-
-    def advance(self, count: int) -> None:
-        super().advance(count)
-        offset, length = self._ranges[self._number]
-        if self.start + self.position == offset + length:
-            self._number += 1
-            self._take(self._number - 1, self._buffer[:length])
+        number, part = self._parts[self._next]
+        if self._filled == len(part):
+            self._next, self._filled = self._next + 1, 0
+            if self._take is not None:
+                self._take(number, part)
 
 
 class WholeSink(Sink):
@@ -253,7 +206,7 @@ class WholeSink(Sink):
     """
 
     def __init__(self, limit: int) -> None:
-        super().__init__(0)
+        super().__init__()
         self._limit = limit
         self.data = bytearray()
 
@@ -261,12 +214,9 @@ class WholeSink(Sink):
         if length > self._limit:
             raise CorruptPackError("object", f"{length} bytes; at most {self._limit} belong there")
         if not self.position:  # the object may be another one than at a previous attempt
-            self.length = length
             self.data = bytearray(length)
+            self._use([memoryview(self.data)])
         super().expect(length)
-
-    def room(self) -> memoryview:
-        return memoryview(self.data)[self.position :]
 
 
 class ObjectInfo(NamedTuple):
@@ -283,24 +233,23 @@ class ListPage(NamedTuple):
 
     objects: Sequence[ObjectInfo]
     next: str | None
-    """Identifies the next page, for ``Transport.list``; None: this is the last one."""
+    """Identifies the next page; None: this is the last one."""
 
 
 class Transport(ABC):
     """Object store client that makes single attempts. Keys include the prefix of the store.
 
-    All methods raise ``S3Error``s. Errors that a sink raises pass unchanged.
+    All methods raise ``S3Error``s: ``ObjectMissingError`` if an object that they need does not exist. Errors that a
+    sink raises pass unchanged.
     """
 
     @property
     def requests(self) -> dict[str, int]:
-        """Number of requests sent since this object was created, retries included, by HTTP method; empty if they are
-        not counted.
-        """
+        """Number of requests sent so far, retries included, by HTTP method; empty if they are not counted."""
         return {}
 
     def server_time(self) -> float:
-        """Return the time by the server's clock, in seconds since the epoch; the local time before the first answer."""
+        """Return the server's time in seconds since the epoch; the local time before the first answer."""
         return time.time()
 
     @abstractmethod
@@ -309,26 +258,23 @@ class Transport(ABC):
 
         :param condition: ``ABSENT``, or the ETag that the present object must have. None: replace any object.
         :raises ConditionFailedError: the condition does not hold. After a lost reply, this upload may be the reason.
-        :raises ObjectMissingError: the condition is an ETag, and there is no object.
         """
 
     @abstractmethod
     def get(
         self, key: str, start: int | None, stop: int | None, sink: Sink, deadline: Deadline, *, known: str | None = None
     ) -> str:
-        """Download bytes ``start`` to ``stop`` (exclusive) into the sink; return the object's ETag.
-
-        After a failure, the bytes of the sink up to its position are valid.
+        """Download bytes ``start`` to ``stop`` (exclusive) into the sink; return the object's ETag. After a failure,
+        the bytes of the sink up to its position are valid.
 
         :param start: None, together with ``stop``: download the whole object.
-        :param known: an ETag; nothing is downloaded if the object still has it.
-        :raises UnchangedError: the object still has the ETag ``known``.
+        :param known: an ETag; raise ``UnchangedError`` without a download if the object still has it.
         :raises ObjectMissingError: there is no such object, or it is shorter.
         """
 
     @abstractmethod
     def head(self, key: str, deadline: Deadline) -> ObjectInfo:
-        """Return size and modification time of an object; raise ``ObjectMissingError`` if it does not exist."""
+        """Return size and modification time of an object."""
 
     @abstractmethod
     def list(self, prefix: str, page: str | None, deadline: Deadline) -> ListPage:
@@ -339,9 +285,7 @@ class Transport(ABC):
 
     @abstractmethod
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
-        """Delete objects, at most ``MOST_DELETED`` (1,000); missing ones are ignored. After an error some may be
-        deleted.
-        """
+        """Delete at most ``MOST_DELETED`` objects; ignore missing ones. After an error some may be deleted."""
 
     @abstractmethod
     def close(self) -> None:

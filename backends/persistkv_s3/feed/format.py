@@ -3,6 +3,9 @@
 Each object is one sealed record: version, xxh3-64 of the rest, msgpack. With a key, an HMAC follows, which also covers
 the object's name. Nothing is trusted: sizes are checked against a limit before a download, unreadable records raise
 ``CorruptPackError`` with the record's name, and unparsable names are ignored.
+
+Names of objects in records are relative to the namespace's prefix. Times are seconds since the epoch by the server's
+clock.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ MAX_INBOX_BYTES = 64 << 20  # 64 MiB: 1,000,000 keys with their tags
 MAX_FEED_BYTES = 192 << 20  # 192 MiB: the leader merges up to half of it, plus one inbox object
 MAX_SEGMENT_BYTES = 256 << 20  # 256 MiB
 MAX_SNAPSHOT_BYTES = 1 << 20  # 1 MiB
+NO_NAMESPACE = bytes(16)
+"""Namespace id in the authentication tags of objects that belong to the whole store."""
 _HEAD_MAGIC = b"PKVS3HD1"
 _SEAL = struct.Struct("<BQ")
 _TABLE_LENGTH = struct.Struct("<Q")
@@ -46,7 +51,7 @@ _Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_
 _Term = Annotated[bytes, msgspec.Meta(min_length=TERM_BYTES, max_length=TERM_BYTES)]
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 LATEST = 1 << 40
-"""Latest time in a record: seconds since the epoch."""
+"""Latest time in a record."""
 _Time = Annotated[float, msgspec.Meta(ge=0, le=LATEST)]
 _Name = Annotated[str, msgspec.Meta(pattern=r"\A[a-z0-9/-]{1,128}\Z")]
 
@@ -61,46 +66,15 @@ class InboxName(NamedTuple):
     """Number of the commit: each writer counts from 1, without gaps."""
 
 
-class Names:
-    """Constructs the S3 keys of one namespace's objects.
-
-    :param prefix: prefix of the store; empty, or ending in a slash.
-    :param key_id: id of the authentication key, part of S3 keys; empty: no key. Objects under other ids are ignored.
-    """
-
-    def __init__(self, prefix: str, namespace: bytes, key_id: str = "") -> None:
-        self.base = f"{prefix}{namespace.hex()}{'-' if key_id else ''}{key_id}/"
-        self.packs_prefix = f"{self.base}packs/"
-        self.feed_prefix = f"{self.base}feed/"
-        self.snapshots_prefix = f"{self.base}snapshots/"
-
-    def pack(self, pack_id: bytes, nonce: bytes) -> str:
-        """Return the S3 key of a pack's object; ``nonce`` is that of its upload."""
-        return self.base + pack_name(pack_id, nonce)
-
-
-def pack_name(pack_id: bytes, nonce: bytes) -> str:
-    """Return the name of a pack's object, relative to the namespace's prefix. Each upload draws a new nonce, so no name
-    is used twice.
-    """
-    return f"packs/{pack_id.hex()}-{nonce.hex()}"
-
-
-def feed_name(position: int, term: bytes) -> str:
-    """Return the name, relative to the namespace's prefix, of the feed object that the leader elected in ``term``
-    writes at ``position``, from 1.
-    """
-    return f"feed/{position:012x}-{term.hex()}"
-
-
 class StoreNames:
     """Constructs the S3 keys outside of the namespaces' prefixes: head, inbox, identities, notes, statuses.
 
     :param prefix: prefix of the store; empty, or ending in a slash.
-    :param key_id: id of the authentication key, part of most of these S3 keys; empty: no key.
+    :param key_id: id of the authentication key; empty: no key. Objects under other ids are ignored.
     """
 
     def __init__(self, prefix: str, key_id: str = "") -> None:
+        self._prefix, self._key_id = prefix, key_id
         suffix = f"-{key_id}" if key_id else ""
         self.head = f"{prefix}persistkv{suffix}"
         self.inbox_prefix = f"{prefix}inbox{suffix}/"
@@ -110,38 +84,62 @@ class StoreNames:
         self.probe = f"{prefix}probe-"
 
     def inbox(self, name: InboxName) -> str:
-        """Return the S3 key of a commit in the inbox."""
         return f"{self.inbox_prefix}{name.namespace.hex()}-{name.writer.hex()}-{name.number:012x}"
 
     def identity(self, namespace: bytes) -> str:
-        """Return the S3 key of a namespace's identity object."""
         return f"{self.identities_prefix}{namespace.hex()}"
 
     def note(self, namespace: bytes, name: str) -> str:
-        """Return the S3 key of a note about a namespace."""
         return f"{self.notes_prefix}{namespace.hex()}-{name}"
+
+    def of(self, namespace: bytes) -> Names:
+        return Names(self._prefix, namespace, self._key_id)
+
+
+class Names(StoreNames):
+    """Also constructs the S3 keys of the objects of ``namespace``, whose prefix is ``base``."""
+
+    def __init__(self, prefix: str, namespace: bytes, key_id: str = "") -> None:
+        super().__init__(prefix, key_id)
+        self.namespace = namespace
+        self.base = f"{prefix}{namespace.hex()}{'-' if key_id else ''}{key_id}/"
+
+    def pack(self, pack_id: bytes, nonce: bytes) -> str:
+        return self.base + pack_name(pack_id, nonce)
+
+
+def pack_name(pack_id: bytes, nonce: bytes) -> str:
+    """Return the name of a pack's object. Each upload draws a new nonce, so no name is used twice."""
+    return f"packs/{pack_id.hex()}-{nonce.hex()}"
+
+
+def feed_name(position: int, term: bytes) -> str:
+    """Return the name of the feed object that the leader elected in ``term`` writes at ``position``, from 1."""
+    return f"feed/{position:012x}-{term.hex()}"
+
+
+# Each of these functions parses an S3 key; it returns None for keys of other objects.
 
 
 def parse_inbox(key: str) -> InboxName | None:
-    """Parse the S3 key of a commit in the inbox; return None for any other key."""
     match = _INBOX.fullmatch(key.rpartition("/")[2])
     return None if match is None else InboxName(bytes.fromhex(match[1]), bytes.fromhex(match[2]), int(match[3], 16))
 
 
 def parse_pack(key: str) -> tuple[bytes, bytes] | None:
-    """Parse the S3 key of a pack into (pack id, nonce); return None for any other key."""
+    """Return (pack id, nonce)."""
     match = _PACK.fullmatch(key.rpartition("/")[2])
     return None if match is None else (bytes.fromhex(match[1]), bytes.fromhex(match[2]))
 
 
 def parse_feed(key: str) -> tuple[int, bytes] | None:
-    """Parse the S3 key of a feed object into (position, term); return None for any other key."""
+    """Return (position, term)."""
     match = _FEED.fullmatch(key.rpartition("/")[2])
     return None if match is None else (int(match[1], 16), bytes.fromhex(match[2]))
 
 
 def parse_identity(key: str) -> bytes | None:
-    """Parse the S3 key of an identity object into a namespace id; return None for any other key."""
+    """Return the namespace's id."""
     name = key.rpartition("/")[2]
     return bytes.fromhex(name) if _IDENTITY.fullmatch(name) else None
 
@@ -156,17 +154,15 @@ class PackRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ManifestRow(msgspec.Struct, frozen=True, array_like=True):
-    """A manifest that a commit adds."""
+    """A manifest that a commit adds. Its keys are in the object ``keys``: ``length`` bytes from ``offset`` on."""
 
     head: bytes
     """The encoded ``RequestManifest``."""
     packs: bytes
     """Concatenated ids of the packs that the manifest refers to."""
     keys: _Name
-    """Name, relative to the namespace's prefix, of the object that holds the manifest's keys."""
     offset: _Number
     length: _Number
-    """Number of bytes of the manifest's keys in the object ``keys``, from byte ``offset`` on."""
 
 
 class Entry(msgspec.Struct, array_like=True, kw_only=True):
@@ -175,7 +171,7 @@ class Entry(msgspec.Struct, array_like=True, kw_only=True):
     writer: _Id
     number: _Number
     time: _Time
-    """Time at which the commit's uploads began: seconds since the epoch, by the server's clock."""
+    """Time at which the commit's uploads began."""
     gone: list[tuple[_Id, _Nonce]] = []
     """(pack id, nonce) of removed packs. If a pack has another nonce, it is kept. Manifests that refer to a removed
     pack are removed, too."""
@@ -200,21 +196,19 @@ class Feed(msgspec.Struct, array_like=True, kw_only=True):
     previous: bytes
     """Term of the feed object at the previous position; empty at position 1."""
     time: _Time
-    """Time of all uses and removals in this feed object: the server's clock at the merge, never less than in the
-    previous feed object."""
+    """Time of all uses and removals in this feed object: that of the merge, never less than in the previous one."""
     merged: dict[bytes, int]
-    """For each writer (by id) with commits in this feed object, the number of the last one. Rejected commits count."""
+    """For each writer with commits in this feed object, the number of the last one. Rejected commits count."""
     entries: list[Entry] = []
     retired: list[_Name] = []
-    """Names, relative to the namespace's prefix, of objects that no reader needs after this feed object."""
+    """Objects that no reader needs after this feed object."""
     collected: _Time = 0.0
     """Objects that were retired or removed up to this time have been deleted; 0: this feed object reports none."""
 
 
 class Snapshot(msgspec.Struct, array_like=True, kw_only=True):
-    """State of a namespace at a position of the feed: table rows in ``base``, then feed objects in ``tails``.
-
-    Position, term and time are those of the last feed object in it. A segment is an object of several records.
+    """State of a namespace at a position of the feed: the table rows (``Dump`` records) in the segments ``base``, then
+    the feed objects in the segments ``tails``. A segment is an object of several records.
     """
 
     generation: _Nonce
@@ -222,10 +216,8 @@ class Snapshot(msgspec.Struct, array_like=True, kw_only=True):
     term: _Term
     time: _Time
     base: list[_Name] = []
-    """Names, relative to the namespace's prefix, of segments with ``Dump`` records."""
     base_bytes: int = 0
     tails: list[_Name] = []
-    """Names, relative to the namespace's prefix, of segments with feed objects, in order."""
     tail_bytes: int = 0
 
 
@@ -244,19 +236,17 @@ class NamespaceHead(msgspec.Struct, array_like=True, kw_only=True):
     spans: list[tuple[_Number, _Number, _Term]] = []
     """The latest feed objects, ascending: (first position, last position, their term)."""
     snapshot: str = ""
-    """Name, relative to the namespace's prefix, of the newest snapshot; empty: none."""
+    """The newest snapshot; empty: none."""
     snapshot_position: _Number = 0
     num_bytes: int = 0
     """Total bytes of the namespace's packs, pack tables and manifests in the bucket."""
     oldest: _Time = 0.0
-    """Time of the least recent use of a pack or manifest that may be evicted, in seconds since the epoch by the
-    server's clock; 0: nothing may be evicted."""
+    """Time of the least recent use of a pack or manifest that may be evicted; 0: nothing may be evicted."""
     swept: _Time = 0.0
-    """Start of the last complete sweep (deletion of objects that nothing refers to), in seconds since the epoch by the
-    server's clock. Until there was one: time at which a leader first published the namespace."""
+    """Start of the last complete sweep (deletion of objects that nothing refers to). Until there was one: time at which
+    a leader first published the namespace."""
     expires: _Time = LATEST
-    """Earliest time at which a manifest expires by its own ttl, unless it is used again: seconds since the epoch, by
-    the server's clock; ``LATEST`` if no manifest has one."""
+    """Earliest time at which a manifest expires by its own ttl, unless it is used again; ``LATEST``: none has one."""
 
     def term_of(self, position: int) -> bytes | None:
         """Return the term of the feed object at a position; None if ``spans`` does not contain the position."""
@@ -271,7 +261,7 @@ class Head(msgspec.Struct, array_like=True, kw_only=True):
     epoch: _Number = 0
     """Number of the latest election of a leader, counted from 1; 0: none."""
     leader: bytes = b""
-    """Term of the leader: id of its election, see ``TERM_BYTES``; empty: no leader."""
+    """Term of the leader; empty: no leader."""
     beat: _Number = 0
     """Counts writes, so that no two versions have the same ETag."""
     capacity: int | None = None
@@ -279,11 +269,9 @@ class Head(msgspec.Struct, array_like=True, kw_only=True):
     unquoted: bool = False
     """Whether the server accepts ``If-Match`` only with ETags without quotes."""
     namespaces: dict[bytes, NamespaceHead] = {}
-    """By namespace id."""
 
     @property
     def policy(self) -> Policy:
-        """Recorded capacity in bytes and ttl in seconds of the store; None for each: none."""
         return Policy(self.capacity, self.ttl_s)
 
 
@@ -294,16 +282,13 @@ _DECODERS: dict[type, msgspec.msgpack.Decoder[Any]] = {
 
 
 def seal(record: msgspec.Struct) -> bytes:
-    """Encode a record as an object: version, checksum and msgpack, without the authentication tag."""
+    """Encode a record as an object, without the authentication tag."""
     body = msgspec.msgpack.encode(record)
     return _SEAL.pack(VERSION, xxhash.xxh3_64_intdigest(body)) + body
 
 
 def unseal(data: Buffer, kind: type[T]) -> T:
-    """Verify and decode an object that ``seal`` has encoded, as a record of type ``kind``.
-
-    :raises CorruptPackError: version, checksum or content is invalid.
-    """
+    """Verify and decode a record of type ``kind``; raise ``CorruptPackError`` if it is invalid."""
     view, name = memoryview(data), kind.__name__
     if len(view) < _SEAL.size:
         raise CorruptPackError(name, f"{len(view)} bytes are too few")
@@ -317,15 +302,10 @@ def unseal(data: Buffer, kind: type[T]) -> T:
         record: T = _DECODERS[kind].decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptPackError(name, str(error)) from None
-    _check(record)
-    return record
-
-
-def _check(record: object) -> None:
-    """Raise ``CorruptPackError`` if a commit has joined ids of wrong length."""
     for entry in [record] if isinstance(record, Entry) else record.entries if isinstance(record, Feed) else []:
         if any(len(joined) % ID_BYTES for joined in (*entry.uses, *(row.packs for row in entry.manifests))):
             raise CorruptPackError("ids", f"joined ones are no multiple of {ID_BYTES} bytes")
+    return record
 
 
 _LENGTH = struct.Struct("<Q")
@@ -337,10 +317,7 @@ def frame_records(records: Sequence[Buffer]) -> list[Buffer]:
 
 
 def split_records(data: Buffer) -> Iterator[memoryview]:
-    """Yield the sealed records of a segment, the content that ``frame_records`` returned.
-
-    :raises CorruptPackError: a record is longer than the rest of the segment.
-    """
+    """Yield the sealed records of a segment; raise ``CorruptPackError`` if one is longer than the rest of it."""
     rest = memoryview(data)
     while rest:
         length = _LENGTH.unpack_from(rest)[0] if len(rest) >= _LENGTH.size else len(rest)
@@ -356,24 +333,21 @@ def split_ids(joined: Buffer) -> list[bytes]:
 
 
 def tags_before(body: bytes) -> bytes:
-    """Return the authentication tags before the table in ``PackRow.body``; empty if the store has no key. Parse the
-    table first, to validate it.
-    """
+    """Return the authentication tags in ``PackRow.body``. Its table must be valid."""
     (length,) = _TABLE_LENGTH.unpack_from(body, len(body) - _TRAILER_BYTES)
     return body[: len(body) - _TRAILER_BYTES - length]
 
 
 def encode_head(head: Head) -> bytes:
-    """Encode the head object, without its authentication tag."""
+    """Encode the head, without its authentication tag."""
     return _HEAD_MAGIC + seal(head)
 
 
 def decode_head(data: Buffer, where: str) -> Head:
-    """Decode the head object, without its authentication tag.
+    """Decode the head, without its authentication tag; raise ``CorruptPackError`` if it is damaged.
 
     :param where: the store, for messages.
     :raises CorruptStoreError: the object is not a head, or has a format that this release cannot read.
-    :raises CorruptPackError: the head is damaged.
     """
     view = memoryview(data)
     if view[: len(_HEAD_MAGIC)] != _HEAD_MAGIC:

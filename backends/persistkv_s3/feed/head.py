@@ -12,11 +12,10 @@ from __future__ import annotations
 import logging
 import threading
 from contextlib import suppress
-from typing import TypeVar
 
 from persistkv.errors import CorruptPackError, CorruptStoreError, StoreUnavailableError
 from persistkv.storage.extensions import Policy
-from persistkv_s3.authentication import Authenticator
+from persistkv_s3.authentication import Authenticator, SignedObjects
 from persistkv_s3.client.bucket import Bucket
 from persistkv_s3.client.transport import (
     ABSENT,
@@ -29,10 +28,10 @@ from persistkv_s3.client.transport import (
 from persistkv_s3.feed.format import (
     MAX_FEED_BYTES,
     MAX_SNAPSHOT_BYTES,
+    NO_NAMESPACE,
     NONCE_BYTES,
     Feed,
     Head,
-    Names,
     NamespaceHead,
     Snapshot,
     StoreNames,
@@ -41,15 +40,10 @@ from persistkv_s3.feed.format import (
     feed_name,
     parse_feed,
     parse_identity,
-    unseal,
 )
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-NO_NAMESPACE = bytes(16)
-"""Namespace id in the authentication tags of objects that belong to the whole store."""
 _SIGNED_AS = "head"
 
 
@@ -59,23 +53,21 @@ class StoreHead:
     :param where: the store, for messages.
     """
 
-    def __init__(self, bucket: Bucket, prefix: str, authenticator: Authenticator, where: str) -> None:
+    def __init__(self, bucket: Bucket, names: StoreNames, authenticator: Authenticator, where: str) -> None:
         self.head = Head()
         self.changed_at = 0.0
         """Monotonic time at which this handle first read or wrote this version."""
         self._etag = ""
         self._bucket = bucket
-        self._prefix = prefix
-        self._names = StoreNames(prefix, authenticator.key_id)
+        self._names = names
         self._authenticator = authenticator
         self._where = where
         self._lock = threading.RLock()
 
     def open(self, policy: Policy, *, create: bool) -> None:
-        """Read the head; create or rebuild it if necessary.
+        """Read the head; create or rebuild it, with the given policy, if necessary.
 
-        :param policy: capacity and ttl of a head that is created or rebuilt.
-        :raises StoreUnavailableError: there is no store and ``create`` is False, or the server does not honour
+        :raises StoreUnavailableError: there is no head and ``create`` is False, or the server does not honour
             conditional PUTs.
         :raises CorruptStoreError: the object is not a head of this format, or it is damaged and ``create`` is False.
         """
@@ -104,11 +96,11 @@ class StoreHead:
             self.poll()
 
     def poll(self) -> bool:
-        """Read the head if it has changed; return whether it has.
+        """Read the head if it has changed; return whether it has. After an error ``self.head`` is unchanged.
 
         :raises ObjectMissingError: there is no head.
         :raises CorruptPackError: the head is damaged, or was not written with the key.
-        :raises CorruptStoreError: the object is not a head of this format. After each error ``self.head`` is unchanged.
+        :raises CorruptStoreError: the object is not a head of this format.
         """
         with self._lock:
             try:
@@ -120,10 +112,9 @@ class StoreHead:
             return True
 
     def write(self, head: Head) -> bool:
-        """Replace the head if ``self.head`` is still the version in the bucket, and return True; otherwise read the
-        newer version and return False.
+        """Replace the head, and set its ``beat``, if ``self.head`` is still the version in the bucket, and return True;
+        otherwise read the newer version and return False.
 
-        :param head: new version; this method sets its ``beat``.
         :raises S3Error: the write failed or its outcome is unknown; ``self.head`` is the newest version that was read.
         """
         with self._lock:
@@ -148,10 +139,7 @@ class StoreHead:
         return [bytes(piece) for piece in data]
 
     def _probe(self) -> bool:
-        """Check that the server honours conditional PUTs; return whether it needs ETags without quotes.
-
-        :raises StoreUnavailableError: the server does not honour them.
-        """
+        """Check that the server honours conditional PUTs; return whether it needs ETags without quotes."""
         bucket, key = self._bucket, self._names.probe + self._bucket.clock.random.randbytes(NONCE_BYTES).hex()
 
         def holds(condition: str) -> bool:
@@ -190,22 +178,24 @@ class StoreHead:
                 head.epoch = max([head.epoch, *(int.from_bytes(term[:4], "big") for _, _, term in found.spans)])
 
     def _rebuilt(self, namespace: bytes) -> NamespaceHead | None:
-        names = Names(self._prefix, namespace, self._authenticator.key_id)
+        names = self._names.of(namespace)
+        objects = SignedObjects(self._bucket, names, self._authenticator)
         at, term, found = 0, b"", None
-        for info in sorted(self._bucket.list(names.snapshots_prefix), key=lambda info: info.key, reverse=True):
-            name = info.key.removeprefix(names.base)
-            snapshot = self._record(namespace, names, name, Snapshot, MAX_SNAPSHOT_BYTES)
+        listed = self._bucket.list(f"{names.base}snapshots/")
+        for name in sorted((info.key.removeprefix(names.base) for info in listed), reverse=True):
+            snapshot = objects.record(name, Snapshot, MAX_SNAPSHOT_BYTES, may_be_missing=True)
             if snapshot is not None:
                 at, term = snapshot.position, snapshot.term
                 found = NamespaceHead(generation=snapshot.generation, snapshot=name, snapshot_position=at, position=at)
                 break
         feeds: dict[int, list[bytes]] = {}
-        for info in self._bucket.list(names.feed_prefix):
+        for info in self._bucket.list(f"{names.base}feed/"):
             if (parsed := parse_feed(info.key)) is not None:
                 feeds.setdefault(parsed[0], []).append(parsed[1])
         while True:
             for following in sorted(feeds.get(at + 1, ()), reverse=True):
-                feed = self._record(namespace, names, feed_name(at + 1, following), Feed, MAX_FEED_BYTES)
+                name = feed_name(at + 1, following)
+                feed = objects.record(name, Feed, MAX_FEED_BYTES, may_be_missing=True)
                 if feed is not None and feed.previous == term:
                     break
             else:
@@ -213,13 +203,6 @@ class StoreHead:
             found = found or NamespaceHead(generation=feed.generation)
             at, term = at + 1, feed.term
             found.position, found.spans = at, extended(found.spans, at, term)
-
-    def _record(self, namespace: bytes, names: Names, name: str, kind: type[T], limit: int) -> T | None:
-        try:
-            data = self._bucket.get(names.base + name, limit)
-            return unseal(self._authenticator.opened(namespace, name, data), kind)
-        except (CorruptPackError, ObjectMissingError):
-            return None
 
 
 def extended(spans: list[tuple[int, int, bytes]], position: int, term: bytes) -> list[tuple[int, int, bytes]]:

@@ -17,8 +17,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 import msgspec
 
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 TAKEOVER_S = 15.0
 ROUND_S = 1.0
-"""Minimum time in seconds between two rounds of the leader."""
+"""Minimum time between two rounds of the leader."""
 _HEARTBEAT_S = 5.0
 _RESIGN_S = 30.0  # without a commit of this engine
 _SWEEP_S = 24 * 3600.0  # 24 hours
@@ -61,7 +61,6 @@ SNAPSHOT_AFTER = 64
 """Minimum number of feed objects between two snapshots of a namespace."""
 _NAMED_BEFORE = 128  # feed objects before a snapshot that the head still names, for readers that are a little behind
 _MOST_TAILS = 48
-_RECENT_BYTES = 1 << 20  # 1 MiB
 _LEAST_DUMP_BYTES = 4 << 20  # 4 MiB
 _SEGMENT_BYTES = 32 << 20  # 32 MiB
 _EVICTED_AT_ONCE = 256
@@ -69,7 +68,8 @@ _DELETED_AT_ONCE = 1000
 _MERGED_BYTES = MAX_FEED_BYTES // 2 - MAX_INBOX_BYTES
 
 
-class _Publication(NamedTuple):
+@dataclass
+class _Publication:
     """Feed object and snapshot that a round publishes for one namespace."""
 
     feed: Feed
@@ -77,18 +77,7 @@ class _Publication(NamedTuple):
     """Name of the new snapshot; empty: none."""
     snapshot_position: int = 0
     swept: float = 0.0
-    """Start, by the server's clock, of the sweep that this round completes; 0: none."""
-
-
-class _Dumping(NamedTuple):
-    """A snapshot in progress whose segments contain all table rows of a catalogue."""
-
-    segments: Iterator[tuple[str, int]]
-    """Writes the next segment object, and yields its (name, bytes)."""
-    replaced: Snapshot
-    """The earlier snapshot, whose base and tails the new one replaces."""
-    done: list[tuple[str, int]]
-    """(name, bytes) of each segment that was written for this snapshot."""
+    """Start of the sweep that this round completes; 0: none."""
 
 
 class Leader:
@@ -120,16 +109,18 @@ class Leader:
         self._junk: set[str] = set()
         self._behind: set[bytes] = set()
         """Namespaces with commits in the inbox that did not fit into the last round."""
-        self._recent: dict[bytes, dict[int, bytes]] = {}
-        """Small feed objects that this leader wrote since the last snapshot, encoded: namespace → position → bytes."""
         self._resigning = False
         self._busy_at = 0.0
         self._written_at = 0.0
         self._confirmed = 0.0
         """Server's time before the last successful write of the head."""
         self._turn = 0
-        self._dumping: dict[bytes, _Dumping] = {}
-        self._sweeping: dict[bytes, tuple[float, Iterator[ObjectInfo]]] = {}
+        self._dumps: dict[bytes, Iterator[None]] = {}
+        """Snapshots of all table rows in progress, by namespace; each step writes one object."""
+        self._dumped: dict[bytes, list[str]] = {}
+        """Names of the segments that a dump in progress has written."""
+        self._sweeps: dict[bytes, Iterator[None]] = {}
+        """Sweeps in progress, by namespace; each step deletes some objects."""
 
     @property
     def leads(self) -> bool:
@@ -160,9 +151,9 @@ class Leader:
     def _forget(self) -> None:
         self._term = b""
         self._unpublished.clear()
-        self._recent.clear()
-        self._dumping.clear()
-        self._sweeping.clear()
+        self._dumps.clear()
+        self._dumped.clear()
+        self._sweeps.clear()
 
     def _write(self, head: Head) -> bool:
         began, now = self._bucket.now(), self._clock.monotonic()
@@ -197,10 +188,10 @@ class Leader:
         for namespace, found in by_namespace.items():
             session = self._session(namespace)
             if session is None:
-                self._junk.update(info.key for _, info in found)
+                self._junk.update(info.key for info in found.values())
                 continue
             session.sync()
-            feed = self._merged(session, namespace, found)
+            feed = self._merged(session, found)
             if feed is not None:
                 self._unpublished[namespace] = _Publication(feed)
                 if session.writer in feed.merged:  # an engine that only merges leaves that to the others
@@ -218,33 +209,27 @@ class Leader:
         self._resigning = True
         self.round()
 
-    def _listed(self) -> dict[bytes, list[tuple[InboxName, ObjectInfo]]]:
-        """Return the commits in the inbox and their listing entries, by namespace id; ignore invalid objects."""
-        found: dict[bytes, list[tuple[InboxName, ObjectInfo]]] = {}
+    def _listed(self) -> dict[bytes, dict[InboxName, ObjectInfo]]:
+        """Return the commits in the inbox with their listing entries, by namespace id; ignore invalid objects."""
+        found: dict[bytes, dict[InboxName, ObjectInfo]] = {}
         junk = set[str]()
         for info in self._bucket.list(self._names.inbox_prefix):
             name = parse_inbox(info.key)
             if name is None or info.key in self._junk:
                 junk.add(info.key)
             else:
-                found.setdefault(name.namespace, []).append((name, info))
+                found.setdefault(name.namespace, {})[name] = info
         self._junk = junk
         return found
 
-    def _merged(
-        self, session: NamespaceSession, namespace: bytes, found: list[tuple[InboxName, ObjectInfo]]
-    ) -> Feed | None:
-        """Return a new feed object with a namespace's unmerged commits from the inbox; None if there are none. Commits
-        beyond a bound on the bytes are left to the next round.
-
-        :param found: the namespace's commits in the inbox, each with its listing entry.
+    def _merged(self, session: NamespaceSession, infos: dict[InboxName, ObjectInfo]) -> Feed | None:
+        """Return a new feed object with those of the found commits that are not merged yet; None if there are none.
+        Commits beyond a bound on the bytes are left to the next round.
         """
-        merged, new = session.catalogue.merged(), list[InboxName]()
-        self._behind.discard(namespace)
-        total = 0
-        infos = dict(found)
-        in_order = sorted(found, key=lambda pair: (pair[1].modified, pair[0]))  # those of a writer stay in order
-        for name, info in in_order:
+        merged, new, total = session.catalogue.merged(), list[InboxName](), 0
+        self._behind.discard(session.namespace)
+        for name in sorted(infos, key=lambda name: (infos[name].modified, name)):  # those of a writer stay in order
+            info = infos[name]
             if name.number <= merged.get(name.writer, 0):
                 continue
             if info.size > MAX_INBOX_BYTES:
@@ -252,7 +237,7 @@ class Leader:
                 continue
             total += info.size
             if new and total > _MERGED_BYTES:
-                self._behind.add(namespace)
+                self._behind.add(session.namespace)
                 break
             new.append(name)
         last: dict[bytes, int] = {}
@@ -266,12 +251,10 @@ class Leader:
                 logger.warning("rejected a commit that took %.0f h", (infos[name].modified - entry.time) / 3600)
             else:
                 entries.append(entry)
-        return self._feed(session, namespace, entries, last) if last else None
+        return self._feed(session, entries, last) if last else None
 
-    def _feed(
-        self, session: NamespaceSession, namespace: bytes, entries: list[Entry], merged: dict[bytes, int]
-    ) -> Feed:
-        at, held = session.catalogue.position, self._head.head.namespaces.get(namespace)
+    def _feed(self, session: NamespaceSession, entries: list[Entry], merged: dict[bytes, int]) -> Feed:
+        at, held = session.catalogue.position, self._head.head.namespaces.get(session.namespace)
         generation = self._clock.random.randbytes(NONCE_BYTES) if held is None else held.generation
         return Feed(
             generation=generation,
@@ -284,31 +267,26 @@ class Leader:
         )
 
     def _publish(self) -> bool:
-        """Write the unpublished feed objects, then the head.
-
-        If there are none, write the head only for a heartbeat or to resign.
-
-        :returns: False if another handle leads.
+        """Write the unpublished feed objects, then the head; without any, the head only for a heartbeat or to resign.
+        Return False if another handle leads.
         """
         head = msgspec.structs.replace(self._head.head, namespaces=dict(self._head.head.namespaces))
         now = self._clock.monotonic()
-        resigns = self._resigning or (now - self._busy_at > _RESIGN_S and not self._dumping)
+        resigns = self._resigning or (now - self._busy_at > _RESIGN_S and not self._dumps)
         if not (self._unpublished or resigns or now - self._written_at >= _HEARTBEAT_S):
             return True
         for namespace, held in self._unpublished.items():
             session = self._opened[namespace]
-            name, data = feed_name(held.feed.position, held.feed.term), seal(held.feed)
+            name = feed_name(held.feed.position, held.feed.term)
             with suppress(ConditionFailedError):  # an earlier attempt has written it: only this leader uses its term
-                session.objects.put(name, [data], condition=ABSENT)
-            if len(data) <= _RECENT_BYTES:
-                self._recent.setdefault(namespace, {})[held.feed.position] = data
+                session.objects.put(name, [seal(held.feed)], condition=ABSENT)
             head.namespaces[namespace] = self._extended(head.namespaces.get(namespace), held, session)
         if resigns:
             head.leader = b""
         written = self._write(head)
         if written:
             for namespace, held in self._unpublished.items():
-                self._opened[namespace].applied(held.feed)
+                self._opened[namespace].catalogue.apply_feed(held.feed)
                 self._opened[namespace].sync()
             self._unpublished.clear()
         if resigns:
@@ -320,9 +298,8 @@ class Leader:
         head = NamespaceHead(generation=feed.generation) if before is None else msgspec.structs.replace(before)
         head.position = feed.position
         head.spans = extended(head.spans, feed.position, feed.term)
-        catalogue = session.catalogue
-        head.num_bytes, head.oldest = catalogue.disk_bytes(), catalogue.oldest
-        head.expires = min(catalogue.expires, LATEST)
+        head.num_bytes, head.oldest, expires = session.catalogue.retention()
+        head.expires = min(expires, LATEST)
         head.swept = max(head.swept, held.swept) or self._bucket.now()
         if held.snapshot:
             head.snapshot, head.snapshot_position = held.snapshot, held.snapshot_position
@@ -330,11 +307,11 @@ class Leader:
             head.spans = [(max(begin, first), end, term) for begin, end, term in head.spans if end >= first]
         return head
 
-    def _clear_inbox(self, by_namespace: dict[bytes, list[tuple[InboxName, ObjectInfo]]]) -> None:
+    def _clear_inbox(self, by_namespace: dict[bytes, dict[InboxName, ObjectInfo]]) -> None:
         done: list[str] = []
         for namespace, found in by_namespace.items():
             merged = self._opened[namespace].catalogue.merged() if namespace in self._opened else {}
-            done += [info.key for name, info in found if name.number <= merged.get(name.writer, 0)]
+            done += [info.key for name, info in found.items() if name.number <= merged.get(name.writer, 0)]
         self._bucket.delete(done)
 
     # Maintenance: one namespace in each round
@@ -349,18 +326,23 @@ class Leader:
             self._turn += 1
             session, target = self._opened[namespace], head.namespaces[namespace]
             session.sync()
-            self._take_snapshot(namespace, session, target)
-            self._collect(namespace, session)
-            self._sweep(namespace, session, target)
+            if namespace in self._dumps:
+                _advance(self._dumps, namespace)
+            elif target.position - target.snapshot_position >= SNAPSHOT_AFTER:
+                self._take_snapshot(session, target)
+            self._collect(session)
+            damaged = session.catalogue.position.damaged
+            if namespace not in self._behind:  # commits in the inbox may name old objects
+                if namespace in self._sweeps:
+                    _advance(self._sweeps, namespace)
+                elif self._bucket.now() - target.swept >= _SWEEP_S and not damaged:
+                    self._sweeps[namespace] = self._sweep(session)
 
-    def _addition(self, namespace: bytes, session: NamespaceSession) -> _Publication:
-        """Return the publication of a namespace in this round, created without commits if necessary.
-
-        The caller may add to it until ``_publish`` writes it.
-        """
-        if namespace not in self._unpublished:
-            self._unpublished[namespace] = _Publication(self._feed(session, namespace, [], {}))
-        return self._unpublished[namespace]
+    def _addition(self, session: NamespaceSession) -> _Publication:
+        """Return the publication of a namespace in this round, which may be added to; create it if necessary."""
+        if session.namespace not in self._unpublished:
+            self._unpublished[session.namespace] = _Publication(self._feed(session, [], {}))
+        return self._unpublished[session.namespace]
 
     def _evict(self, head: Head) -> None:
         """Add evictions to the next feed object of one namespace. If content exceeds the capacity or the store's ttl,
@@ -379,58 +361,41 @@ class Leader:
                 self._evict_from(namespace, now, None, 0, now)
 
     def _evict_from(self, namespace: bytes, now: float, ttl_s: float | None, excess: int, until: float) -> None:
-        """Add evictions to the next feed object of a namespace.
-
-        :param now: present time by the server's clock, in seconds since the epoch.
-        :param ttl_s, excess, until: see ``Catalogue.plan_eviction``.
-        """
+        """Add evictions to the next feed object of a namespace; see ``Catalogue.plan_eviction``."""
         session = self._session(namespace)
         if session is None:
             return
         session.sync()
-        found = session.catalogue.plan_eviction(now, ttl_s, excess, until, _EVICTED_AT_ONCE)
+        gone, manifests = session.catalogue.plan_eviction(now, ttl_s, excess, until, _EVICTED_AT_ONCE)
         held = self._unpublished.get(namespace)
         used = set() if held is None else _used(held.feed.entries)
-        gone = [pack for pack in found.gone if pack[0] not in used]
-        if gone or found.manifests:
+        gone = [pack for pack in gone if pack[0] not in used]
+        if gone or manifests:
             writer = bytes(WRITER_BYTES)
-            entry = Entry(writer=writer, number=0, time=now, gone=gone, manifests_gone=found.manifests)
-            self._addition(namespace, session).feed.entries.insert(0, entry)
+            entry = Entry(writer=writer, number=0, time=now, gone=gone, manifests_gone=manifests)
+            self._addition(session).feed.entries.insert(0, entry)
             logger.info("evicting %d packs", len(gone))
 
     def _fresh(self, namespace: bytes, held: NamespaceHead) -> tuple[int, float, float]:
-        """Return bytes, time of the oldest use and earliest expiry by a manifest's own ttl of a namespace; both times
-        in seconds since the epoch.
-
-        They are from the local catalogue if it has the position of the head, else from the head.
+        """Return bytes, time of the oldest use and earliest expiry by a manifest's own ttl, from the local catalogue if
+        it has the position of the head, else from the head.
         """
         session = self._opened.get(namespace)
         if session is None or session.catalogue.position.position != held.position:
             return held.num_bytes, held.oldest, held.expires
-        return session.catalogue.disk_bytes(), session.catalogue.oldest, session.catalogue.expires
+        return session.catalogue.retention()
 
-    def _take_snapshot(self, namespace: bytes, session: NamespaceSession, target: NamespaceHead) -> None:
-        """Continue a snapshot of all rows if one is in progress; else write one if due.
-
-        A new snapshot has the content of the previous one and the feed objects after it. If these have become large or
-        many, start a snapshot of all rows.
+    def _take_snapshot(self, session: NamespaceSession, target: NamespaceHead) -> None:
+        """Write a snapshot: the content of the previous one and the feed objects after it. If these are large or many,
+        start a snapshot of all rows.
         """
-        if namespace in self._dumping:
-            self._continue_dump(namespace, session, target, self._dumping[namespace])
-            return
-        if target.position - target.snapshot_position < SNAPSHOT_AFTER:
-            return
         before = session.snapshot(target)
         if before is None:
             before = Snapshot(generation=target.generation, position=0, term=bytes(TERM_BYTES), time=0.0)
         covered = range(target.snapshot_position + 1, target.position + 1)
-        wanted = [(position, target.term_of(position)) for position in covered]
-        known = self._recent.pop(namespace, {})
-        others = [pair for pair in wanted if pair[0] not in known]
-        for feed in self._bucket.all(session.feed_object, others):
-            if feed is not None:
-                known[feed.position] = seal(feed)
-        pieces = frame_records([known[position] for position in covered if position in known])
+        wanted = [(position, term) for position in covered if (term := target.term_of(position)) is not None]
+        feeds = self._bucket.all(session.feed_object, wanted)
+        pieces = frame_records([seal(feed) for feed in feeds if feed is not None])
         name = f"segments/{target.position:012x}-{self._term.hex()}"
         session.objects.put(name, pieces)
         at = session.catalogue.position
@@ -442,58 +407,49 @@ class Leader:
             tails=[*before.tails, name],
             tail_bytes=before.tail_bytes + sum(len(memoryview(piece)) for piece in pieces),
         )
-        retired = [feed_name(position, term) for position, term in wanted if term is not None]
-        self._put_snapshot(namespace, session, target, snapshot, retired)
+        retired = [feed_name(*name) for name in wanted]
+        self._put_snapshot(session, target, snapshot, retired)
         heavy = snapshot.tail_bytes > max(_LEAST_DUMP_BYTES, snapshot.base_bytes // 2)
         if (heavy or len(snapshot.tails) >= _MOST_TAILS) and not at.damaged:
-            self._dumping[namespace] = _Dumping(self._dump(session), snapshot, [])
+            self._dumps[session.namespace] = self._dump(session, snapshot)
 
-    def _continue_dump(
-        self, namespace: bytes, session: NamespaceSession, target: NamespaceHead, dumping: _Dumping
-    ) -> None:
-        """Write the next segment object of table rows; after the last one, write the snapshot that names them all."""
-        del self._dumping[namespace]  # also if the upload fails: an iterator that raised seems to have ended
-        segment = next(dumping.segments, None)
-        if segment is not None:
-            dumping.done.append(segment)
-            self._dumping[namespace] = dumping
-            return
-        before, base = session.snapshot(target), dumping.replaced
-        if before is None or before.tails[: len(base.tails)] != base.tails:
-            return
-        snapshot = msgspec.structs.replace(
-            before,
-            base=[name for name, _ in dumping.done],
-            base_bytes=sum(size for _, size in dumping.done),
-            tails=before.tails[len(base.tails) :],
-            tail_bytes=before.tail_bytes - base.tail_bytes,
-        )
-        self._put_snapshot(namespace, session, target, snapshot, [*before.base, *base.tails])
-
-    def _dump(self, session: NamespaceSession) -> Iterator[tuple[str, int]]:
-        """Write all table rows of a catalogue; each step writes one segment object, and yields its (name, bytes)."""
-        nonce = self._clock.random.randbytes(NONCE_BYTES).hex()
+    def _dump(self, session: NamespaceSession, replaced: Snapshot) -> Iterator[None]:
+        """Write all table rows of a catalogue, one segment object per step. In the last step, write the snapshot that
+        names them instead of the segments of ``replaced``.
+        """
+        nonce, size = self._clock.random.randbytes(NONCE_BYTES).hex(), 0
+        done = self._dumped[session.namespace] = list[str]()
         for number, (position, dump) in enumerate(session.catalogue.dump(_SEGMENT_BYTES)):
             name, data = f"segments/{position.position:012x}-{nonce}-{number:04x}", seal(dump)
             session.objects.put(name, frame_records([data]))
-            yield name, len(data)
+            done.append(name)
+            size += len(data)
+            yield
+        del self._dumped[session.namespace]
+        target = self._head.head.namespaces.get(session.namespace)
+        before = None if target is None else session.snapshot(target)
+        if target is None or before is None or before.tails[: len(replaced.tails)] != replaced.tails:
+            return
+        snapshot = msgspec.structs.replace(
+            before,
+            base=done,
+            base_bytes=size,
+            tails=before.tails[len(replaced.tails) :],
+            tail_bytes=before.tail_bytes - replaced.tail_bytes,
+        )
+        self._put_snapshot(session, target, snapshot, [*before.base, *replaced.tails])
 
     def _put_snapshot(
-        self,
-        namespace: bytes,
-        session: NamespaceSession,
-        target: NamespaceHead,
-        snapshot: Snapshot,
-        retired: list[str],
+        self, session: NamespaceSession, target: NamespaceHead, snapshot: Snapshot, retired: list[str]
     ) -> None:
         nonce = self._clock.random.randbytes(NONCE_BYTES).hex()
         name = f"snapshots/{snapshot.position:012x}-{self._term.hex()}-{nonce}"
         session.objects.put(name, [seal(snapshot)])
-        held = self._addition(namespace, session)
+        held = self._addition(session)
         held.feed.retired += [*retired, *([target.snapshot] if target.snapshot else [])]
-        self._unpublished[namespace] = held._replace(snapshot=name, snapshot_position=snapshot.position)
+        held.snapshot, held.snapshot_position = name, snapshot.position
 
-    def _collect(self, namespace: bytes, session: NamespaceSession) -> None:
+    def _collect(self, session: NamespaceSession) -> None:
         """Delete a namespace's objects whose removal was published at least ``grace`` seconds ago, at most about 1,000,
         unless something refers to them again.
         """
@@ -501,43 +457,27 @@ class Leader:
         if not garbage:
             return
         base = session.objects.names.base
-        self._bucket.delete([base + name for _, name in garbage if not self._is_named(namespace, session, name)])
-        feed = self._addition(namespace, session).feed
+        self._bucket.delete([base + name for _, name in garbage if not self._is_named(session, name)])
+        feed = self._addition(session).feed
         feed.collected = max(feed.collected, garbage[-1][0])
 
-    def _sweep(self, namespace: bytes, session: NamespaceSession, target: NamespaceHead) -> None:
-        """Start or continue the daily sweep: of the next 1,000 objects, delete those over a day old without references.
+    def _sweep(self, session: NamespaceSession) -> Iterator[None]:
+        """Of all objects of a namespace, 1,000 per step, delete those over a day old without references."""
+        began, base = self._bucket.now(), session.objects.names.base
+        listing = self._bucket.list(base)
+        while page := list(islice(listing, _DELETED_AT_ONCE)):
+            before = self._confirmed - _SWEEP_S
+            old = [info.key for info in page if info.modified < before]
+            self._bucket.delete([key for key in old if not self._is_named(session, key.removeprefix(base))])
+            yield
+        self._addition(session).swept = began
 
-        :param target: the namespace's part of the published head.
-        """
-        now = self._bucket.now()
-        if namespace in self._behind:  # commits in the inbox may name old objects
-            return
-        if namespace not in self._sweeping:
-            if now - target.swept < _SWEEP_S or session.catalogue.position.damaged:
-                return
-            names = session.objects.names
-            self._sweeping[namespace] = (now, self._bucket.list(names.base))
-        began, listing = self._sweeping.pop(namespace)  # a sweep that fails begins again
-        page = list(islice(listing, _DELETED_AT_ONCE))
-        base, before = session.objects.names.base, self._confirmed - _SWEEP_S
-        old = [info.key for info in page if info.modified < before]
-        self._bucket.delete([key for key in old if not self._is_named(namespace, session, key.removeprefix(base))])
-        if len(page) == _DELETED_AT_ONCE:
-            self._sweeping[namespace] = began, listing
-            return
-        held = self._addition(namespace, session)
-        self._unpublished[namespace] = held._replace(swept=began)
-
-    def _is_named(self, namespace: bytes, session: NamespaceSession, name: str) -> bool:
-        """Return whether the catalogue, an unpublished feed object or the head refers to an object; True if unsure.
-
-        :param name: name of the object, relative to the namespace's prefix.
-        """
+    def _is_named(self, session: NamespaceSession, name: str) -> bool:
+        """Return whether the catalogue, an unpublished feed object or the head refers to an object; True if unsure."""
         kind = name.partition("/")[0]
-        held = self._unpublished.get(namespace)
+        held = self._unpublished.get(session.namespace)
         entries = [] if held is None else held.feed.entries
-        target = self._head.head.namespaces.get(namespace)
+        target = self._head.head.namespaces.get(session.namespace)
         if kind == "packs" and (pack := parse_pack(name)) is not None:
             added = any((row.pack_id, row.nonce) == pack for entry in entries for row in entry.packs)
             return added or session.catalogue.names_pack(*pack)
@@ -550,10 +490,15 @@ class Leader:
             snapshot = None if target is None else session.snapshot(target)
             if target is None or snapshot is None:
                 return True
-            dumping = self._dumping.get(namespace)
-            done = [] if dumping is None else [segment for segment, _ in dumping.done]
+            done = self._dumped.get(session.namespace, ())
             return name in (target.snapshot, *snapshot.base, *snapshot.tails, *done)
         return True
+
+
+def _advance(tasks: dict[bytes, Iterator[None]], namespace: bytes) -> None:
+    """Do the next step of a task; forget the task if it has ended, or failed in an earlier step."""
+    if next(tasks[namespace], True):
+        del tasks[namespace]
 
 
 def _used(entries: list[Entry]) -> set[bytes]:

@@ -10,7 +10,7 @@ import pytest
 
 from persistkv.config import StoreUrl
 from persistkv_s3.client.boto import BotoClient
-from persistkv_s3.client.transport import ABSENT, Body, Deadline, RowSink, S3Error, Sink, Transport, WholeSink
+from persistkv_s3.client.transport import ABSENT, Body, Deadline, S3Error, Sink, Transport, WholeSink
 from persistkv_s3.options import parse_url
 from tests.backends.s3.simulation import CALM, Faults, Process, SimulatedTransport, World
 from tests.backends.s3.test_histories import History
@@ -35,7 +35,7 @@ def replies(transport: Transport, prefix: str) -> list[object]:
         name: str, start: int | None = None, stop: int | None = None, known: str | None = None, length: int = 0
     ) -> bytes | tuple[str, bytes]:
         buffer = bytearray(length)
-        sink: Sink = RowSink([memoryview(buffer)]) if length else WholeSink(100)
+        sink = Sink([memoryview(buffer)]) if length else WholeSink(100)
         etag = transport.get(name, start, stop, sink, Deadline(30), known=known)
         return bytes(buffer) if length else (etag, bytes(getattr(sink, "data", b"")))
 

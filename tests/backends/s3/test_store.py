@@ -30,7 +30,7 @@ from persistkv.testing.samples import sample_pack
 from persistkv_s3 import S3Backend
 from persistkv_s3.client.transport import LateError
 from persistkv_s3.feed.format import StoreNames
-from persistkv_s3.packs import UploadBudget
+from persistkv_s3.session import UploadBudget
 from tests.backends.s3.conftest import Opener
 from tests.storage.host.conftest import STRIDE, Hosted
 

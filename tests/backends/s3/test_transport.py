@@ -19,13 +19,11 @@ from persistkv_s3.client.transport import (
     Clock,
     ConditionFailedError,
     Deadline,
-    FrameSink,
     LateError,
     ListPage,
     ObjectInfo,
     ObjectMissingError,
     RefusedError,
-    RowSink,
     S3Error,
     Sink,
     ThrottledError,
@@ -139,24 +137,19 @@ def test_get_broken_body_fetches_only_remaining_bytes() -> None:
     assert client.calls == [("get", "k", None, None), ("get", "k", 100, len(DATA))]
 
 
-def test_frame_sink_broken_body_delivers_each_frame_once() -> None:
+def test_fill_broken_body_takes_each_buffer_once() -> None:
     came: list[tuple[int, bytes]] = []
-    sink = FrameSink(
-        [(5, 10), (15, 1), (40, 20), (200, 7)],
-        memoryview(bytearray(20)),
-        lambda number, data: came.append((number, bytes(data))),
-    )
+    buffer = memoryview(bytearray(20))
     client = Scripted(3, 0, 8, 40)
-    make_bucket(client).download_into("k", sink)
-    assert came == [(0, DATA[5:15]), (1, DATA[15:16]), (2, DATA[40:60]), (3, DATA[200:207])]
+    buffers = [buffer[:10], buffer[:1], buffer[:0], memoryview(bytearray(24)), buffer]
+    make_bucket(client).fill("k", 5, buffers, lambda number, data: came.append((number, bytes(data))))
+    assert came == [(0, DATA[5:15]), (1, DATA[15:16]), (3, DATA[16:40]), (4, DATA[40:60])]
     assert [call[2] for call in client.calls] == [5, 8, 8, 16, 56]
-    with pytest.raises(BrokenError):
-        FrameSink([(0, 4)], memoryview(bytearray(4)), lambda number, data: None).expect(5)
 
 
 def test_sinks_longer_body_than_expected_raises() -> None:
     with pytest.raises(BrokenError):
-        RowSink([memoryview(bytearray(4))]).expect(5)
+        Sink([memoryview(bytearray(4))]).expect(5)
     with pytest.raises(CorruptPackError):
         WholeSink(100).expect(101)
 

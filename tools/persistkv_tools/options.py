@@ -100,26 +100,19 @@ Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")
 
 
 class AdoptionView(msgspec.Struct, frozen=True, kw_only=True):
-    """Recorded verdict of a namespace about that of another engine release."""
+    """Recorded verdict of a namespace about that of another engine release: see ``Verdict`` for the fields."""
 
     ours: str
     """Id of the namespace that may use the other's blocks."""
     theirs: str
     """Id of the other release's namespace."""
     verdict: str
-    """``adopted``: the other namespace's blocks are used up to ``depths``. ``refused``: none is used."""
     depths: tuple[int, ...]
-    """For each KV cache group, the number of blocks of a context that are used, from its beginning."""
     final: bool
-    """Whether a deeper block differed, so that ``depths`` do not grow any more."""
     tokens: int
-    """Number of tokens whose KV was compared, over all groups."""
     error: float
-    """Largest relative error of the compared blocks; 0: all were equal."""
     limit: float
-    """Largest value of ``error`` at which two blocks agree."""
     at: float
-    """Time of the verdict: seconds since the epoch."""
 
 
 def adoptions(backend: InspectableBackend) -> list[AdoptionView]:

@@ -21,29 +21,21 @@ _DTYPES = ("dtype", "torch_dtype")
 
 
 class DifferenceView(msgspec.Struct, frozen=True):
-    """One identity field whose values differ."""
+    """One identity field whose values differ. Fields of this and the next struct: docs/json.md."""
 
     field: str
-    """Dotted path of the field in the identity, e.g. ``config.rope_theta``."""
     ours: Any
-    """Value on the compared side, a model or another namespace; null if it lacks the field."""
     theirs: Any
-    """Value in the store's namespace; null if it lacks the field."""
 
 
 class ComparisonView(msgspec.Struct, frozen=True):
     """Comparison of one namespace of the store with a model or another namespace."""
 
     ours: str
-    """The compared side: id of a namespace, or directory of a model."""
     theirs: str
-    """Id of the store's namespace that was compared."""
     matches: bool
-    """Whether all compared identity fields are equal."""
     compared: int
-    """Number of compared identity fields."""
     not_compared: list[str]
-    """Identity fields that are known only after loading the model. Empty if two namespaces are compared."""
     differences: list[DifferenceView]
 
 

@@ -38,7 +38,7 @@ from persistkv.storage import BACKENDS, open_inspectable
 from persistkv.storage.commit_pipeline import DIRECT_BYTES
 from persistkv.storage.extensions import PlainMedium, SupportsPlainMedium
 from persistkv.storage.host.client import JobOutcome, StoreClient
-from persistkv.storage.host.protocol import Hello
+from persistkv.storage.host.protocol import Hello, HostStats
 from persistkv.storage.host.supervisor import Host, ProcessHost
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
@@ -152,11 +152,7 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 def _bench(url: str, job_bytes: int, rounds: int, took: Took) -> BenchReport:
-    """Run the benchmark, after one warm-up round.
-
-    :param took: advances the progress bar by a number of bytes.
-    :raises StoreError: the store or the plain medium failed, or returned other bytes.
-    """
+    """Run the benchmark, after one warm-up round; ``took`` advances the progress bar."""
     notes: list[str] = []
     times: dict[str, list[float]] = defaultdict(list)
     codecs: list[CodecFigure] = []
@@ -219,32 +215,28 @@ def _measure_codecs(
     """Yield the figures of each codec, measured by storing and loading a job filled with the sample.
 
     :param directory: of a local store: loads then read from the disk, not from the page cache. None: remote.
-    :raises StoreError: the store failed.
     """
     job.fill(sample)
     turns = [(name, job.fresh_keys()) for _, name in product(range(_CODEC_ROUNDS + 1), CODECS)]
-    stores: dict[str, list[float]] = defaultdict(list)
-    loads: dict[str, list[float]] = defaultdict(list)
-    with ExitStack() as stack:
-        clients = {name: stack.enter_context(job.client(scratch, name)) for name in CODECS}
-        for name, keys in turns:
-            stores[name].append(job.store(clients[name], keys))
-            took(job.num_bytes)
-        hosts = {name: client.stats().host for name, client in clients.items()}
+    times: dict[tuple[str, str], list[float]] = defaultdict(list)
+    hosts: dict[str, HostStats | None] = {}
+    for operation, measure in (("store", job.store), ("load", job.load)):
+        with ExitStack() as stack:
+            clients = {name: stack.enter_context(job.client(scratch, name)) for name in CODECS}
+            for name, keys in turns:
+                times[operation, name].append(measure(clients[name], keys))
+                took(job.num_bytes)
+            hosts = hosts or {name: client.stats().host for name, client in clients.items()}
         if directory is not None:
-            stack.close()
             with suppress(OSError):  # on a file system in memory
                 drop_page_cache([directory])
-            clients = {name: stack.enter_context(job.client(scratch, name)) for name in CODECS}
-        for name, keys in turns:
-            loads[name].append(job.load(clients[name], keys))
-            took(job.num_bytes)
-    seconds = {name: (statistics.median(stores[name][1:]), statistics.median(loads[name][1:])) for name in CODECS}
-    for name, (store, load) in seconds.items():
-        if (host := hosts[name]) is None or not host.counters.stored_bytes:
+    median = {name: statistics.median(seconds[1:]) for name, seconds in times.items()}
+    for name, host in hosts.items():
+        if host is None or not host.counters.stored_bytes:
             raise StoreError("the host process did not report how much it stored")
         ratio = host.counters.stored_raw_bytes / host.counters.stored_bytes
-        relative = (store + load) / sum(seconds["raw"])
+        store, load = median["store", name], median["load", name]
+        relative = (store + load) / (median["store", "raw"] + median["load", "raw"])
         speeds = round(job.num_bytes / store), round(job.num_bytes / load)
         yield CodecFigure(name, round(ratio, 3), *speeds, round(relative, 3))
 
@@ -301,10 +293,7 @@ def _scratch(url: str, notes: list[str]) -> Iterator[tuple[str, Path | None]]:
 
 
 class _Job:
-    """Block buffers of a job in shared memory, in shuffled order: stores read the first half, loads fill the second.
-
-    :raises ConfigurationError: the buffers do not fit into memory.
-    """
+    """Block buffers of a job in shared memory, in shuffled order: stores read the first half, loads fill the second."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -341,10 +330,7 @@ class _Job:
             yield client
 
     def store(self, client: StoreClient, keys: list[bytes]) -> float:
-        """Store all blocks; return the seconds until lookups find them.
-
-        :raises StoreError: some were not stored in two minutes.
-        """
+        """Store all blocks; return the seconds until lookups find them."""
         job_id = next(self._ids)
         begin = time.perf_counter()
         client.submit_store(job_id, f"request {job_id}", keys, self._order, range(len(keys)), self.num_bytes)
@@ -353,10 +339,7 @@ class _Job:
         return time.perf_counter() - begin
 
     def load(self, client: StoreClient, keys: list[bytes]) -> float:
-        """Load all blocks; return the seconds it took. Then compare the bytes with the stored ones and clear them.
-
-        :raises StoreError: some were not loaded, or differ from the stored ones.
-        """
+        """Load all blocks; return the seconds it took. Then compare the bytes with the stored ones and clear them."""
         job_id = next(self._ids)
         begin = time.perf_counter()
         client.submit_load(job_id, keys, [row + len(keys) for row in self._order])
@@ -379,10 +362,7 @@ def store_client(url: str, host: Host, block_bytes: int, codec: str = "raw") -> 
 
 
 def finish(client: StoreClient, job_id: int) -> JobOutcome:
-    """Poll the client until one of its jobs has ended; return the job's outcome.
-
-    :raises StoreError: the job did not end in two minutes.
-    """
+    """Poll the client until a job has ended, for two minutes at most; return the job's outcome."""
     deadline = time.monotonic() + _TIMEOUT_S
     while time.monotonic() < deadline:
         for outcome in client.poll():

@@ -153,9 +153,8 @@ class _Line(msgspec.Struct):
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[Request]:
-    """Return the block ids of each request of a trace in Mooncake's form (JSON lines), compressed with xz or plain.
+    """Return the block ids of each request (the first ``limit``) of a trace in Mooncake's form, compressed or plain.
 
-    :param limit: read only this number of requests; None: all.
     :raises ConfigurationError: the file cannot be read, is not a trace or has no blocks, or one block id follows two
         different ids, so that it does not identify a prefix.
     """
@@ -193,12 +192,10 @@ def replay(
     *,
     pack_blocks: int = PACK_BLOCKS,
 ) -> Replayed:
-    """Replay all requests, one after the other, on an empty store; return ``run``.
+    """Replay all requests, one after the other, on the empty store that ``run`` names; return ``run`` with the results.
 
-    :param run: names the store and receives the results.
     :param pack_blocks: bound on the blocks in a pack; 0: one pack for each request, up to the store's own bound.
     :param took: called with the number of bytes of each request's blocks.
-    :raises StoreError: the store failed.
     """
     begin = time.monotonic()
     engine = _Engine(run, block_bytes, max(map(len, requests)), pack_blocks)
@@ -220,10 +217,7 @@ def replay(
 
 
 class _Engine:
-    """A store client that acts as an engine would, without a model.
-
-    Stores read the first half of its block buffers, loads fill the second half.
-    """
+    """A store client without a model. Stores read the first half of its block buffers, loads fill the second."""
 
     def __init__(self, run: Replayed, block_bytes: int, longest: int, pack_blocks: int) -> None:
         """:param longest: number of blocks of the longest request. Other parameters: as in ``replay``."""
@@ -263,10 +257,7 @@ class _Engine:
         return sum(bool(same) and key not in failed for same, key in zip(right, keys, strict=True))
 
     def _store(self, request: str, keys: list[bytes]) -> None:
-        """Store the blocks of a request, and end it.
-
-        Each job has a request name of its own, because the blocks of jobs of one name can share a pack.
-        """
+        """Store the blocks of a request, and end it. Blocks of jobs of one name can share a pack: each has its own."""
         job_id = 0
         for start in range(0, len(keys), self._pack_blocks):
             part = range(start, min(start + self._pack_blocks, len(keys)))
@@ -277,10 +268,7 @@ class _Engine:
         finish(self.client, job_id)  # one step of the host takes all jobs and writes them
 
     def look(self) -> HostStats:
-        """Record the blocks and disk bytes that the store holds now; return the statistics of its host.
-
-        :raises StoreError: the store did not answer.
-        """
+        """Record the blocks and disk bytes that the store holds now; return the statistics of its host."""
         host = self.client.stats().host
         if host is None:
             raise StoreError("the store did not answer")
@@ -290,10 +278,7 @@ class _Engine:
 
 
 def _buffers(longest: int, block_bytes: int) -> mmap.mmap:
-    """Return memory for twice the blocks of the longest request.
-
-    :raises ConfigurationError: it is not available.
-    """
+    """Return memory for twice the blocks of the longest request."""
     try:
         return mmap.mmap(-1, 2 * longest * block_bytes)
     except (OSError, OverflowError):

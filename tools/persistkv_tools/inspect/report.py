@@ -138,10 +138,7 @@ def report(
 
 
 def report_data(url: str, backend: InspectableBackend) -> ReportData:
-    """Read the data of a report. Reads the keys of all requests: some 150 bytes of memory for each block.
-
-    :raises StoreError: the medium failed.
-    """
+    """Read the data of a report. Reads the keys of all requests: some 150 bytes of memory for each block."""
     found = chosen_requests(backend, [], Selection(), None)
     found.sort(key=lambda request: (request.manifest.created, request.manifest.id))
     by_size = sorted(found, key=lambda request: -request.manifest.raw_bytes)[:_MOST]
@@ -301,12 +298,9 @@ def _records(columns: render.Columns, records: Iterable[object]) -> str:
 def _bar(
     name: str, text: str, end: float, begin: float = 0.0, *, kind: str = "bar", level: int = 0, chosen: bool = False
 ) -> str:
-    """Return a table row with a bar.
+    """Return a table row with a bar between two positions from 0 (left) to 1 (right), its name indented by ``level``.
 
-    :param begin: position of the bar's left end, from 0 (left) to 1 (right), as ``end``.
     :param kind: CSS class of the bar: ``bar`` or ``tree``.
-    :param level: steps by which the name is indented.
-    :param chosen: highlight the bar.
     """
     return (
         f'<td>{"&nbsp;" * 2 * level}{_escape(name)}</td><td>{_escape(text)}</td><td class="{kind}">'
@@ -323,10 +317,8 @@ def _table(headers: Iterable[str], rows: Iterable[str]) -> str:
 def _chart(
     title: str, note: str, periods: Sequence[Period], shares: Sequence[float], texts: Sequence[str], top: str
 ) -> str:
-    """Return a section with a chart: a column for each period.
+    """Return a section with a chart: for each period, a column with its share of the full height and its tooltip.
 
-    :param shares: heights of the columns; 1: full height.
-    :param texts: tooltips of the columns.
     :param top: label of a full column.
     """
     times = [render.format_time(period.start) for period in periods]

@@ -148,8 +148,6 @@ class Watch:
         """Return the present state of the store and its engines.
 
         The rates of an engine are those between the last two different status rows that calls of this method read.
-
-        :raises StoreError: the medium failed.
         """
         now = time.time()
         statuses = read_statuses(self._backend)

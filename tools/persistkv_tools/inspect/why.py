@@ -87,12 +87,8 @@ def why(
 
 
 def _against(url: str, against: str, namespace: str | None) -> list[list[ComparisonView]]:
-    """Compare the store's namespaces with what ``--against`` names; one list per compared model or namespace.
-    Empty: the store has no other namespace.
-
-    :param against: directory of a model, namespace of the same store, or another store: each of its namespaces.
-    :param namespace: compare only this namespace of the store; None: all.
-    :raises NotFoundError: ``against`` is a store without namespaces.
+    """Compare the store's namespaces, or only ``namespace``, with what ``--against`` names: a model's directory, a
+    namespace of the same store, or another store. Return a list for each compared model or namespace.
     """
     path = Path(against)
     is_model = path.is_dir() and not (path / "data.mdb").exists()  # a store may be named by its path, too
@@ -147,20 +143,18 @@ def compare_model(directory: Path, theirs: Namespace) -> ComparisonView:
 
     Fields: the fingerprint of the weights, the dtype, and fields of config.json that the namespace has, too. Fields
     that config.json leaves to defaults and fields that only an engine knows are not compared.
-
-    :raises ConfigurationError: the directory has no weights or no readable config.json.
     """
     stored = theirs.identity.properties
     ours: dict[str, Any] = {"weights": fingerprint_checkpoint(directory)}
     path = directory / "config.json"
     try:
         config = json.loads(path.read_bytes())  # with Infinity, which some models have
+        if not isinstance(config, dict):
+            raise ValueError(f"it is a {type(config).__name__}")
     except OSError as error:
         raise FileError("read", path, error) from None
     except (ValueError, RecursionError) as error:
-        raise FileError("read", path, ValueError(f"no JSON ({error})")) from None
-    if not isinstance(config, dict):
-        raise FileError("read", path, ValueError("no JSON object"))
+        raise FileError("read", path, ValueError(f"no JSON object ({error})")) from None
     for name in _DTYPES:
         if isinstance(stored.get("dtype"), dict) and isinstance(config.get(name), str):
             ours["dtype"] = {"model": config[name]}

@@ -58,10 +58,7 @@ def main() -> NoReturn:
 
 
 def lower_priority(arguments: Sequence[str]) -> None:
-    """Lower the priority of this process and its children if the command only reads. Limit NumPy to one thread.
-
-    :param arguments: of the command line, its command first.
-    """
+    """Lower the priority of this process and its children if the command line only reads. Limit NumPy to one thread."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's threads, which no command needs, take 0.1 s to start
     if _READS in arguments or (_READING.intersection(arguments[:1]) and _WRITES not in arguments):
         os.nice(_NICENESS)
@@ -84,10 +81,7 @@ def _run(*, may_retry: bool) -> NoReturn:
 
 
 def _wait(child: int) -> int:
-    """Wait until the child has ended, and pass signals of other processes on to it.
-
-    :returns: its exit code, or the negative number of the signal that ended it.
-    """
+    """Pass signals of other processes on to the child; return its exit code, or the negative number of its signal."""
     while True:
         found = signal.sigwaitinfo({*_PASSED_ON, signal.SIGCHLD})
         if found.si_signo != signal.SIGCHLD:

@@ -100,26 +100,19 @@ Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")
 
 
 class AdoptionView(msgspec.Struct, frozen=True, kw_only=True):
-    """Recorded verdict of a namespace about that of another engine release."""
+    """Recorded verdict of a namespace about that of another engine release: see ``Verdict`` for the fields."""
 
     ours: str
     """Id of the namespace that may use the other's blocks."""
     theirs: str
     """Id of the other release's namespace."""
     verdict: str
-    """``adopted``: the other namespace's blocks are used up to ``depths``. ``refused``: none is used."""
     depths: tuple[int, ...]
-    """For each KV cache group, the number of blocks of a context that are used, from its beginning."""
     final: bool
-    """Whether a deeper block differed, so that ``depths`` do not grow any more."""
     tokens: int
-    """Number of tokens whose KV was compared, over all groups."""
     error: float
-    """Largest relative error of the compared blocks; 0: all were equal."""
     limit: float
-    """Largest value of ``error`` at which two blocks agree."""
     at: float
-    """Time of the verdict: seconds since the epoch."""
 
 
 def adoptions(backend: InspectableBackend) -> list[AdoptionView]:
@@ -148,23 +141,17 @@ class NotFoundError(PersistKVError):
 
 
 def ensure_consent(what: str, ways: str, *, yes: bool, json: bool) -> None:
-    """Raise an error if the user has not consented and cannot be asked. Does not ask.
+    """Raise an error if the user has not consented (``yes``) and cannot be asked. Does not ask.
 
     :param what: command that needs consent, for the error.
     :param ways: options that give consent, for the error.
-    :param yes: consent was given.
-    :param json: the output is JSON, so a question cannot be printed.
-    :raises MissingOptionError: no consent was given, and input is not from a terminal or the output is JSON.
     """
     if not (yes or (sys.stdin.isatty() and not json)):
         raise MissingOptionError(what, f"{ways}: it cannot ask without a terminal, or with --json")
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file, which is replaced atomically.
-
-    :raises ConfigurationError: the file cannot be written.
-    """
+    """Write a file, which is replaced atomically."""
     part = path.with_name(path.name + ".part")
     try:
         part.write_bytes(content)
@@ -270,10 +257,7 @@ class FoundRequest(NamedTuple):
     manifest: RequestManifest
 
     def keys(self, backend: InspectableBackend) -> ManifestKeys:
-        """Return the keys of the request.
-
-        :raises NotFoundError: the request was deleted meanwhile, or its keys are unreadable.
-        """
+        """Return the keys; raise ``NotFoundError`` if the request was deleted meanwhile or its keys are unreadable."""
         keys = backend.manifest_keys(self.namespace.id, [self.manifest.id])[0]
         if keys is None:
             raise NotFoundError(
@@ -350,10 +334,9 @@ def _label(text: str) -> tuple[str, str | None]:
 
 
 def chosen_namespaces(backend: InspectableBackend, wanted: str | None, otherwise: str = "") -> list[Namespace]:
-    """Return the namespace whose id begins with ``wanted``, in a list; None: all namespaces, oldest first.
+    """Return the only namespace whose id begins with ``wanted``, in a list; None: all namespaces, oldest first.
 
     :param otherwise: continues the error that no namespace matches.
-    :raises NotFoundError: no namespace matches, or more than one.
     """
     found = sorted(backend.namespaces(), key=lambda namespace: (namespace.created, namespace.id))
     if wanted is None:

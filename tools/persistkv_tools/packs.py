@@ -115,26 +115,17 @@ def all_keys(keys: ManifestKeys) -> list[bytes]:
 
 
 class Problem(str, enum.Enum):
-    """Kind of a defect that ``persistkv verify`` finds."""
+    """Kind of a defect that ``persistkv verify`` finds. docs/operating.md describes each kind."""
 
     PAYLOAD = "payload"
-    """A frame's bytes are not those that were written under its keys."""
-    DECODE = "decode"
-    """The bytes of a frame match its checksum, but cannot be decoded."""
+    DECODE = "decode"  # bytes match their checksum, but cannot be decoded
     SHORT = "short"
-    """The payload of a pack is absent, or shorter than its table states."""
     PADDING = "padding"
-    """Bytes between frames are not zero. They are not used, but show that something else wrote to the file."""
     NAME = "name"
-    """The pack's id does not match the keys and the codec of its table."""
     PACK_ROWS = "pack rows"
-    """Catalogue rows of packs are unreadable; it is unknown which."""
     MANIFEST_ROWS = "manifest rows"
-    """Catalogue rows of manifests are unreadable; it is unknown which."""
     MANIFEST_KEYS = "manifest keys"
-    """The keys of a request are unreadable."""
     MISSING_BLOCKS = "missing blocks"
-    """A request names blocks that no pack holds."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,10 +163,7 @@ class Piece(NamedTuple):
 
 
 def pieces(table: PackTable, most_bytes: int) -> Iterator[Piece]:
-    """Cut a pack into pieces of ``most_bytes`` at most; a larger frame is a piece of its own.
-
-    A pack without frames is one empty piece.
-    """
+    """Cut a pack into pieces of ``most_bytes``, or one larger frame. A pack without frames is one empty piece."""
     block = start = size = 0
     frames: list[Frame] = []
     for frame in table.frames:
@@ -189,9 +177,8 @@ def pieces(table: PackTable, most_bytes: int) -> Iterator[Piece]:
 
 
 def check_piece(piece: Piece, found: memoryview) -> Iterator[Finding]:
-    """Yield the defects of a piece; for the first piece of a pack, also check the pack's id.
+    """Yield the defects of a piece with these stored bytes; for the first piece of a pack, also check the pack's id.
 
-    :param found: the stored bytes of the piece.
     :raises OtherReleaseError: the frames cannot be decoded by this release.
     """
     table, block, keys = piece.table, piece.first_block, piece.table.keys.unpack()
@@ -244,10 +231,7 @@ def check_pack(
 
 
 def check_payload(table: PackTable, payload: memoryview) -> list[Finding]:
-    """Return the defects of a pack whose payload is in memory.
-
-    :raises OtherReleaseError: the pack cannot be decoded by this release.
-    """
+    """Return the defects of a pack whose payload is in memory. May raise ``OtherReleaseError``."""
     if len(payload) != table.payload_length:
         detail = f"the payload has {len(payload):,} bytes instead of {table.payload_length:,}"
         return [_defect(table, Problem.SHORT, detail)]

@@ -40,11 +40,7 @@ def byte_progress() -> Progress:
 def counted(
     progress: Progress | None, what: str, total: int | None, throttle: Throttle | None = None
 ) -> Callable[[int], None]:
-    """Return a function that takes the bytes of each read, advances a bar, and sleeps as the throttle requires.
-
-    :param progress: display of the bar; None: no bar.
-    :param total: bytes in all; None if unknown.
-    """
+    """Return a function that takes the bytes of each read, advances a bar, and sleeps as the throttle requires."""
     shown, pace = progress or Progress(disable=True), throttle or Throttle()
     task = shown.add_task(what, total=total)
 

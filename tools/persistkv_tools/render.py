@@ -139,6 +139,11 @@ def cells(columns: Columns, records: Iterable[object]) -> list[list[str]]:
     return [[_cell(record, column) for column in shown] for record in records]
 
 
+def pairs(columns: Columns, record: object) -> dict[str, str]:
+    """Return the texts of one record by header."""
+    return dict(zip(columns, cells(columns, [record])[0], strict=True))
+
+
 def _cell(record: object, column: str | Callable[[Any], str]) -> str:
     if callable(column):
         return column(record)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rich.progress import Progress
@@ -285,8 +284,7 @@ class StoreHandle:
         dry_run: bool = False,
         progress: Progress | None = None,
     ) -> Pushed:
-        """Copy the selected requests that another store lacks; with the default selection, also packs that no request
-        names.
+        """Copy requests that another store lacks; with the default selection, also packs that no request names.
 
         :param target: URL of the other store, which is created if absent.
         :param selection: requests to copy; none if ``never_hit`` is set.
@@ -323,9 +321,7 @@ class StoreHandle:
     def __enter__(self) -> StoreHandle:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _writable(self) -> InspectableBackend:

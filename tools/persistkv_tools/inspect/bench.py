@@ -18,7 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlencode
@@ -38,7 +38,7 @@ from persistkv.storage import BACKENDS, open_inspectable
 from persistkv.storage.commit_pipeline import DIRECT_BYTES
 from persistkv.storage.extensions import PlainMedium, SupportsPlainMedium
 from persistkv.storage.host.client import JobOutcome, StoreClient
-from persistkv.storage.host.protocol import Hello
+from persistkv.storage.host.protocol import Hello, HostStats
 from persistkv.storage.host.supervisor import Host, ProcessHost
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
@@ -55,39 +55,29 @@ _NAP_S = 0.0001
 _TIMEOUT_S = 120.0
 _GOOD = {"store": 0.75, "load, warm": 0.8, "load, cold": 0.9}
 """Ratios to the plain medium's speed that count as good: checksums, messages and a transaction take the rest."""
-_POOR = 0.5
-"""Below this share of the good ratio, an operation is judged slow."""
-_CODEC_ROUNDS = 3
-"""Number of rounds in which each codec is measured, after a warm-up round."""
+_POOR = 0.5  # below this share of the good ratio, an operation is judged slow
+_CODEC_ROUNDS = 3  # after a warm-up round
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """Speed of one operation: medians over the rounds."""
+    """Speed of one operation: medians over the rounds. Fields: docs/json.md."""
 
     name: str
-    """``store``, ``load, warm`` (right after another load) or ``load, cold`` (without a disk's page cache)."""
     seconds: float
     bytes_per_s: float
     limit_seconds: float | None
-    """Time that the medium needs for the same bytes without persistkv; None if unknown."""
     ratio: float | None
-    """Share of the plain medium's speed, above 1 if persistkv is faster; None if that speed is unknown."""
     verdict: str
-    """Sentence for the user that judges ``ratio``."""
 
 
 class CodecFigure(msgspec.Struct, frozen=True):
-    """Ratio and speed of one codec: medians over the rounds."""
+    """Ratio and speed of one codec: medians over the rounds. Fields: docs/json.md."""
 
     codec: str
     ratio: float
-    """Raw bytes per stored byte, padding included."""
     store_bytes_per_s: float
-    """Bytes before the codec that were stored per second."""
     load_bytes_per_s: float
-    """Bytes before the codec that were loaded per second."""
     time: float
-    """Time of a store and a load with this codec, divided by the time with ``raw``."""
 
 
 class Advice(msgspec.Struct, frozen=True):
@@ -98,20 +88,16 @@ class Advice(msgspec.Struct, frozen=True):
 
 
 class BenchReport(msgspec.Struct, frozen=True):
-    """Results of one benchmark run."""
+    """Results of one benchmark run. Fields: docs/json.md."""
 
     url: str
     scratch_url: str
-    """URL of the temporary store that was measured, then removed or emptied."""
     job_bytes: int
     rounds: int
     figures: list[Figure]
     codecs: list[CodecFigure]
-    """Results on samples of the store's content; empty if the store holds too little."""
     advice: Advice | None
-    """The recommended codec; None if no codecs were measured."""
     notes: list[str]
-    """Remarks for the user, such as the reason for a missing figure; the steps of the benchmark append them."""
 
 
 _FIGURES = render.columns(
@@ -145,7 +131,10 @@ def bench(
     with byte_progress() as progress:
         jobs = 2 * rounds + 1 + 2 * len(CODECS) * (_CODEC_ROUNDS + 1)
         took = counted(progress, "bench", jobs * job_bytes)
-        report = _bench(url, job_bytes, rounds, took)
+        try:
+            report = _bench(url, job_bytes, rounds, took)
+        except OSError as error:
+            raise StoreError(f"the disk failed: {error.strerror}") from error
     if json:
         render.print_json(report)
         return
@@ -163,11 +152,7 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 def _bench(url: str, job_bytes: int, rounds: int, took: Took) -> BenchReport:
-    """Run the benchmark, after one warm-up round.
-
-    :param took: advances the progress bar by a number of bytes.
-    :raises StoreError: the store failed or returned other bytes.
-    """
+    """Run the benchmark, after one warm-up round; ``took`` advances the progress bar."""
     notes: list[str] = []
     times: dict[str, list[float]] = defaultdict(list)
     codecs: list[CodecFigure] = []
@@ -215,14 +200,12 @@ def _bench(url: str, job_bytes: int, rounds: int, took: Took) -> BenchReport:
             sample, problem = b"", str(error)
         if not sample:
             notes.append(f"the codecs were not compared: {problem}")
+    median = {name: round(statistics.median(seconds), 6) for name, seconds in times.items()}
     figures = []
-    for name in _GOOD:
-        if name in times:
-            seconds = round(statistics.median(times[name]), 6)
-            plain_times = times.get(f"plain {name}")
-            limit = round(statistics.median(plain_times), 6) if plain_times else None
-            ratio = None if limit is None else round(limit / seconds, 3)
-            figures.append(Figure(name, seconds, round(job_bytes / seconds), limit, ratio, verdict(name, ratio)))
+    for name in (name for name in _GOOD if name in median):
+        seconds, limit = median[name], median.get(f"plain {name}")
+        ratio = None if limit is None else round(limit / seconds, 3)
+        figures.append(Figure(name, seconds, round(job_bytes / seconds), limit, ratio, verdict(name, ratio)))
     return BenchReport(url, scratch, job_bytes, rounds, figures, codecs, recommend(codecs) if codecs else None, notes)
 
 
@@ -231,34 +214,29 @@ def _measure_codecs(
 ) -> Iterator[CodecFigure]:
     """Yield the figures of each codec, measured by storing and loading a job filled with the sample.
 
-    :param scratch: URL of the temporary store.
-    :param directory: directory of a local store: loads then read from the disk, not from the page cache. None: remote.
-    :raises StoreError: the store failed.
+    :param directory: of a local store: loads then read from the disk, not from the page cache. None: remote.
     """
     job.fill(sample)
     turns = [(name, job.fresh_keys()) for _, name in product(range(_CODEC_ROUNDS + 1), CODECS)]
-    stores: dict[str, list[float]] = defaultdict(list)
-    loads: dict[str, list[float]] = defaultdict(list)
-    with ExitStack() as stack:
-        clients = {name: stack.enter_context(job.client(scratch, name)) for name in CODECS}
-        for name, keys in turns:
-            stores[name].append(job.store(clients[name], keys))
-            took(job.num_bytes)
-        hosts = {name: client.stats().host for name, client in clients.items()}
+    times: dict[tuple[str, str], list[float]] = defaultdict(list)
+    hosts: dict[str, HostStats | None] = {}
+    for operation, measure in (("store", job.store), ("load", job.load)):
+        with ExitStack() as stack:
+            clients = {name: stack.enter_context(job.client(scratch, name)) for name in CODECS}
+            for name, keys in turns:
+                times[operation, name].append(measure(clients[name], keys))
+                took(job.num_bytes)
+            hosts = hosts or {name: client.stats().host for name, client in clients.items()}
         if directory is not None:
-            stack.close()
             with suppress(OSError):  # on a file system in memory
                 drop_page_cache([directory])
-            clients = {name: stack.enter_context(job.client(scratch, name)) for name in CODECS}
-        for name, keys in turns:
-            loads[name].append(job.load(clients[name], keys))
-            took(job.num_bytes)
-    seconds = {name: (statistics.median(stores[name][1:]), statistics.median(loads[name][1:])) for name in CODECS}
-    for name, (store, load) in seconds.items():
-        if (host := hosts[name]) is None or not host.counters.stored_bytes:
+    median = {name: statistics.median(seconds[1:]) for name, seconds in times.items()}
+    for name, host in hosts.items():
+        if host is None or not host.counters.stored_bytes:
             raise StoreError("the host process did not report how much it stored")
         ratio = host.counters.stored_raw_bytes / host.counters.stored_bytes
-        relative = (store + load) / sum(seconds["raw"])
+        store, load = median["store", name], median["load", name]
+        relative = (store + load) / (median["store", "raw"] + median["load", "raw"])
         speeds = round(job.num_bytes / store), round(job.num_bytes / load)
         yield CodecFigure(name, round(ratio, 3), *speeds, round(relative, 3))
 
@@ -270,11 +248,7 @@ def _seconds(call: Callable[..., None], *arguments: object) -> float:
 
 
 def verdict(name: str, ratio: float | None) -> str:
-    """Return a text that judges the speed of an operation.
-
-    :param name: as in ``Figure``.
-    :param ratio: share of the plain medium's speed; None: unknown.
-    """
+    """Return a text that judges the ratio of an operation (see ``Figure``) to the plain medium; None: unknown."""
     if ratio is None:
         return "no plain speed to compare with"
     if ratio >= _GOOD[name]:
@@ -300,10 +274,7 @@ def recommend(figures: Sequence[CodecFigure]) -> Advice:
 
 @contextmanager
 def _scratch(url: str, notes: list[str]) -> Iterator[tuple[str, Path | None]]:
-    """Create a temporary store next to that of the URL; yield its URL and directory (None: remote).
-
-    At the end, remove the directory; empty a remote store, and add a note that small objects of it stay.
-    """
+    """Create a temporary store next to that of the URL; yield its URL and directory (None: remote)."""
     parsed = StoreUrl.parse(url)
     location = f"{parsed.location.rstrip('/')}.bench-{secrets.token_hex(4)}"
     query = urlencode(parsed.options)
@@ -322,10 +293,7 @@ def _scratch(url: str, notes: list[str]) -> Iterator[tuple[str, Path | None]]:
 
 
 class _Job:
-    """Block buffers of a job in shared memory, in shuffled order: stores read the first half, loads fill the second.
-
-    :raises ConfigurationError: the buffers do not fit into memory.
-    """
+    """Block buffers of a job in shared memory, in shuffled order: stores read the first half, loads fill the second."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -335,20 +303,20 @@ class _Job:
             memory = mmap.mmap(self._fd, 2 * num_bytes)
         except (OSError, OverflowError):
             raise ConfigurationError("--size", render.format_size(num_bytes), "half of the memory at most") from None
-        self._rows: npt.NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8).reshape(-1, _BLOCK_BYTES)
+        rows: npt.NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8).reshape(2, -1, _BLOCK_BYTES)
+        self._stored, self._loaded = rows
         random = np.random.default_rng(0)
-        self._count = len(self._rows) // 2
-        self._rows[: self._count] = random.integers(0, 256, (self._count, _BLOCK_BYTES), dtype=np.uint8)
+        self._stored[:] = random.integers(0, 256, self._stored.shape, dtype=np.uint8)
         self.clear()
         use_huge_pages([self._fd], 2 * num_bytes)  # as the primary tier does
-        self._order = [int(row) for row in random.permutation(self._count)]
-        self.source = [self._rows[row].data for row in self._order]
-        self.target = [self._rows[row + self._count].data for row in self._order]
-        self._last_id = 0
+        self._order = [int(row) for row in random.permutation(len(self._stored))]
+        self.source = [self._stored[row].data for row in self._order]
+        self.target = [self._loaded[row].data for row in self._order]
+        self._ids = count(1)
 
     def fill(self, sample: bytes) -> None:
         """Fill the blocks to store with the sample, repeated or cut off."""
-        self._rows[self._order] = np.resize(np.frombuffer(sample, dtype=np.uint8), (self._count, _BLOCK_BYTES))
+        self._stored[self._order] = np.resize(np.frombuffer(sample, dtype=np.uint8), self._stored.shape)
 
     def fresh_keys(self) -> list[bytes]:
         """Return new random keys, one for each block."""
@@ -362,39 +330,28 @@ class _Job:
             yield client
 
     def store(self, client: StoreClient, keys: list[bytes]) -> float:
-        """Store all blocks; return the seconds until lookups find them.
-
-        :raises StoreError: some were not stored, or are not visible in two minutes.
-        """
-        self._last_id += 1
+        """Store all blocks; return the seconds until lookups find them."""
+        job_id = next(self._ids)
         begin = time.perf_counter()
-        name = f"request {self._last_id}"
-        client.submit_store(self._last_id, name, keys, self._order, range(self._count), self.num_bytes)
-        finish(client, self._last_id, all_of_it=True)
-        while not all(map(client.contains, keys)):
-            client.poll()
-            if time.perf_counter() - begin > _TIMEOUT_S:
-                raise StoreError(f"stored blocks were not visible in {_TIMEOUT_S:g} s")
-            time.sleep(_NAP_S)
+        client.submit_store(job_id, f"request {job_id}", keys, self._order, range(len(keys)), self.num_bytes)
+        if not client.flush(_TIMEOUT_S) or not all(map(client.contains, keys)):
+            raise StoreError(f"blocks were not stored in {_TIMEOUT_S:g} s")
         return time.perf_counter() - begin
 
     def load(self, client: StoreClient, keys: list[bytes]) -> float:
-        """Load all blocks; return the seconds it took. Then compare the bytes with the stored ones and clear them.
-
-        :raises StoreError: some were not loaded, or differ from the stored ones.
-        """
-        self._last_id += 1
+        """Load all blocks; return the seconds it took. Then compare the bytes with the stored ones and clear them."""
+        job_id = next(self._ids)
         begin = time.perf_counter()
-        client.submit_load(self._last_id, keys, [row + self._count for row in self._order])
-        finish(client, self._last_id, all_of_it=True)
+        client.submit_load(job_id, keys, [row + len(keys) for row in self._order])
+        failed = finish(client, job_id).failed
         seconds = time.perf_counter() - begin
-        if not np.array_equal(self._rows[self._count :], self._rows[: self._count]):
-            raise StoreError("the loaded bytes differ from the stored ones")
+        if failed or not np.array_equal(self._loaded, self._stored):
+            raise StoreError(f"{len(failed)} blocks were not loaded, or the loaded bytes differ from the stored ones")
         self.clear()
         return seconds
 
     def clear(self) -> None:
-        self._rows[self._count :] = 0
+        self._loaded[:] = 0
 
 
 def store_client(url: str, host: Host, block_bytes: int, codec: str = "raw") -> StoreClient:
@@ -404,17 +361,12 @@ def store_client(url: str, host: Host, block_bytes: int, codec: str = "raw") -> 
     return StoreClient(host, hello, max_queue_bytes=_QUEUE_BYTES)
 
 
-def finish(client: StoreClient, job_id: int, *, all_of_it: bool = False) -> JobOutcome:
-    """Poll the client until one of its jobs has ended; return the job's outcome.
-
-    :raises StoreError: the job did not end in two minutes, or, with ``all_of_it``, some of its blocks failed.
-    """
+def finish(client: StoreClient, job_id: int) -> JobOutcome:
+    """Poll the client until a job has ended, for two minutes at most; return the job's outcome."""
     deadline = time.monotonic() + _TIMEOUT_S
     while time.monotonic() < deadline:
         for outcome in client.poll():
             if outcome.job_id == job_id:
-                if all_of_it and outcome.failed:
-                    raise StoreError(f"{len(outcome.failed)} blocks failed")
                 return outcome
         time.sleep(_NAP_S)
     raise StoreError(f"job {job_id} did not end in {_TIMEOUT_S:g} s")
@@ -435,9 +387,9 @@ def _plain_medium(scratch: str, directory: Path | None, notes: list[str]) -> Pla
 
 
 class _PlainDisk(PlainMedium):
-    """A file that is written and read with plain system calls.
+    """A file that is written and read with plain system calls; ``_scratch`` removes it.
 
-    :raises OSError: the file system has no O_DIRECT.
+    All calls raise OSError if the disk fails. The constructor raises it if the file system has no O_DIRECT.
     """
 
     def __init__(self, path: Path) -> None:
@@ -446,41 +398,22 @@ class _PlainDisk(PlainMedium):
         self._end = 0
 
     def write(self, buffers: Sequence[memoryview]) -> None:
-        """Append the buffers, bypassing the page cache. They are durable on return.
-
-        :raises StoreError: the file cannot be written.
-        """
-        try:
-            transfer(os.pwritev, self._direct, buffers, self._end)
-            os.fdatasync(self._direct)
-        except OSError as error:
-            raise StoreError(f"the plain file cannot be written: {error.strerror}") from error
+        """Append the buffers, bypassing the page cache."""
+        transfer(os.pwritev, self._direct, buffers, self._end)
+        os.fdatasync(self._direct)
         self._end += sum(map(len, buffers))
 
     def read(self, buffers: Sequence[memoryview]) -> None:
-        """Fill buffers with the bytes of the last ``write``, read through the page cache.
-
-        Also compute a checksum of each buffer, because a load does so; it is not compared.
-
-        :raises StoreError: the file cannot be read.
-        """
-        try:
-            transfer(os.preadv, self._buffered, buffers, self._end - sum(map(len, buffers)))
-        except OSError as error:
-            raise StoreError(f"the plain file cannot be read: {error.strerror}") from error
+        """Read through the page cache, and compute a checksum of each buffer, because a load does so."""
+        transfer(os.preadv, self._buffered, buffers, self._end - sum(map(len, buffers)))
         for buffer in buffers:
             xxhash.xxh3_64_intdigest(buffer)
 
     def read_cold(self, number: int, buffers: Sequence[memoryview]) -> None:
-        """Fill buffers with the bytes of an earlier call of ``write``, bypassing the page cache.
-
-        :param number: number of the call, from 0. All calls wrote the same number of bytes.
-        :raises OSError: the disk failed.
-        """
+        """Read the bytes of call ``number`` of ``write``, bypassing the page cache. All calls wrote equally many."""
         transfer(os.preadv, self._direct, buffers, number * sum(map(len, buffers)))
 
     def close(self) -> None:
-        """Close the file, which ``_scratch`` removes with its directory."""
         os.close(self._direct)
         os.close(self._buffered)
 

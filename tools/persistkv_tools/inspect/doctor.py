@@ -72,8 +72,7 @@ class Check(msgspec.Struct, frozen=True):
     check: str
     level: Level
     found: str
-    todo: str = ""
-    """The remedy; empty if none is needed."""
+    todo: str = ""  # empty if no remedy is needed
 
 
 def doctor(
@@ -109,12 +108,7 @@ def _print(findings: list[Check]) -> None:
 
 
 def examine(url: str | None, environment: Mapping[str, str], shared_memory: Path = SHARED_MEMORY) -> Iterator[Check]:
-    """Run all checks and yield their outcomes.
-
-    :param url: also check this store; None: only the machine.
-    :param environment: environment variables.
-    :param shared_memory: directory of the primary tiers.
-    """
+    """Run all checks of the machine and, unless it is None, of the store; yield their outcomes."""
     yield from _packages()
     yield from _shared_memory(shared_memory)
     yield from _process(environment)
@@ -225,10 +219,9 @@ def _store(url: str) -> Iterator[Check]:
 
 
 def sample_store(backend: Backend, most_bytes: int) -> bytes:
-    """Return raw bytes of frames that are spread evenly over a store's packs. Unreadable frames are left out.
+    """Return raw bytes of readable frames, spread evenly over a store's packs, with at most ``most_bytes``.
 
-    :returns: at most ``most_bytes``; empty if there is less than one full frame, which is too little to compare codecs.
-    :raises StoreError: the medium failed.
+    Empty if there is less than one full frame, which is too little to compare codecs.
     """
     tables = [table for space in backend.namespaces() for table in backend.changes(space.id, None).added]
     packs = _spread(tables, _SAMPLE_PACKS)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from csv import DictWriter
 from io import StringIO
 from itertools import repeat
@@ -194,9 +194,9 @@ def _print(page: Page) -> None:
 
 
 def _hits(request: RequestView) -> str:
-    """Return the number of stored requests that reused a row's context, as text; ``-`` if unknown.
+    """Return the number of requests that reused a row's context, its further copies included; ``-`` if unknown.
 
-    The row's further copies count. The number is at least 1 if the context was ever reused, even by a deleted request.
+    It is at least 1 if the context was ever reused, even by a deleted request.
     """
     if request.hits is None:
         return "-"
@@ -215,48 +215,31 @@ def list_requests(
     limit: int | None = None,
     merge_copies: bool = False,
 ) -> Page:
-    """Return one page of the matching requests.
+    """Return one page of the matching requests; parameters as in ``StoreHandle.requests``.
 
     Reads the use of requests outside the page only if ``sort`` or ``selection`` depends on it.
-
-    :param limit: largest number of requests on the page; None: unlimited.
-    :param merge_copies: show requests of the same context and labels as one row: the first of them by ``sort``.
-    :raises NotFoundError: ``namespace`` matches no namespace, or several.
     """
     namespaces = options.chosen_namespaces(backend, namespace)
     by_use = sort in (Sort.USED, Sort.HITS) or selection.never_hit
-    found = list(_requests(backend, namespaces, selection, by_use=by_use))
-    views = [view for view in found if view is not None]
+    total, views = 0, list[RequestView]()
+    for space in namespaces:
+        found = backend.manifests(space.id)
+        for manifest, use in options.with_uses(backend, space.id, found) if by_use else zip(found, repeat(None)):
+            total += 1
+            if selection.takes(manifest, use):
+                views.append(RequestView.of(space.id, manifest, use))
     views.sort(key=_KEYS[sort], reverse=(sort in (Sort.ID, Sort.NAMESPACE)) == reverse)
     rows: dict[object, list[RequestView]] = {}
     for number, view in enumerate(views):
         rows.setdefault((view.namespace, options.row(view)) if merge_copies else number, []).append(view)
     shown = list(rows.values())[offset:][:limit]
-    uses = _uses(backend, [copies[0] for copies in shown])
+    uses: dict[tuple[str, str], RequestUse | None] = {}
+    for space_id in {copies[0].namespace for copies in shown}:
+        names = [view.id for view, *_ in shown if view.namespace == space_id]
+        found_uses = backend.uses(bytes.fromhex(space_id), names)
+        uses |= {(space_id, name): use for name, use in zip(names, found_uses, strict=True)}
     requests = [
-        msgspec.structs.replace(copies[0].with_use(use), copies=len(copies))
-        for copies, use in zip(shown, uses, strict=True)
+        msgspec.structs.replace(view.with_use(uses[view.namespace, view.id]), copies=1 + len(others))
+        for view, *others in shown
     ]
-    return Page(url, len(found), len(views), len(rows), offset, requests, list(map(NamespaceView.of, namespaces)))
-
-
-def _uses(backend: InspectableBackend, views: list[RequestView]) -> list[RequestUse | None]:
-    """Return the use of the requests, in order; None if the store does not know it. One read for each namespace."""
-    uses: dict[str, Iterator[RequestUse | None]] = {}
-    for namespace in {view.namespace for view in views}:
-        names = [view.id for view in views if view.namespace == namespace]
-        uses[namespace] = iter(backend.uses(bytes.fromhex(namespace), names))
-    return [next(uses[view.namespace]) for view in views]
-
-
-def _requests(
-    backend: InspectableBackend, namespaces: list[Namespace], selection: Selection, *, by_use: bool
-) -> Iterator[RequestView | None]:
-    """Yield the view of each request of these namespaces; None for one that the selection leaves out.
-
-    :param by_use: also read the use of each request, for the selection and the view.
-    """
-    for namespace in namespaces:
-        found = backend.manifests(namespace.id)
-        for manifest, use in options.with_uses(backend, namespace.id, found) if by_use else zip(found, repeat(None)):
-            yield RequestView.of(namespace.id, manifest, use) if selection.takes(manifest, use) else None
+    return Page(url, total, len(views), len(rows), offset, requests, list(map(NamespaceView.of, namespaces)))

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from hashlib import blake2b
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlencode
@@ -48,30 +48,21 @@ _LOOK_EVERY = 100  # requests
 
 
 class Replayed(msgspec.Struct):
-    """Outcome of the replay of a trace on one store."""
+    """Outcome of the replay of a trace on one store. Fields: docs/json.md."""
 
     url: str
-    """URL of the store. The replay does not remove the store."""
     capacity: int | None
     nominal_blocks: int
-    """Blocks whose payload alone would fit the capacity; at most the distinct blocks of the trace."""
     held_blocks: int = 0
-    """Median number of blocks in the store during the second half of the replay. Usually below ``nominal_blocks``,
-    because index and padding take capacity, too."""
     hits: int = 0
-    """Number of blocks of held prefixes that were loaded with the right bytes, over all requests."""
     hit_rate: float = 0.0
-    """``hits`` divided by the number of blocks of all requests, 0 to 1."""
     wrong_blocks: int = 0
-    """Blocks that a lookup found, but whose load failed or returned other bytes. Expected: 0."""
     evicted_blocks: int = 0
     commits: int = 0
     stored_bytes: int = 0
     loaded_bytes: int = 0
     disk_bytes: int = 0
-    """Largest size of the store on disk that was observed during the replay, its index included."""
     requests_sent: dict[str, int] = {}
-    """Number of requests to a bucket by HTTP method, retries included; empty for a disk."""
     seconds: float = 0.0
 
 
@@ -148,7 +139,7 @@ def replay_(
     render.show_table(_TRAFFIC, runs)
     for run in runs:
         if run.requests_sent:
-            sent = ", ".join(f"{count:,} {method}" for method, count in sorted(run.requests_sent.items()))
+            sent = ", ".join(f"{number:,} {method}" for method, number in sorted(run.requests_sent.items()))
             render.say(f"{_capacity(run)}: requests sent: {sent}")
     render.say(
         f"{render.count(len(chains), 'request')}, {asked:,} blocks, {distinct:,} of them distinct;"
@@ -162,9 +153,8 @@ class _Line(msgspec.Struct):
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[Request]:
-    """Return the block ids of each request of a trace in Mooncake's form (JSON lines), compressed with xz or plain.
+    """Return the block ids of each request (the first ``limit``) of a trace in Mooncake's form, compressed or plain.
 
-    :param limit: read only this number of requests; None: all.
     :raises ConfigurationError: the file cannot be read, is not a trace or has no blocks, or one block id follows two
         different ids, so that it does not identify a prefix.
     """
@@ -174,27 +164,20 @@ def read_trace(path: Path, limit: int | None = None) -> list[Request]:
         with lzma.open(path, "rt") if path.suffix == ".xz" else path.open() as lines:
             for line in islice(lines, limit):
                 chain = msgspec.json.decode(line, type=_Line).hash_ids
-                _check_prefixes(path, chain, parents)
+                for parent, block in zip([-1, *chain], chain, strict=False):
+                    if not 0 <= block < 1 << 64:
+                        raise ValueError(f"{block} is not an unsigned 64-bit integer")
+                    if parents.setdefault(block, parent) != parent:
+                        raise ValueError(f"block {block} follows both {parents[block]} and {parent}")
                 requests.append(chain)
     except OSError as error:
         raise FileError("read", path, error) from None
     except (ValueError, EOFError, lzma.LZMAError) as error:
-        if isinstance(error, ConfigurationError):
-            raise
-        expected = f'lines of JSON with "hash_ids", plain or .xz (line {len(requests) + 1}: {error})'
-        raise ConfigurationError("trace", str(path), expected) from None
+        expected = 'lines of JSON with "hash_ids" that identify prefixes, plain or .xz'
+        raise ConfigurationError("trace", str(path), f"{expected} (line {len(requests) + 1}: {error})") from None
     if not any(requests):
         raise ConfigurationError("trace", str(path), "a trace of at least one block")
     return requests
-
-
-def _check_prefixes(path: Path, chain: Request, parents: dict[int, int]) -> None:
-    for parent, block in zip([-1, *chain], chain, strict=False):
-        if not 0 <= block < 1 << 64:
-            raise ValueError(f"{block} is not an unsigned 64-bit integer")
-        if parents.setdefault(block, parent) != parent:
-            expected = f"ids that identify prefixes; block {block} follows both {parents[block]} and {parent}"
-            raise ConfigurationError("trace", str(path), expected)
 
 
 def distinct_blocks(requests: Sequence[Request]) -> int:
@@ -209,15 +192,14 @@ def replay(
     *,
     pack_blocks: int = PACK_BLOCKS,
 ) -> Replayed:
-    """Replay all requests, one after the other, on an empty store; return ``run``.
+    """Replay all requests, one after the other, on the empty store that ``run`` names; return ``run`` with the results.
 
-    :param run: names the store and receives the results.
     :param pack_blocks: bound on the blocks in a pack; 0: one pack for each request, up to the store's own bound.
     :param took: called with the number of bytes of each request's blocks.
-    :raises StoreError: the store failed.
     """
     begin = time.monotonic()
-    with closing(_Replay(run, block_bytes, max(map(len, requests)), pack_blocks)) as engine:
+    engine = _Engine(run, block_bytes, max(map(len, requests)), pack_blocks)
+    with closing(engine.client):
         for number, chain in enumerate(requests):
             if chain:
                 engine.answer(number, chain)
@@ -234,15 +216,11 @@ def replay(
     return run
 
 
-class _Replay:
-    """A store client that acts as an engine would, without a model.
-
-    Stores read the first half of its block buffers, loads fill the second half.
-
-    :param longest: number of blocks of the longest request. Other parameters: as in ``replay``.
-    """
+class _Engine:
+    """A store client without a model. Stores read the first half of its block buffers, loads fill the second."""
 
     def __init__(self, run: Replayed, block_bytes: int, longest: int, pack_blocks: int) -> None:
+        """:param longest: number of blocks of the longest request. Other parameters: as in ``replay``."""
         self._run = run
         memory = _buffers(longest, block_bytes)
         self._words = np.frombuffer(memory, dtype=np.uint64).reshape(2 * longest, -1)
@@ -252,70 +230,55 @@ class _Replay:
         self._pack_blocks = pack_blocks or longest
         self.held: list[int] = []
         """Blocks that the store held at each ``look``."""
-        self._job = 0
-        self._client = store_client(run.url, InlineHost(memoryview(memory)), block_bytes)
-        self._client.open()
+        self._ids = count(1)
+        self.client = store_client(run.url, InlineHost(memoryview(memory)), block_bytes)
+        self.client.open()
 
     def answer(self, number: int, chain: Request) -> None:
         """Replay request ``number``: look up its block ids, load the held prefix, store all blocks, end the request."""
         # 32 bytes of hash and 4 bytes of group index, as engines make keys
         keys = [blake2b(block.to_bytes(8, "big"), digest_size=32).digest() + bytes(4) for block in chain]
-        held = next((place for place, key in enumerate(keys) if not self._client.contains(key)), len(keys))
-        good = self._load(keys[:held], chain) if held else 0
+        held = next((place for place, key in enumerate(keys) if not self.client.contains(key)), len(keys))
+        # each block's bytes, computed from its id: shape (blocks, 64-bit words of a block)
+        contents = self._pattern * (np.asarray(chain, dtype=np.uint64) * np.uint64(2) + np.uint64(1))[:, None]
+        good = self._load(keys[:held], contents[:held]) if held else 0
         self._run.hits += good
         self._run.wrong_blocks += held - good
-        self._store(f"request {number}", keys, chain)
+        self._words[: len(chain)] = contents
+        self._store(f"request {number}", keys)
 
-    def _load(self, keys: list[bytes], chain: Request) -> int:
-        self._job += 1
+    def _load(self, keys: list[bytes], contents: npt.NDArray[np.uint64]) -> int:
+        """Load blocks; return the number of those with the right bytes."""
+        job_id = next(self._ids)
         rows = range(self._longest, self._longest + len(keys))
-        self._client.submit_load(self._job, keys, rows)
-        failed = set(finish(self._client, self._job).failed)
-        right = (self._words[rows.start : rows.stop] == self._contents(chain[: len(keys)])).all(axis=1)
+        self.client.submit_load(job_id, keys, rows)
+        failed = set(finish(self.client, job_id).failed)
+        right = (self._words[rows.start : rows.stop] == contents).all(axis=1)
         return sum(bool(same) and key not in failed for same, key in zip(right, keys, strict=True))
 
-    def _contents(self, chain: Request) -> npt.NDArray[np.uint64]:
-        """Return the bytes of each block, computed from its id: shape (blocks, 64-bit words of a block)."""
-        return self._pattern * (np.asarray(chain, dtype=np.uint64) * np.uint64(2) + np.uint64(1))[:, None]
-
-    def _store(self, request: str, keys: list[bytes], chain: Request) -> None:
-        """Store the blocks of a request, and end it.
-
-        Each job has a request name of its own, because the blocks of jobs of one name can share a pack.
-        """
-        self._words[: len(chain)] = self._contents(chain)
+    def _store(self, request: str, keys: list[bytes]) -> None:
+        """Store the blocks of a request, and end it. Blocks of jobs of one name can share a pack: each has its own."""
+        job_id = 0
         for start in range(0, len(keys), self._pack_blocks):
             part = range(start, min(start + self._pack_blocks, len(keys)))
-            self._job += 1
-            name = f"{request}, from {start}"
-            size = len(part) * self._block_bytes
-            self._client.submit_store(self._job, name, keys[part.start : part.stop], part, part, size)
-        groups, tokens = (keys,), len(keys) * _TOKENS_PER_BLOCK
-        self._client.end_request(RequestEnd(request, request, groups, tokens, _TOKENS_PER_BLOCK))
-        finish(self._client, self._job)  # one step of the host takes all jobs and writes them
+            job_id, size = next(self._ids), len(part) * self._block_bytes
+            self.client.submit_store(job_id, f"{request}, from {start}", keys[start : part.stop], part, part, size)
+        tokens = len(keys) * _TOKENS_PER_BLOCK
+        self.client.end_request(RequestEnd(request, request, (keys,), tokens, _TOKENS_PER_BLOCK))
+        finish(self.client, job_id)  # one step of the host takes all jobs and writes them
 
     def look(self) -> HostStats:
-        """Record the blocks and disk bytes that the store holds now; return the statistics of its host.
-
-        :raises StoreError: the store did not answer.
-        """
-        host = self._client.stats().host
+        """Record the blocks and disk bytes that the store holds now; return the statistics of its host."""
+        host = self.client.stats().host
         if host is None:
             raise StoreError("the store did not answer")
         self._run.disk_bytes = max(self._run.disk_bytes, host.disk_bytes)
-        self.held.append(len(self._client))
+        self.held.append(len(self.client))
         return host
-
-    def close(self) -> None:
-        """Write pending blocks and close the store."""
-        self._client.close()
 
 
 def _buffers(longest: int, block_bytes: int) -> mmap.mmap:
-    """Return memory for twice the blocks of the longest request.
-
-    :raises ConfigurationError: it is not available.
-    """
+    """Return memory for twice the blocks of the longest request."""
     try:
         return mmap.mmap(-1, 2 * longest * block_bytes)
     except (OSError, OverflowError):

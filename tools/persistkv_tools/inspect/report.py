@@ -10,7 +10,7 @@ import html
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 import typer
@@ -28,13 +28,11 @@ from persistkv_tools.packs import all_keys
 _PERIODS = 48
 _MOST = 10
 _NODES = 60
-_WIDTH, _HEIGHT = 720, 200
-_LEFT, _BOTTOM, _TOP, _RIGHT = 72, 24, 10, 12
 _STYLE = """
 :root { color-scheme: light dark; --back: #ffffff; --panel: #f5f7fa; --text: #1c2733; --dim: #5b6b7b; --line: #d5dce4;
-  --bar: #2563b0; --area: #2563b033; --hot: #b4540a; }
+  --bar: #2563b0; --hot: #b4540a; }
 @media (prefers-color-scheme: dark) { :root { --back: #12181f; --panel: #1b232d; --text: #e4eaf0; --dim: #97a6b5;
-  --line: #33404e; --bar: #6aa5ee; --area: #6aa5ee33; --hot: #f0a35e; } }
+  --line: #33404e; --bar: #6aa5ee; --hot: #f0a35e; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 1100px; padding: 24px; background: var(--back); color: var(--text);
   font: 15px/1.45 system-ui, sans-serif; }
@@ -50,7 +48,9 @@ table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nu
 th, td { text-align: right; padding: 4px 8px; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th { color: var(--dim); font-weight: 500; } th:first-child, td:first-child { text-align: left; }
 td.bar { width: 45%; } td.tree { width: 60%; }
-svg { width: 100%; height: auto; display: block; } svg text { fill: var(--dim); font-size: 12px; }
+.chart { display: flex; align-items: end; gap: 1px; height: 120px; border-bottom: 1px solid var(--line); }
+.chart i { flex: 1; background: var(--bar); }
+.ends { display: flex; justify-content: space-between; color: var(--dim); font-size: 12px; }
 .track { position: relative; height: 13px; border-radius: 2px; }
 td.tree .track { min-width: 260px; background: var(--panel); }
 .track i { position: absolute; top: 0; bottom: 0; border-radius: 2px; background: var(--bar); }
@@ -60,6 +60,11 @@ footer { margin-top: 36px; color: var(--dim); }
 """
 
 
+_CARDS = render.columns(
+    "requests packs blocks raw=raw_bytes stored=stored_bytes on_disk=disk_bytes of_the_capacity=part"
+    " codec_ratio dedup_ratio",
+    part=lambda totals: "no limit" if totals.fill is None else f"{totals.fill:.1%}",
+)
 _NAMESPACES = render.columns(
     "namespace=short created_at=since requests packs blocks raw=raw_bytes stored=stored_bytes",
     short=lambda space: space.id[:8],
@@ -83,7 +88,6 @@ class Period(msgspec.Struct):
     """One interval of the time charts of a report. All intervals have the same length, at least 1 s."""
 
     start: float
-    """Start of the interval: seconds since the epoch."""
     requests: int = 0
     """Requests that were created in the interval, are still held, and have readable keys."""
     blocks: int = 0
@@ -96,18 +100,12 @@ class Period(msgspec.Struct):
     held_bytes: int = 0
     """Sum of ``added_bytes`` of this and all earlier intervals."""
 
-    @property
-    def hit_rate(self) -> float | None:
-        """Share of ``blocks`` that ``found_blocks`` counts, 0 to 1; None without blocks."""
-        return self.found_blocks / self.blocks if self.blocks else None
-
 
 class ReportData(msgspec.Struct, frozen=True):
     """Content of the page that ``persistkv report`` writes."""
 
     url: str
     made: float
-    """Time when the data were read: seconds since the epoch."""
     totals: StoreTotals
     periods: list[Period]
     """Intervals of the time charts, oldest first; empty if the store holds no requests."""
@@ -140,10 +138,7 @@ def report(
 
 
 def report_data(url: str, backend: InspectableBackend) -> ReportData:
-    """Read the data of a report. Reads the keys of all requests: some 150 bytes of memory for each block.
-
-    :raises StoreError: the medium failed.
-    """
+    """Read the data of a report. Reads the keys of all requests: some 150 bytes of memory for each block."""
     found = chosen_requests(backend, [], Selection(), None)
     found.sort(key=lambda request: (request.manifest.created, request.manifest.id))
     by_size = sorted(found, key=lambda request: -request.manifest.raw_bytes)[:_MOST]
@@ -197,7 +192,9 @@ def report_page(data: ReportData) -> str:
 
 def _parts(data: ReportData) -> Iterator[str]:
     yield f"<h1>{_escape(data.url)}</h1><p>as of {_escape(render.format_time(data.made))}</p>"
-    yield from _cards(data.totals)
+    figures = render.pairs(_CARDS, data.totals).items()
+    cards = (f'<div class="card"><b>{_escape(figure)}</b><span>{name}</span></div>' for name, figure in figures)
+    yield f'<div class="cards">{"".join(cards)}</div>'
     if data.totals.requests:
         ages, sizes = _histogram("younger than", data.totals.ages), _histogram("smaller than", data.totals.sizes)
         yield _columns(
@@ -218,49 +215,26 @@ def _parts(data: ReportData) -> Iterator[str]:
     yield f"<footer>persistkv {__version__}</footer>"
 
 
-def _cards(totals: StoreTotals) -> Iterator[str]:
-    values = {
-        "requests": f"{totals.requests:,}",
-        "packs": f"{totals.packs:,}",
-        "blocks": f"{totals.blocks:,}",
-        "raw": render.format_size(totals.raw_bytes),
-        "stored": render.format_size(totals.stored_bytes),
-        "on disk": render.format_size(totals.disk_bytes),
-        "of the capacity": "no limit" if totals.fill is None else f"{totals.fill:.1%}",
-        "codec ratio": render.format_ratio(totals.raw_bytes, totals.stored_bytes),
-        "dedup ratio": "-" if totals.dedup_ratio is None else f"{totals.dedup_ratio:.2f}",
-    }
-    yield '<div class="cards">'
-    for name, figure in values.items():
-        yield f'<div class="card"><b>{_escape(figure)}</b><span>{_escape(name)}</span></div>'
-    yield "</div>"
-
-
 def _histogram(header: str, bins: list[Bin]) -> str:
     largest = max(found.requests for found in bins) or 1
-    rows = [_Bar(found.below or "(more)", f"{found.requests:,}", found.requests / largest) for found in bins]
-    return _bars((header, "requests"), rows)
+    rows = (_bar(found.below or "(more)", f"{found.requests:,}", found.requests / largest) for found in bins)
+    return _table((header, "requests", ""), rows)
 
 
 def _fill(periods: list[Period]) -> str:
     top = max(1, periods[-1].held_bytes)
-    points = [
-        (f"{render.format_size(period.held_bytes)}, {render.count(period.requests, 'request')}", period.held_bytes)
-        for period in periods
-    ]
-    chart = _steps(periods, points, top, render.format_size(top), label="raw bytes held, over time")
-    return _section("Fill over time", "Cumulative raw bytes of the stored requests, by creation time.", chart)
+    texts = [f"{render.format_size(one.held_bytes)}, {render.count(one.requests, 'request')}" for one in periods]
+    note = "Cumulative raw bytes of the stored requests, by creation time."
+    shares = [one.held_bytes / top for one in periods]
+    return _chart("Fill over time", note, periods, shares, texts, render.format_size(top))
 
 
 def _hits(periods: list[Period]) -> str:
-    points = [(f"{_share(period.hit_rate)} of {period.blocks:,} blocks", period.hit_rate) for period in periods]
-    chart = _steps(periods, points, 1.0, "100 %", label="hit rate over time")
-    blocks, found = (sum(getattr(period, name) for period in periods) for name in ("blocks", "found_blocks"))
-    note = (
-        f"Share of blocks that earlier requests had stored; overall {_share(found / blocks if blocks else None)}."
-        " Deleted requests are not counted."
-    )
-    return _section("Hit rate over time", note, chart)
+    rates = [one.found_blocks / one.blocks if one.blocks else 0.0 for one in periods]
+    texts = [f"{_share(one.found_blocks, one.blocks)} of {one.blocks:,} blocks" for one in periods]
+    overall = _share(sum(one.found_blocks for one in periods), sum(one.blocks for one in periods))
+    note = f"Share of blocks that earlier requests had stored; overall {overall}. Deleted requests are not counted."
+    return _chart("Hit rate over time", note, periods, rates, texts, "100 %")
 
 
 def _tree(tree: TreeNode, group: int, request: RequestView) -> str:
@@ -270,13 +244,13 @@ def _tree(tree: TreeNode, group: int, request: RequestView) -> str:
     for level, node in nodes:
         text = f"{render.count(node.blocks, 'block')}, {render.count(node.requests, 'request')}"
         text += f", {node.hidden:,} more below, not shown" * bool(node.hidden)
-        end = (node.start + node.blocks) / deepest
-        rows.append(_Bar(node.key, text, end, node.start / deepest, level, is_chosen=node.chosen))
+        begin, end = node.start / deepest, (node.start + node.blocks) / deepest
+        rows.append(_bar(node.key, text, end, begin, kind="tree", level=level, chosen=node.chosen))
     note = (
         f"Runs of blocks that the same requests share (keys of group {group} of namespace"
         f" {request.namespace[:8]}). The path of the largest request, {request.id}, is highlighted."
     )
-    return _section("Prefix tree of the largest contexts", note, _bars(("first key", "shared by"), rows, kind="tree"))
+    return _section("Prefix tree of the largest contexts", note, _table(("first key", "shared by", ""), rows))
 
 
 def _walk(nodes: Iterable[TreeNode], level: int = 0) -> Iterator[tuple[int, TreeNode]]:
@@ -294,12 +268,12 @@ def _groups(totals: StoreTotals) -> str:
         sizes = f"{render.format_size(group.raw_bytes)} in {render.format_size(group.stored_bytes)}"
         text = f"{render.format_ratio(group.raw_bytes, group.stored_bytes)} ({sizes})"
         name = f"{namespace}, group {group.group}: {' '.join(group.codecs)}"
-        rows.append(_Bar(name, text, (group.codec_ratio or 0) / largest))
-    return _bars(("namespace and group", "ratio"), rows)
+        rows.append(_bar(name, text, (group.codec_ratio or 0) / largest))
+    return _table(("namespace and group", "ratio", ""), rows)
 
 
-def _share(rate: float | None) -> str:
-    return "-" if rate is None else f"{rate:.1%}"
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "-"
 
 
 def _escape(text: str) -> str:
@@ -308,7 +282,7 @@ def _escape(text: str) -> str:
 
 
 def _section(title: str, note: str, content: str) -> str:
-    return f"<section><h2>{_escape(title)}</h2><p>{_escape(note)}</p>{content}</section>"
+    return f"<section><h2>{title}</h2><p>{_escape(note)}</p>{content}</section>"
 
 
 def _columns(*parts: str) -> str:
@@ -317,72 +291,41 @@ def _columns(*parts: str) -> str:
 
 
 def _records(columns: render.Columns, records: Iterable[object]) -> str:
-    """Return an HTML table of records; the first column is left-aligned."""
     rows = ("".join(f"<td>{_escape(cell)}</td>" for cell in row) for row in render.cells(columns, records))
     return _table(columns, rows)
 
 
-class _Bar(NamedTuple):
-    """A row of a bar chart."""
+def _bar(
+    name: str, text: str, end: float, begin: float = 0.0, *, kind: str = "bar", level: int = 0, chosen: bool = False
+) -> str:
+    """Return a table row with a bar between two positions from 0 (left) to 1 (right), its name indented by ``level``.
 
-    name: str
-    text: str
-    end: float
-    """Position of the bar's end, from 0 (left) to 1 (right)."""
-    begin: float = 0.0
-    level: int = 0
-    """Steps by which the name is indented; 0: none."""
-    is_chosen: bool = False
-    """Whether the bar is highlighted."""
-
-
-def _bars(headers: Sequence[str], rows: Iterable[_Bar], kind: str = "bar") -> str:
-    """Return an HTML bar chart.
-
-    :param headers: headers of the columns of names and of texts.
-    :param kind: CSS class of the bars: ``bar`` or ``tree``.
+    :param kind: CSS class of the bar: ``bar`` or ``tree``.
     """
-    lines = (
-        f'<td>{"&nbsp;" * 2 * row.level}{_escape(row.name)}</td><td>{_escape(row.text)}</td><td class="{kind}">'
-        f'<div class="track{" chosen" * row.is_chosen}">'
-        f'<i style="left:{100 * row.begin:.3f}%;width:{100 * (row.end - row.begin):.3f}%"></i></div></td>'
-        for row in rows
+    return (
+        f'<td>{"&nbsp;" * 2 * level}{_escape(name)}</td><td>{_escape(text)}</td><td class="{kind}">'
+        f'<div class="track{" chosen" * chosen}">'
+        f'<i style="left:{100 * begin:.3f}%;width:{100 * (end - begin):.3f}%"></i></div></td>'
     )
-    return _table((*headers, ""), lines)
 
 
 def _table(headers: Iterable[str], rows: Iterable[str]) -> str:
-    head, body = "".join(f"<th>{_escape(header)}</th>" for header in headers), "</tr><tr>".join(rows)
+    head, body = "".join(f"<th>{header}</th>" for header in headers), "</tr><tr>".join(rows)
     return f'<div class="scroll"><table><tr>{head}</tr><tr>{body}</tr></table></div>'
 
 
-def _steps(
-    periods: Sequence[Period], points: Sequence[tuple[str, float | None]], top: float, top_text: str, *, label: str
+def _chart(
+    title: str, note: str, periods: Sequence[Period], shares: Sequence[float], texts: Sequence[str], top: str
 ) -> str:
-    """Return an SVG chart with a column for each period.
+    """Return a section with a chart: for each period, a column with its share of the full height and its tooltip.
 
-    :param points: (tooltip, value) of each column; a value of None leaves a gap.
-    :param top: value of a column of full height, above 0.
-    :param top_text: label of this value on the axis.
-    :param label: description for screen readers.
+    :param top: label of a full column.
     """
-    width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
-    step, base, marks = width / len(periods), _TOP + height, []
-    for place, (period, (text, value)) in enumerate(zip(periods, points, strict=True)):
-        if value is not None:
-            tall = height * min(1.0, value / top)
-            marks.append(
-                f'<rect x="{_LEFT + place * step:.1f}" y="{base - tall:.1f}" width="{max(1.0, step - 1):.1f}"'
-                f' height="{tall:.1f}" fill="var(--bar)">'
-                f"<title>{_escape(f'{render.format_time(period.start)}: {text}')}</title></rect>"
-            )
-    texts = [(_LEFT - 6, _TOP + 10, "end", top_text), (_LEFT - 6, base, "end", "0")]
-    texts.append((_LEFT, _HEIGHT - 6, "start", render.format_time(periods[0].start)))
-    if len(periods) > 1:
-        texts.append((_WIDTH - _RIGHT, _HEIGHT - 6, "end", render.format_time(periods[-1].start)))
-    labels = "".join(
-        f'<text x="{x}" y="{y}" text-anchor="{anchor}">{_escape(text)}</text>' for x, y, anchor, text in texts
+    times = [render.format_time(period.start) for period in periods]
+    columns = "".join(
+        f'<i style="height:{100 * share:.1f}%" title="{_escape(f"{time}: {text}")}"></i>'
+        for time, share, text in zip(times, shares, texts, strict=True)
     )
-    axis = f'<path d="M{_LEFT} {_TOP}V{base}H{_WIDTH - _RIGHT}" fill="none" stroke="var(--line)"/>'
-    view = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{_escape(label)}"'
-    return f"<svg {view}>{axis}{''.join(marks)}{labels}</svg>"
+    ends = f"<span>{times[0]}</span><span>{times[-1] if len(times) > 1 else ''}</span>"
+    chart = f'<div class="chart" role="img" aria-label="{title}">{columns}</div>'
+    return _section(title, note, f'<div class="ends">{top}</div>{chart}<div class="ends">{ends}</div>')

@@ -125,7 +125,7 @@ class StoreCollector:
     def __init__(self, url: str) -> None:
         self._url = url
         self._store = url.partition("?")[0]
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._backend: InspectableBackend | None = None
 
     def collect(self) -> list[Metric]:
@@ -137,7 +137,7 @@ class StoreCollector:
                 stats, statuses = self._backend.stats(), read_statuses(self._backend)
             except StoreError as error:
                 logger.warning("%s cannot be read: %s", self._store, error)
-                self._close()
+                self.close()
                 return [self._of_store("persistkv_up", _UP, 0)]
             now = time.time()
             live = [status for status in statuses if status.is_live(now)]
@@ -151,12 +151,9 @@ class StoreCollector:
     def close(self) -> None:
         """Release the store; idempotent."""
         with self._lock:
-            self._close()
-
-    def _close(self) -> None:
-        if self._backend is not None:
-            self._backend.close()
-            self._backend = None
+            if self._backend is not None:
+                self._backend.close()
+                self._backend = None
 
     def _of_store(self, name: str, text: str, value: float) -> Metric:
         from prometheus_client.core import GaugeMetricFamily

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain, groupby, repeat, takewhile, zip_longest
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 import typer
@@ -25,22 +25,21 @@ from persistkv_tools.packs import keys_of
 _SHOWN_PACKS = 40
 _SHARERS = 5
 _KEY_DIGITS = 12
-_Chain = tuple[list[bytes], str]
 _NAMES = 2
 _BRANCHES = 8
 _NODE_DIGITS = 8
+_Chain = tuple[list[bytes], str]
+_Place = tuple[PackTable, Frame]
+"""Location of a block: its pack, and the frame in it that contains the block."""
 
 
 class KeyView(msgspec.Struct, frozen=True):
-    """One block of a request."""
+    """One block of a request. Fields of this and the next structs: docs/json.md."""
 
     depth: int
     key: str
-    """First digits of the block's key, hexadecimal."""
     pack: str | None
-    """Id of the pack that holds the block, hexadecimal; None: no pack holds it."""
     offset: int | None
-    """Offset in bytes of the block's frame in the payload of the pack; None: no pack holds the block."""
 
 
 class GroupView(msgspec.Struct, frozen=True):
@@ -49,12 +48,9 @@ class GroupView(msgspec.Struct, frozen=True):
     group: int
     blocks: int
     missing: int
-    """Number of blocks of the request in this group that no pack holds."""
     raw_bytes: int
     stored_bytes: int
-    """Encoded size of the blocks that packs hold: their share of the frames that hold them, without padding."""
     keys: list[KeyView]
-    """The first blocks of the request in this group, as many as ``persistkv show`` was told to list."""
 
 
 class PackView(msgspec.Struct, frozen=True):
@@ -62,17 +58,12 @@ class PackView(msgspec.Struct, frozen=True):
 
     id: str
     blocks: int
-    """Number of blocks of the request in the pack."""
     pack_blocks: int
-    """Number of all blocks in the pack."""
     raw_bytes: int
-    """Bytes of all blocks in the pack before the codec."""
     stored_bytes: int
     codec: str
     shared_with: int
-    """Number of other requests that name at least one of the blocks that ``blocks`` counts."""
     sharers: list[str]
-    """Ids of up to 5 of the requests that ``shared_with`` counts."""
 
 
 class ContextView(msgspec.Struct, frozen=True):
@@ -80,42 +71,24 @@ class ContextView(msgspec.Struct, frozen=True):
 
     url: str
     model: str
-    """Name or path of the model, as given by the engine that created the namespace; may be empty."""
     request: RequestView
     groups: list[GroupView]
     packs: list[PackView]
-    """Packs that hold blocks of the request, in the order in which the context first uses them."""
     shared_blocks: int
-    """Blocks of this request that other requests name, too. Only requests with packs in common are compared."""
-
-
-class _Place(NamedTuple):
-    """Location of a block: its pack, and the frame in it that contains the block."""
-
-    pack: PackTable
-    frame: Frame
 
 
 class TreeNode(msgspec.Struct):
     """Node of a prefix tree: a run of consecutive blocks that the same requests share."""
 
     start: int
-    """Depth of the first block: the number of blocks before it in the context."""
     blocks: int
     key: str
-    """First digits of the first block's key, hexadecimal."""
     requests: int
-    """Number of requests whose context contains the blocks of this node."""
     ends: int
-    """Number of requests whose context ends with the last block of this node."""
     names: list[str]
-    """Ids of up to 2 of the requests that ``ends`` counts."""
     chosen: bool
-    """Whether the request that the command shows contains the blocks of this node."""
     children: list[TreeNode]
-    """Nodes that continue this one: the one with the chosen request first, then those with most requests."""
     hidden: int = 0
-    """Number of nodes that continue this one and are left out of ``children``."""
 
 
 _GROUPS = render.columns(
@@ -207,9 +180,8 @@ def _rich_tree(top: TreeNode, title: str) -> Tree:
 
 
 def show_context(url: str, backend: InspectableBackend, found: FoundRequest, *, key_limit: int) -> ContextView:
-    """Return the view of one request: its blocks by group, its packs, and the blocks it shares with other requests.
+    """Return the view of one request, with at most ``key_limit`` keys of each group.
 
-    :param key_limit: largest number of keys to list for each group.
     :raises NotFoundError: the request was deleted meanwhile, or its keys are unreadable.
     """
     namespace, manifest, keys = found.namespace.id, found.manifest, found.keys(backend)
@@ -233,7 +205,7 @@ def _places(
 ) -> dict[bytes, _Place]:
     """Return the locations of the blocks of ``chains`` by key, without blocks that no pack holds.
 
-    Searches the tables ``named``, then, if they lack blocks, all tables of the namespace.
+    :param named: tables to search before all others of the namespace.
     """
     wanted = set(chain.from_iterable(chains))
     places: dict[bytes, _Place] = {}
@@ -245,7 +217,7 @@ def _places(
                 frames = chain.from_iterable(repeat(frame, frame.block_count) for frame in table.frames)
                 for key, frame in zip(keys, frames, strict=True):
                     if key in wanted:
-                        places.setdefault(key, _Place(table, frame))
+                        places.setdefault(key, (table, frame))
 
     note(named)
     if len(places) < len(wanted):
@@ -258,7 +230,7 @@ def _places(
 def _sharers(
     backend: InspectableBackend, namespace: bytes, others: Iterable[str], chains: Sequence[list[bytes]]
 ) -> dict[bytes, list[str]]:
-    """Return, for each key of ``chains`` that requests with an id in ``others`` name too, the ids of these requests."""
+    """Return, for each key of ``chains`` that other requests name too, the ids of these requests."""
     wanted = [frozenset(chain) for chain in chains]
     found: dict[bytes, list[str]] = {}
     for other, groups in keys_of(backend, namespace, others):
@@ -271,58 +243,49 @@ def _sharers(
 
 
 def _group_view(number: int, keys: list[bytes], places: dict[bytes, _Place], key_limit: int) -> GroupView:
-    held = [places[key].frame for key in keys if key in places]
+    frames = [places[key][1] for key in keys if key in places]
     views = []
     for depth, key in enumerate(keys[:key_limit]):
         place = places.get(key)
-        pack, offset = (None, None) if place is None else (place.pack.pack_id.hex(), place.frame.offset)
+        pack, offset = (None, None) if place is None else (place[0].pack_id.hex(), place[1].offset)
         views.append(KeyView(depth, key.hex()[:_KEY_DIGITS], pack, offset))
-    raw_bytes = sum(frame.block_bytes for frame in held)
-    stored_bytes = sum(frame.stored_length // frame.block_count for frame in held)
-    return GroupView(number, len(keys), len(keys) - len(held), raw_bytes, stored_bytes, views)
+    raw_bytes = sum(frame.block_bytes for frame in frames)
+    stored_bytes = sum(frame.stored_length // frame.block_count for frame in frames)
+    return GroupView(number, len(keys), len(keys) - len(frames), raw_bytes, stored_bytes, views)
 
 
 def _pack_views(
     chains: Sequence[list[bytes]], places: dict[bytes, _Place], sharers: dict[bytes, list[str]]
 ) -> list[PackView]:
     keys_in: dict[bytes, list[bytes]] = {}
-    for row in zip_longest(*chains):
-        for key in row:
-            if key in places:
-                keys_in.setdefault(places[key].pack.pack_id, []).append(key)
+    for key in chain.from_iterable(zip_longest(*chains)):
+        if key in places:
+            keys_in.setdefault(places[key][0].pack_id, []).append(key)
     views = []
-    for keys in keys_in.values():
-        table = places[keys[0]].pack
+    for pack, keys in keys_in.items():
+        table, _ = places[keys[0]]
         others = sorted({name for key in keys for name in sharers.get(key, ())})
         sizes = len(table.keys), table.raw_length, table.payload_length
-        views.append(PackView(table.pack_id.hex(), len(keys), *sizes, table.codec, len(others), others[:_SHARERS]))
+        views.append(PackView(pack.hex(), len(keys), *sizes, table.codec, len(others), others[:_SHARERS]))
     return views
 
 
 def prefix_tree(backend: InspectableBackend, found: FoundRequest, *, group: int, node_limit: int) -> TreeNode:
-    """Return the prefix tree of all requests in a request's namespace.
+    """Return the prefix tree of all requests in a request's namespace that have readable keys in this group.
 
-    The top node has no blocks; its children are the nodes that begin at depth 0. Requests without readable keys in the
-    group are left out.
+    The top node has no blocks.
 
-    :param group: KV cache group whose keys the tree is made of.
     :param node_limit: largest number of nodes below the top node. Each node has at most 8 children.
     """
-    namespace, chains = found.namespace.id, list[_Chain]()
+    namespace, chosen, chains = found.namespace.id, found.manifest.id, list[_Chain]()
     names = (manifest.id for manifest in backend.manifests(namespace))
     for name, keys in keys_of(backend, namespace, names):
         if keys is not None and len(keys) > group and len(keys[group]):
             chains.append((keys[group].unpack(), name))
     chains.sort()
     top = TreeNode(0, 0, "", len(chains), 0, [], True, [])
-    _grow(top, chains, found.manifest.id, node_limit)
-    return top
-
-
-def _grow(top: TreeNode, chains: Sequence[_Chain], chosen: str, node_limit: int) -> None:
-    """Add up to ``node_limit`` nodes below ``top``: first the path of the chosen request, then level by level."""
     waiting: list[tuple[TreeNode, Sequence[_Chain]]] = [(top, chains)]
-    while waiting:
+    while waiting:  # first along the path of the chosen request, then level by level
         parent, below = waiting.pop(0)
         depth = parent.start + parent.blocks
         longer = (chain for chain in below if len(chain[0]) > depth)
@@ -335,14 +298,11 @@ def _grow(top: TreeNode, chains: Sequence[_Chain], chosen: str, node_limit: int)
         if shown and shown[0][0].chosen:
             waiting.insert(0, shown.pop(0))
         waiting += shown
+    return top
 
 
 def _node(branch: Sequence[_Chain], depth: int, chosen: str) -> TreeNode:
-    """Return the node of the longest run of keys, from ``depth``, that all of these sorted chains share, still without
-    its children.
-
-    :param chosen: id of the request that the command shows.
-    """
+    """Return the longest run of keys, from ``depth``, that all of these sorted chains share, without its children."""
     ends = zip(branch[0][0], branch[-1][0], strict=False)  # what both begin with, so do the chains between them
     end = sum(1 for _ in takewhile(lambda keys: keys[0] == keys[1], ends))
     names = [name for keys, name in branch if len(keys) == end]

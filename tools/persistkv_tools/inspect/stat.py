@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from operator import itemgetter
 from types import SimpleNamespace
@@ -36,7 +35,7 @@ class GroupTotals(msgspec.Struct):
     """Codecs of the group's frames; ``raw`` for frames that did not shrink."""
 
 
-class ModelTotals(msgspec.Struct, kw_only=True):
+class ModelTotals(msgspec.Struct):
     """Totals over all namespaces of one model."""
 
     model: str
@@ -49,26 +48,26 @@ class ModelTotals(msgspec.Struct, kw_only=True):
     stored_bytes: int = 0
 
 
-class NamespaceTotals(msgspec.Struct, frozen=True, kw_only=True):
+class NamespaceTotals(msgspec.Struct):
     """Totals of one namespace."""
 
     id: str
     model: str
     """Name or path of the model, as given by the engine that created the namespace; may be empty."""
     created: float
-    requests: int
-    packs: int
-    blocks: int
+    requests: int = 0
+    packs: int = 0
+    blocks: int = 0
     """Number of blocks in all packs of the namespace; a block in two packs counts twice."""
-    raw_bytes: int
-    stored_bytes: int
+    raw_bytes: int = 0
+    stored_bytes: int = 0
     """Bytes of the payloads of the namespace's packs, padding included."""
-    codec_ratio: float | None
-    referenced_blocks: int
+    codec_ratio: float | None = None
+    referenced_blocks: int = 0
     """Number of blocks that the namespace's requests name; a shared block counts once for each request."""
-    dedup_ratio: float | None
+    dedup_ratio: float | None = None
     """``referenced_blocks`` divided by ``blocks``, above 1 if requests share blocks; None without blocks."""
-    groups: list[GroupTotals]
+    groups: list[GroupTotals] = []
 
 
 class Bin(msgspec.Struct):
@@ -113,10 +112,23 @@ class StoreTotals(BackendStats):
     sizes: list[Bin]
 
 
+def _number(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
 def _model(totals: NamespaceTotals | ModelTotals) -> str:
     return render.format_model(totals.model)
 
 
+_TOTALS = render.columns(
+    "requests packs blocks raw=raw_bytes stored=stored_bytes codec_ratio dedup_ratio=dedup on_disk=disk"
+    " disk_ratio=more",
+    dedup=lambda store: f"{_number(store.dedup_ratio)} (blocks of all requests ÷ stored blocks)",
+    disk=lambda store: (
+        render.format_size(store.disk_bytes) + ("" if store.fill is None else f" ({store.fill:.1%} of the capacity)")
+    ),
+    more=lambda store: f"{_number(store.disk_ratio)} (on disk ÷ stored; includes index and free space)",
+)
 _NAMESPACES = (
     "model namespace=short age=created requests packs blocks raw=raw_bytes stored=stored_bytes dedup=dedup_ratio"
 )
@@ -139,18 +151,7 @@ def stat(url: options.Url, json: options.Json = False) -> None:
 
 
 def _print(store: StoreTotals) -> None:
-    full = "" if store.fill is None else f" ({store.fill:.1%} of the capacity)"
-    rows = {
-        "requests": f"{store.requests:,}",
-        "packs": f"{store.packs:,}",
-        "blocks": f"{store.blocks:,}",
-        "raw": render.format_size(store.raw_bytes),
-        "stored": render.format_size(store.stored_bytes),
-        "codec ratio": _number(store.codec_ratio),
-        "dedup ratio": f"{_number(store.dedup_ratio)} (blocks of all requests ÷ stored blocks)",
-        "on disk": render.format_size(store.disk_bytes) + full,
-        "disk ratio": f"{_number(store.disk_ratio)} (on disk ÷ stored; includes index and free space)",
-    }
+    rows = render.pairs(_TOTALS, store)
     if (free := store.free) is not None:
         payload = render.format_size(free.payload_bytes)
         if free.payload_bytes:
@@ -165,9 +166,8 @@ def _print(store: StoreTotals) -> None:
         )
         rows["damaged"] = f"{damaged}; persistkv prune --quarantined deletes them"
     render.show_pairs(rows, title=store.url)
-    columns = render.columns(
-        _NAMESPACES if render.is_wide() else _NARROW_NAMESPACES, short=lambda space: space.id[:8], model=_model
-    )
+    shown = _NAMESPACES if render.is_wide() else _NARROW_NAMESPACES
+    columns = render.columns(shown, short=lambda space: space.id[:8], model=_model)
     render.show_table(columns, store.namespaces, left="namespace")
     if len(store.models) < len(store.namespaces):
         render.show_table(_MODELS, store.models)
@@ -179,35 +179,29 @@ def _print(store: StoreTotals) -> None:
     render.show_table(_GROUPS, groups, left="codecs")
     show_adoptions(store.adoptions)
     if store.requests:
-        _print_histogram("age of requests", "younger than", store.ages)
-        _print_histogram("raw size of requests", "smaller than", store.sizes)
+        _print_histogram("age of requests", "younger_than", store.ages)
+        _print_histogram("raw size of requests", "smaller_than", store.sizes)
 
 
 def _print_histogram(title: str, header: str, bins: list[Bin]) -> None:
     largest = max(found.requests for found in bins)
     columns = render.columns(
-        f"{header.replace(' ', '_')}=bound requests raw=raw_bytes share",
+        f"{header}=bound requests raw=raw_bytes share",
         bound=lambda found: found.below or "(more)",
         share=lambda found: render.bar(found.requests, largest),
     )
     render.show_table(columns, bins, title=title, left="share")
 
 
-def _number(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f}"
-
-
 def store_totals(url: str, backend: InspectableBackend) -> StoreTotals:
     """Return totals of a store. Reads pack tables and manifest heads; no payloads, and no keys of requests."""
     ages, sizes = ([Bin(name) for _, name in (*bounds, (0, None))] for bounds in (_AGES, _SIZES))
-    spaces = [
-        _namespace_totals(backend, namespace, ages, sizes) for namespace in options.chosen_namespaces(backend, None)
-    ]
+    spaces = [_namespace_totals(backend, space, ages, sizes) for space in options.chosen_namespaces(backend, None)]
     stats = backend.stats()
     referenced = sum(found.referenced_blocks for found in spaces)
     models: dict[str, ModelTotals] = {}
     for space in spaces:
-        totals = models.setdefault(space.model, ModelTotals(model=space.model))
+        totals = models.setdefault(space.model, ModelTotals(space.model))
         totals.namespaces += 1
         for name in ("requests", "packs", "blocks", "raw_bytes", "stored_bytes"):
             setattr(totals, name, getattr(totals, name) + getattr(space, name))
@@ -236,18 +230,22 @@ def store_totals(url: str, backend: InspectableBackend) -> StoreTotals:
 def _namespace_totals(
     backend: InspectableBackend, namespace: Namespace, ages: list[Bin], sizes: list[Bin]
 ) -> NamespaceTotals:
+    """Return totals of a namespace; add its requests to the bins."""
     now = time.time()
-    requests = referenced = 0
+    totals = NamespaceTotals(namespace.id.hex(), namespace.identity.model_name, namespace.created)
     for manifest in backend.manifests(namespace.id):
-        requests += 1
-        referenced += manifest.blocks
-        _add(ages, _AGES, now - manifest.created, manifest.raw_bytes)
-        _add(sizes, _SIZES, manifest.raw_bytes, manifest.raw_bytes)
+        totals.requests += 1
+        totals.referenced_blocks += manifest.blocks
+        for bins, bounds, value in ((ages, _AGES, now - manifest.created), (sizes, _SIZES, manifest.raw_bytes)):
+            found = bins[bisect_right(bounds, value, key=itemgetter(0))]
+            found.requests += 1
+            found.raw_bytes += manifest.raw_bytes
     groups: dict[int, GroupTotals] = {}
-    packs = blocks = raw = stored = 0
     for table in backend.changes(namespace.id, None).added:
-        packs, blocks = packs + 1, blocks + len(table.keys)
-        raw, stored = raw + table.raw_length, stored + table.payload_length
+        totals.packs += 1
+        totals.blocks += len(table.keys)
+        totals.raw_bytes += table.raw_length
+        totals.stored_bytes += table.payload_length
         for frame in table.frames:
             group = groups.setdefault(frame.group, GroupTotals(frame.group))
             group.blocks += frame.block_count
@@ -255,26 +253,10 @@ def _namespace_totals(
             group.stored_bytes += frame.stored_length
             group.codec_ratio = _ratio(group.raw_bytes, group.stored_bytes)
             group.codecs = sorted({*group.codecs, table.codec if frame.encoded else RawCodec.name})
-    return NamespaceTotals(
-        id=namespace.id.hex(),
-        model=namespace.identity.model_name,
-        created=namespace.created,
-        requests=requests,
-        packs=packs,
-        blocks=blocks,
-        raw_bytes=raw,
-        stored_bytes=stored,
-        codec_ratio=_ratio(raw, stored),
-        referenced_blocks=referenced,
-        dedup_ratio=_ratio(referenced, blocks),
-        groups=[groups[number] for number in sorted(groups)],
-    )
-
-
-def _add(bins: list[Bin], bounds: Sequence[tuple[int, str]], value: float, raw_bytes: int) -> None:
-    found = bins[bisect_right(bounds, value, key=itemgetter(0))]
-    found.requests += 1
-    found.raw_bytes += raw_bytes
+    totals.codec_ratio = _ratio(totals.raw_bytes, totals.stored_bytes)
+    totals.dedup_ratio = _ratio(totals.referenced_blocks, totals.blocks)
+    totals.groups = [groups[number] for number in sorted(groups)]
+    return totals
 
 
 def _ratio(part: int, whole: int) -> float | None:

@@ -21,35 +21,24 @@ from persistkv_tools import options, render
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """Rates per second, from the difference of two status rows of an engine."""
+    """Rates per second, from the difference of two status rows of an engine. Each is of the counter of its name."""
 
     stored_raw_bytes: float
-    """Bytes that the engine writes to the store in a second, before the codec."""
     stored_bytes: float
-    """Bytes that the engine writes to the store in a second, encoded."""
     loaded_bytes: float
-    """Raw bytes that the engine reads from the store into the primary tier in a second."""
     dropped_bytes: float
     evicted_blocks: float
     commits: float
 
 
 class EngineView(EngineStatus, frozen=True, kw_only=True):
-    """Last published status of one engine of a store."""
+    """Last published status of one engine of a store. Fields of this and the next class: docs/json.md."""
 
     model: str
-    """Name or path of the engine's model; may be empty."""
     live: bool
-    """False: the engine's status is too old. It was probably killed, or its clock differs from that of this machine."""
     updated: float
-    """Time when the engine published this status: seconds since the epoch."""
     hit_rate: float | None
-    """Share of loaded blocks among blocks loaded from the store, stored or dropped, since the engine started.
-
-    0 to 1; None if there are no such blocks. Blocks that stayed in memory do not count.
-    """
     rates: Rates | None
-    """Present rates of the engine; None until two different status rows of it were read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +48,7 @@ class Snapshot(BackendStats):
     url: str
     time: float
     fill: float | None
-    """Share of the capacity that the store takes on disk, 1 if all; None without a capacity."""
     engines: list[EngineView]
-    """Running engines in the order of their start, then engines that are gone."""
 
 
 def engine_name(view: EngineView) -> str:
@@ -138,14 +125,12 @@ def top(
 def _screen(look: Snapshot) -> Group:
     full = "" if look.fill is None else f" ({look.fill:.1%} of {render.format_size(look.capacity or 0)})"
     held = f"{render.count(look.requests, 'request')}, {render.count(look.packs, 'pack')}"
-    lines = [
-        f"{look.url} at {render.format_time(look.time)}",
-        f"{held}, {render.format_size(look.disk_bytes)}{full}",
-        *(() if look.engines else ["no engine has published a status"]),
-    ]
+    lines = [f"{look.url} at {render.format_time(look.time)}", f"{held}, {render.format_size(look.disk_bytes)}{full}"]
+    if not look.engines:
+        return Group(*map(render.plain, [*lines, "no engine has published a status"]))
     is_wide = render.console().width >= _WIDE
     parts = [f"{_TRAFFIC} {_HEALTH} model"] if is_wide else [_TRAFFIC, f"engine {_HEALTH}", "engine model"]
-    shown = [render.columns(part, **_CELLS) for part in parts if look.engines]
+    shown = [render.columns(part, **_CELLS) for part in parts]
     tables = [render.table(part, render.cells(part, look.engines), left="model,breaker") for part in shown]
     return Group(*map(render.plain, lines), *tables)
 
@@ -163,19 +148,16 @@ class Watch:
         """Return the present state of the store and its engines.
 
         The rates of an engine are those between the last two different status rows that calls of this method read.
-
-        :raises StoreError: the medium failed.
         """
         now = time.time()
         statuses = read_statuses(self._backend)
         models = {space.id.hex(): space.identity.model_name for space in self._backend.namespaces()} if statuses else {}
+        engines: list[EngineView] = []
         for status in statuses:
             before = self._before.get(status.engine)
             if before is not None and status.time > before.time:
                 self._rates[status.engine] = _rates(before, status)
-        self._before = {status.engine: status for status in statuses}
-        views = [
-            render.view_of(
+            view = render.view_of(
                 EngineView,
                 status,
                 live=status.is_live(now),
@@ -184,23 +166,21 @@ class Watch:
                 hit_rate=hit_rate(status.counters),
                 rates=self._rates.get(status.engine),
             )
-            for status in statuses
-        ]
+            engines.append(view)
+        self._before = {status.engine: status for status in statuses}
         stats = self._backend.stats()
         fill = round(stats.disk_bytes / stats.capacity, 4) if stats.capacity else None
-        engines = sorted(views, key=lambda view: not view.live)
+        engines.sort(key=lambda view: not view.live)
         return Snapshot(**asdict(stats), url=self._url, time=now, fill=fill, engines=engines)
 
 
 def hit_rate(counters: StoreCounters) -> float | None:
-    """Return ``EngineView.hit_rate``: the share of loaded among loaded, stored and dropped blocks; None: no blocks."""
+    """Return the share of loaded among loaded, stored and dropped blocks; None: no blocks."""
     needed = counters.loaded_blocks + counters.stored_blocks + counters.dropped_blocks
     return round(counters.loaded_blocks / needed, 4) if needed else None
 
 
 def _rates(before: EngineStatus, after: EngineStatus) -> Rates:
-    seconds = after.time - before.time
-
-    names = Rates.__struct_fields__
+    names, seconds = Rates.__struct_fields__, after.time - before.time
     moved = {name: getattr(after.counters, name) - getattr(before.counters, name) for name in names}
     return Rates(**{name: round(amount / seconds, 3) for name, amount in moved.items()})

@@ -21,29 +21,21 @@ _DTYPES = ("dtype", "torch_dtype")
 
 
 class DifferenceView(msgspec.Struct, frozen=True):
-    """One identity field whose values differ."""
+    """One identity field whose values differ. Fields of this and the next struct: docs/json.md."""
 
     field: str
-    """Dotted path of the field in the identity, e.g. ``config.rope_theta``."""
     ours: Any
-    """Value on the compared side, a model or another namespace; null if it lacks the field."""
     theirs: Any
-    """Value in the store's namespace; null if it lacks the field."""
 
 
 class ComparisonView(msgspec.Struct, frozen=True):
     """Comparison of one namespace of the store with a model or another namespace."""
 
     ours: str
-    """The compared side: id of a namespace, or directory of a model."""
     theirs: str
-    """Id of the store's namespace that was compared."""
     matches: bool
-    """Whether all compared identity fields are equal."""
     compared: int
-    """Number of compared identity fields."""
     not_compared: list[str]
-    """Identity fields that are known only after loading the model. Empty if two namespaces are compared."""
     differences: list[DifferenceView]
 
 
@@ -95,12 +87,8 @@ def why(
 
 
 def _against(url: str, against: str, namespace: str | None) -> list[list[ComparisonView]]:
-    """Compare the store's namespaces with what ``--against`` names; one list per compared model or namespace.
-    Empty: the store has no other namespace.
-
-    :param against: directory of a model, namespace of the same store, or another store: each of its namespaces.
-    :param namespace: compare only this namespace of the store; None: all.
-    :raises NotFoundError: ``against`` is a store without namespaces.
+    """Compare the store's namespaces, or only ``namespace``, with what ``--against`` names: a model's directory, a
+    namespace of the same store, or another store. Return a list for each compared model or namespace.
     """
     path = Path(against)
     is_model = path.is_dir() and not (path / "data.mdb").exists()  # a store may be named by its path, too
@@ -155,20 +143,18 @@ def compare_model(directory: Path, theirs: Namespace) -> ComparisonView:
 
     Fields: the fingerprint of the weights, the dtype, and fields of config.json that the namespace has, too. Fields
     that config.json leaves to defaults and fields that only an engine knows are not compared.
-
-    :raises ConfigurationError: the directory has no weights or no readable config.json.
     """
     stored = theirs.identity.properties
     ours: dict[str, Any] = {"weights": fingerprint_checkpoint(directory)}
     path = directory / "config.json"
     try:
         config = json.loads(path.read_bytes())  # with Infinity, which some models have
+        if not isinstance(config, dict):
+            raise ValueError(f"it is a {type(config).__name__}")
     except OSError as error:
         raise FileError("read", path, error) from None
     except (ValueError, RecursionError) as error:
-        raise FileError("read", path, ValueError(f"no JSON ({error})")) from None
-    if not isinstance(config, dict):
-        raise FileError("read", path, ValueError("no JSON object"))
+        raise FileError("read", path, ValueError(f"no JSON object ({error})")) from None
     for name in _DTYPES:
         if isinstance(stored.get("dtype"), dict) and isinstance(config.get(name), str):
             ours["dtype"] = {"model": config[name]}

@@ -244,7 +244,7 @@ def _amount(amount: Amount) -> str:
 
 
 class _Usage:
-    """Requests and packs of one namespace, which request uses which packs, and what a plan deletes of them."""
+    """Requests and packs of one namespace, their relations, and what a plan deletes of them."""
 
     def __init__(self, backend: InspectableBackend, namespace: Namespace) -> None:
         self.namespace = namespace
@@ -265,11 +265,10 @@ class _Usage:
     def packs(self) -> dict[str, set[bytes]]:
         """By request id, the ids of the packs that hold a block of the request; no ids if its keys cannot be read."""
         keys = keys_of(self._backend, self.namespace.id, self.manifests)
-        holding = self.held.holding
-        return {name: set() if found is None else holding(all_keys(found)) for name, found in keys}
+        return {name: self.held.holding(all_keys(found or ())) for name, found in keys}
 
     def uses(self, names: Iterable[str]) -> Iterator[tuple[RequestManifest, RequestUse | None]]:
-        """Yield the manifests of these request ids with their use; None if the store does not know the use."""
+        """Yield the manifests of these request ids with their use; see ``with_uses``."""
         return options.with_uses(self._backend, self.namespace.id, (self.manifests[name] for name in names))
 
     def used(self, requests: Iterable[str]) -> set[bytes]:
@@ -305,7 +304,7 @@ class _Usage:
         """Return the ids of packs that are used by requests added after the plan was made."""
         fresh = [found.id for found in self._backend.manifests(self.namespace.id) if found.id not in self.manifests]
         keys = keys_of(self._backend, self.namespace.id, fresh)
-        return set().union(*(self.held.holding(all_keys(found)) for _, found in keys if found is not None))
+        return set().union(*(self.held.holding(all_keys(found or ())) for _, found in keys))
 
 
 class Prune:

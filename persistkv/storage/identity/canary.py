@@ -215,7 +215,7 @@ class Canary:
         self._evidence = self._nothing()
         self._running = False
         self._extended_at = time.monotonic()
-        if options.adopt == "canary" and self._is_described():
+        if self._is_described():
             try:
                 self._find(identity)
             except StoreError as error:
@@ -243,12 +243,8 @@ class Canary:
                 self.other = self._open(namespace.id, verdict.depths)
                 self.verdict = verdict
                 self._candidates = []
-                logger.warning(
-                    "blocks of namespace %s (%s) are used, as recorded: %s",
-                    namespace.id.hex()[:8],
-                    _release(namespace),
-                    _depths(verdict.depths),
-                )
+                found = _name(namespace), _depths(verdict.depths)
+                logger.warning("blocks of namespace %s are used, as recorded: %s", *found)
                 return
             if verdict is None and backend.capabilities.writable:
                 self._candidates.append(namespace)
@@ -383,17 +379,9 @@ class Canary:
         if self.verdict is None:
             if len(evidence.requests) >= _LEAST_REQUESTS and min(evidence.tokens) >= _LEAST_TOKENS:
                 self._adopt(other, tuple(evidence.depths))
-                logger.warning(
-                    "adopted the blocks of namespace %s (%s): %d tokens of %d requests agree (error %.2g, limit %.2g); "
-                    "%s",
-                    other.namespace.hex()[:8],
-                    _release(self._candidates[0]),
-                    sum(evidence.tokens),
-                    len(evidence.requests),
-                    evidence.error,
-                    evidence.limit,
-                    _depths(evidence.depths),
-                )
+                agree = f"{sum(evidence.tokens)} tokens of {len(evidence.requests)} requests agree"
+                found = agree, _errors(evidence), _depths(evidence.depths)
+                logger.warning("adopted the blocks of namespace %s: %s %s; %s", _name(self._candidates[0]), *found)
             return
         depths = tuple(map(max, evidence.depths, self.verdict.depths))
         grown = any(new > old * _GROWTH for new, old in zip(depths, self.verdict.depths, strict=True))
@@ -408,10 +396,8 @@ class Canary:
 
     def _refuse(self, other: OtherNamespace, block: Block, agreement: Agreement) -> None:
         name = other.namespace.hex()[:8]
-        cause = (
-            f"a block at depth {block.depth} of group {block.group} differs in cell {agreement.cell} "
-            f"(error {agreement.error:.2g}, limit {agreement.limit:.2g})"
-        )
+        where = f"a block at depth {block.depth} of group {block.group} differs in cell {agreement.cell}"
+        cause = f"{where} {_errors(agreement)}"
         if self.verdict is not None:
             logger.warning("blocks of namespace %s beyond the adopted depths are not used: %s", name, cause)
             self._record(other, "adopted", self.verdict.depths, final=True)
@@ -473,6 +459,11 @@ def _depths(depths: Iterable[int]) -> str:
     return f"the first {' and '.join(map(str, depths))} blocks of a context"
 
 
-def _release(namespace: Namespace) -> str:
+def _errors(found: _Evidence | Agreement) -> str:
+    return f"(error {found.error:.2g}, limit {found.limit:.2g})"
+
+
+def _name(namespace: Namespace) -> str:
     engine = namespace.identity.fields.get("engine")
-    return f"release {engine.get('release')}" if isinstance(engine, dict) else "another release"
+    release = f"release {engine.get('release')}" if isinstance(engine, dict) else "another release"
+    return f"{namespace.id.hex()[:8]} ({release})"

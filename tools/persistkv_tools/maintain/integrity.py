@@ -120,10 +120,7 @@ class VerifyState(Tally, kw_only=True):
             setattr(self, name, getattr(self, name) + getattr(tally, name))
 
     def save(self, path: Path) -> None:
-        """Write the state to a file, which is replaced atomically.
-
-        :raises ConfigurationError: the file cannot be written.
-        """
+        """Write the state to a file, which is replaced atomically; raise ConfigurationError if that fails."""
         options.write_file(path, msgspec.json.encode(self))
 
     def draws(self, pack_id: bytes) -> bool:
@@ -237,9 +234,8 @@ class Verifier:
         return look if self._pool is None else self._pool.submit(look).result
 
     def packs(self) -> Iterator[VerifyState]:
-        """Check one portion after the other; yield the run's state after each.
-
-        :raises StoreError: the medium failed. The state includes the portions before.
+        """Check one portion after the other; yield the run's state after each. If the medium fails, the state includes
+        the portions before.
         """
         self.begin()
         while self._portion is not None:
@@ -322,7 +318,6 @@ def check_manifests(backend: InspectableBackend, spaces: list[NamespacePacks], t
     """Return the number of requests, and a finding for each one with unreadable keys or with blocks that no pack holds.
 
     :param took: called with 0 after each batch of requests; may sleep to limit the pace.
-    :raises StoreError: the medium failed.
     """
     checked, findings = 0, []
     for space in spaces:

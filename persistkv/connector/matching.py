@@ -26,16 +26,14 @@ class GroupGeometry:
 
     spec: KVCacheGroupSpec
     factor: int
-    """Number of device blocks in an offloaded block."""
+    """Device blocks in an offloaded block."""
 
     @property
     def block_size(self) -> int:
-        """Tokens in a device block."""
         return self.spec.block_size
 
     @property
     def offloaded_tokens(self) -> int:
-        """Tokens in an offloaded block."""
         return self.spec.block_size * self.factor
 
     def first_needed(self, num_tokens: int, start: int = 0) -> int:
@@ -98,11 +96,9 @@ def longest_match(groups: Sequence[GroupBlocks], unit: int, start: int, limit: i
 
 
 def longest_that_fits(geometries: Sequence[GroupGeometry], unit: int, start: int, limit: int, max_blocks: int) -> int:
-    """Return the longest prefix that needs at most ``max_blocks`` offloaded blocks, of all groups together, for its
-    tokens from ``start`` on.
-
-    :param limit: maximum length in tokens.
-    :returns: number of tokens, a multiple of ``unit``; ``start`` rounded down to one if no longer prefix fits.
+    """Return the longest prefix of up to ``limit`` tokens that needs at most ``max_blocks`` offloaded blocks, of all
+    groups together, from token ``start`` on: a multiple of ``unit``; ``start`` rounded down to one if no longer one
+    fits.
     """
 
     def num_blocks(units: int) -> int:

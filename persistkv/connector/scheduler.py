@@ -61,16 +61,15 @@ class _Request:
     next_store: list[int] = field(default_factory=list)
     """For each group, the index of the first offloaded block that was not offered to the manager yet."""
     num_local_tokens: int = 0
-    """Number of leading tokens that were on the device at the last call of ``get_num_new_matched_tokens``."""
+    """Leading tokens that were on the device at the last call of ``get_num_new_matched_tokens``."""
     num_external_tokens: int = 0
-    """Number of tokens after the local ones that are being loaded or were loaded."""
+    """Tokens after the local ones that are being loaded or were loaded."""
     num_computed_tokens: int = 0
-    """Number of leading tokens whose KV is in the device blocks."""
+    """Leading tokens whose KV is in the device blocks."""
     promoted: set[OffloadKey] = field(default_factory=set)
-    """Keys whose lookup returned None, because their blocks were being promoted from a secondary tier or, rarely,
-    written for another request. They count as promoted."""
+    """Keys whose lookup returned None; rarely, such a block was being written instead of promoted."""
     jobs: set[int] = field(default_factory=set)
-    """Ids of the request's transfers in flight."""
+    """Transfers in flight."""
     gave_up_waiting: bool = False
     finished: bool = False
 
@@ -114,10 +113,7 @@ class _Request:
             self.next_store = [num_held_tokens // geometry.offloaded_tokens for geometry in self.geometries]
 
     def load_target(self) -> GPULoadStoreSpec:
-        """Return the device blocks to load into; of a sliding-window group, only the blocks in the window.
-
-        The first device block of a group need not be the first one of an offloaded block.
-        """
+        """Return the device blocks to load into. A group's first one may be in the middle of an offloaded block."""
         needed = [one.device_blocks(self.num_matched_tokens, self.num_local_tokens) for one in self.geometries]
         tables = zip(self.block_tables, needed, strict=True)
         return _device_blocks(
@@ -125,9 +121,8 @@ class _Request:
         )
 
     def filled_blocks(self) -> list[_Offer]:
-        """Return, for each group, the offloaded blocks that became full since the last call and have device blocks.
-
-        Blocks that left a sliding window before they could be stored are never returned.
+        """Return, for each group, the offloaded blocks that became full since the last call and have device blocks;
+        those that left a sliding window before are never returned.
         """
         offers = []
         for group, geometry in enumerate(self.geometries):
@@ -153,7 +148,7 @@ class _Request:
 
 
 def _device_blocks(tables: Sequence[BlockTable], starts: Sequence[int]) -> GPULoadStoreSpec:
-    """Return a spec of these blocks of each KV cache group, whose first ones have the indices ``starts``."""
+    """Return a spec of these blocks of each KV cache group; ``starts`` are the indices of the first ones."""
     block_ids = [block for table in tables for block in table if block is not None]
     return GPULoadStoreSpec(block_ids, [len(table) for table in tables], starts)
 
@@ -214,7 +209,7 @@ class OffloadingConnectorScheduler:
         """Announce a request, and return the context for calls of the manager. Must be the first call for each request.
 
         :param kv_transfer_params: parameters that the caller of the engine attached to the request.
-        :param labels: name-value pairs that are stored with the request's manifest; None: no labels.
+        :param labels: name-value pairs that are stored with the request's manifest.
         :param store: False: the request's blocks are looked up and loaded, but not stored.
         :param retention: how long the stored context is kept; None: as long as there is room.
         :raises ValueError: a request of this id exists. A finished request exists until its transfers have ended.
@@ -280,17 +275,14 @@ class OffloadingConnectorScheduler:
         return matched - num_computed_tokens
 
     def needed_device_blocks(self, req_id: str, num_external_tokens: int) -> list[range]:
-        """Return, for each group, the indices of the request's device blocks that a load fills.
-
-        :param num_external_tokens: tokens to load after those on the device; a multiple of each group's device block.
+        """Return, for each group, the indices of the request's device blocks that a load of ``num_external_tokens``
+        fills, a multiple of each group's device block.
         """
         start = self._requests[req_id].num_local_tokens
         return [geometry.device_blocks(start + num_external_tokens, start) for geometry in self._geometries]
 
     def give_up_waiting(self, req_id: str) -> None:
-        """Make later calls of ``get_num_new_matched_tokens`` for this request count only blocks that can be loaded now,
-        and never return None.
-        """
+        """Let ``get_num_new_matched_tokens`` count only blocks of this request that can be loaded now, without None."""
         state = self._requests[req_id]
         self.stats.late_lookups += not state.gave_up_waiting
         state.gave_up_waiting = True
@@ -347,8 +339,8 @@ class OffloadingConnectorScheduler:
     ) -> None:
         """Report that the KV of the first ``num_computed_tokens`` tokens is in the device blocks (loads have ended).
 
-        :param device_block_ids: for each group, the request's device blocks from its first token on; None if the
-            group no longer has the block, or never had it: it is not stored.
+        :param device_block_ids: for each group, the request's device blocks from its first token on; None for blocks
+            that the group no longer has or never had: they are not stored.
         :raises ValueError: if the blocks do not cover the tokens; nothing changed.
         """
         state = self._requests[req_id]
@@ -358,10 +350,8 @@ class OffloadingConnectorScheduler:
         self._to_plan[req_id] = state
 
     def request_finished(self, req_id: str) -> None:
-        """End a request: no further tokens are computed or loaded. The next ``build_connector_meta`` plans the store of
-        its full blocks that were not offered yet.
-
-        Its device blocks must not be reused until ``ConnectorOutput.released`` contains its id.
+        """End a request; the next ``build_connector_meta`` plans the store of its remaining full blocks. Its device
+        blocks must not be reused until ``ConnectorOutput.released`` contains its id.
         """
         state = self._requests[req_id]
         state.finished = True
@@ -379,8 +369,8 @@ class OffloadingConnectorScheduler:
     def update_connector_output(self, results: Iterable[TransferResult]) -> ConnectorOutput:
         """Process the results of ended transfers, and return the ends of loads and of requests.
 
-        :raises KeyError: if a result names a job that is not in flight. The results before it were processed, and the
-            ends of their loads are not returned.
+        :raises KeyError: a result names a job that is not in flight. The results before it were processed, and the ends
+            of their loads are not returned.
         """
         output = ConnectorOutput()
         for result in results:
@@ -408,7 +398,7 @@ class OffloadingConnectorScheduler:
         """Plan the store of the blocks that became full since the last call; None: there is nothing to store.
 
         If the primary tier lacks room, retry with the front half of each group's blocks, because a prefix is worth more
-        than a suffix. Blocks that do not fit are dropped.
+        than a suffix. The rest is dropped.
         """
         if not state.context.store:
             return None
@@ -448,9 +438,7 @@ class OffloadingConnectorScheduler:
         return LoadProgress(True, num_tokens, result.num_bytes)
 
     def _release_if_done(self, state: _Request) -> None:
-        """If a request is finished and has no transfer in flight or to plan, end it at the manager, and let the next
-        ``update_connector_output`` report it as released.
-        """
+        """End a request that is finished and has no transfer in flight or to plan; it is then reported as released."""
         req_id = state.context.req_id
         if state.finished and not state.jobs and req_id not in self._to_plan:
             del self._requests[req_id]

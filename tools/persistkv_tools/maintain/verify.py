@@ -329,8 +329,8 @@ def plan_repair(backend: InspectableBackend, findings: Iterable[Finding]) -> Rep
 
 
 def repair_packs(backend: InspectableBackend, findings: Iterable[Finding], done: Repaired) -> None:
-    """Delete the packs of ``findings`` that are still bad, and shorten the requests that name them; update ``done`` after
-    each commit.
+    """Delete the packs of ``findings`` that are still bad, and shorten the requests that name them; each commit updates
+    ``done``.
 
     :raises StoreError: a commit failed, or other processes wrote during each attempt; earlier commits stay in effect.
     """

@@ -13,7 +13,7 @@ import struct
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, TypeVar
@@ -58,6 +58,17 @@ class _End(msgspec.Struct, frozen=True):
 M = TypeVar("M", _Head, _End)
 
 
+@contextmanager
+def _file_errors(action: str, path: Path) -> Iterator[None]:
+    """Translate errors of an open file; a pipe that its reader closed ends the command."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise SystemExit(PIPE_CLOSED) from None
+    except OSError as error:
+        raise FileError(action, path, error) from None
+
+
 class ArchiveWriter:
     """Writes an export file, used in a ``with`` statement. A temporary file replaces the target if the block succeeds;
     otherwise the target is unchanged. The file has mode 0600: contexts are private. Standard output (``-``) is written
@@ -72,14 +83,12 @@ class ArchiveWriter:
         self._part = None if path == STANDARD_OUTPUT else path.with_name(path.name + ".part")
         self._records = 0
         self._heads = xxhash.xxh3_64()
-        try:
+        with _file_errors("write", path):
             if self._part is None:
                 descriptor = os.dup(sys.stdout.fileno())
             else:
                 self._part.unlink(missing_ok=True)
                 descriptor = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise self._failed(error) from None
         self._file: BinaryIO = os.fdopen(descriptor, "wb")
         self._file.write(_MAGIC)
         self._write(_HEAD, msgspec.json.encode(_Head(ARCHIVE_VERSION, time.time(), f"persistkv {__version__}")))
@@ -93,12 +102,11 @@ class ArchiveWriter:
         try:
             if error is None:
                 self._write(_END, msgspec.json.encode(_End(self._records, self._heads.hexdigest())))
-                self._file.flush()
-                if self._part is not None:
-                    os.fsync(self._file.fileno())
-                    os.replace(self._part, self._path)
-        except OSError as problem:
-            raise self._failed(problem) from None
+                with _file_errors("write", self._path):
+                    self._file.flush()
+                    if self._part is not None:
+                        os.fsync(self._file.fileno())
+                        os.replace(self._part, self._path)
         finally:
             with suppress(OSError):  # flush of a file that is abandoned
                 self._file.close()
@@ -125,16 +133,8 @@ class ArchiveWriter:
         head = _RECORD.pack(kind, 0, sum(map(len, parts)), digest.intdigest())
         self._heads.update(head)
         self._records += 1
-        try:
-            for part in (head, *parts):
-                self._file.write(part)
-        except OSError as error:
-            raise self._failed(error) from None
-
-    def _failed(self, error: OSError) -> BaseException:
-        if isinstance(error, BrokenPipeError):
-            return SystemExit(PIPE_CLOSED)
-        return FileError("write", self._path, error)
+        with _file_errors("write", self._path):
+            self._file.writelines((head, *parts))
 
 
 class ArchiveReader:
@@ -145,10 +145,8 @@ class ArchiveReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
+        with _file_errors("read", path):
             self._file = path.open("rb")
-        except OSError as error:
-            raise FileError("read", path, error) from None
         if not self._file.seekable():
             self._file.close()
             raise FileError("read", path, ValueError("it is a pipe, and import reads a file twice"))
@@ -162,7 +160,6 @@ class ArchiveReader:
     def records(self, took: Took) -> Iterator[tuple[int, bytes, memoryview]]:
         """Yield the byte position, the kind and the body of each record, with verified checksum.
 
-        :param took: called with the number of bytes of each record.
         :raises CorruptArchiveError: the file is damaged or incomplete, even if records were yielded before.
         """
         if self._read(len(_MAGIC)) != _MAGIC:
@@ -185,10 +182,7 @@ class ArchiveReader:
             raise self.corrupt(at, "records are missing, or bytes follow the last one")
 
     def again(self, at: int) -> memoryview:
-        """Return the body of the record at byte ``at`` once more.
-
-        :raises CorruptArchiveError: the file changed meanwhile.
-        """
+        """Read the body of the record at byte ``at`` again; raise CorruptArchiveError if the file changed."""
         self._file.seek(at)
         return self._record()[1]
 
@@ -210,10 +204,8 @@ class ArchiveReader:
         return kind, body
 
     def _read(self, length: int) -> bytes:
-        try:
+        with _file_errors("read", self._path):
             return self._file.read(length)
-        except OSError as error:
-            raise FileError("read", self._path, error) from None
 
     def _decoded(self, body: memoryview, kind: type[M]) -> M:
         try:

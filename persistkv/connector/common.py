@@ -85,5 +85,4 @@ class ConnectorStats:
     failed_loads: int = 0
     """Loads that failed, and loads that were not started because their blocks had been evicted since the match."""
     late_lookups: int = 0
-    """Requests for which ``give_up_waiting`` was called: they stop waiting for blocks that are being promoted or
-    written, and compute them instead."""
+    """Requests for which ``give_up_waiting`` was called."""

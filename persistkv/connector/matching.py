@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -25,24 +26,19 @@ class GroupGeometry:
 
     spec: KVCacheGroupSpec
     factor: int
-    """Number of device blocks in an offloaded block."""
+    """Device blocks in an offloaded block."""
 
     @property
     def block_size(self) -> int:
-        """Tokens in a device block."""
         return self.spec.block_size
 
     @property
     def offloaded_tokens(self) -> int:
-        """Tokens in an offloaded block."""
         return self.spec.block_size * self.factor
 
     def first_needed(self, num_tokens: int, start: int = 0) -> int:
         """Return the index of the first token, at least ``start``, to which the token after the first ``num_tokens``
-        tokens attends.
-
-        With full attention, this is ``start``; with a sliding window, the first token in the window. ``num_tokens`` if
-        that token attends to no earlier one.
+        tokens attends; ``num_tokens`` if it attends to no earlier one.
         """
         window = self.spec.sliding_window
         return start if window is None else min(max(start, num_tokens - window + 1), num_tokens)
@@ -52,10 +48,7 @@ class GroupGeometry:
         return range(self.first_needed(num_tokens, start) // self.block_size, num_tokens // self.block_size)
 
     def offloaded_blocks(self, num_tokens: int, start: int = 0) -> range:
-        """Return the indices of the offloaded blocks that a prefix of ``num_tokens`` needs, from token ``start`` on.
-
-        Blocks that are needed only in part are included.
-        """
+        """Return the indices of the offloaded blocks that a prefix needs, also in part, from token ``start`` on."""
         first = self.first_needed(num_tokens, start)
         if first == num_tokens:
             return range(0)
@@ -67,12 +60,11 @@ class GroupBlocks(NamedTuple):
 
     geometry: GroupGeometry
     keys: Sequence[bytes]
-    """Keys of the offloaded blocks, starting with the first."""
     is_available: Callable[[Any], bool]
-    """Function that returns whether the block of a key can be loaded."""
+    """Return whether the block of a key can be loaded."""
     prefix: Callable[[Sequence[Any]], int] | None = None
-    """Function that returns how many of the passed keys, from the first on without a gap, have loadable blocks; faster
-    than calls of ``is_available``. None: there is no such function."""
+    """Return how many of the keys, from the first on without a gap, have loadable blocks; faster than calls of
+    ``is_available``. None: there is no such function."""
 
 
 def longest_match(groups: Sequence[GroupBlocks], unit: int, start: int, limit: int) -> int:
@@ -93,22 +85,20 @@ def longest_match(groups: Sequence[GroupBlocks], unit: int, start: int, limit: i
             served = prefix(wanted) if prefix else len(list(takewhile(is_available, wanted)))
             length = min(length, (first + served) * size)
             length -= length % unit
-    runs = [_WindowRun(group, unit, start) for group in groups if group.geometry.spec.sliding_window is not None]
-    settled = 0
-    while runs and settled < len(runs):
-        for run in runs:
-            served = run.longest(length)
+    windows = [group for group in groups if group.geometry.spec.sliding_window is not None]
+    searches, settled = [_window_search(group, unit, start) for group in windows], 0
+    while settled < len(searches):
+        for longest in searches:
+            served = longest(length)
             settled = settled + 1 if served == length else 1
             length = served
     return length if length > start else 0
 
 
 def longest_that_fits(geometries: Sequence[GroupGeometry], unit: int, start: int, limit: int, max_blocks: int) -> int:
-    """Return the longest prefix that needs at most ``max_blocks`` offloaded blocks, of all groups together, for its
-    tokens from ``start`` on.
-
-    :param limit: maximum length in tokens.
-    :returns: number of tokens, a multiple of ``unit``; ``start`` rounded down to one if no longer prefix fits.
+    """Return the longest prefix of up to ``limit`` tokens that needs at most ``max_blocks`` offloaded blocks, of all
+    groups together, from token ``start`` on: a multiple of ``unit``; ``start`` rounded down to one if no longer one
+    fits.
     """
 
     def num_blocks(units: int) -> int:
@@ -118,33 +108,24 @@ def longest_that_fits(geometries: Sequence[GroupGeometry], unit: int, start: int
     return (first + bisect_right(range(first + 1, limit // unit + 1), max_blocks, key=num_blocks)) * unit
 
 
-class _WindowRun:
-    """Search of ``longest_match`` in one sliding-window group. Keeps the contiguous blocks found last, so that no block
-    is looked up twice; therefore a call must not pass a greater length than the previous call returned.
-
-    ``unit`` and ``start`` are those of ``longest_match``.
+def _window_search(group: GroupBlocks, unit: int, start: int) -> Callable[[int], int]:
+    """Return a function that finds the longest prefix of at most ``length`` tokens that a sliding-window group can
+    serve: ``length`` or a smaller multiple of ``unit``. A prefix of up to ``start`` tokens needs no block.
     """
+    geometry, keys, is_available, _ = group
 
-    def __init__(self, group: GroupBlocks, unit: int, start: int) -> None:
-        self._group = group
-        self._unit = unit
-        self._start = start
-        self._first = len(group.keys)
+    @cache
+    def is_found(block: int) -> bool:
+        return is_available(keys[block])
 
-    def longest(self, length: int) -> int:
-        """Return the longest prefix of at most ``length`` tokens whose window blocks are found, in tokens.
-
-        The result is ``length`` or a smaller multiple of ``unit``. A prefix of up to ``start`` tokens needs no block.
-        """
-        geometry, keys, is_available, _ = self._group
-        while length > self._start:
-            needed = geometry.offloaded_blocks(length, self._start)
-            self._first = min(self._first, needed.stop)
-            while self._first > needed.start and is_available(keys[self._first - 1]):
-                self._first -= 1
-            if self._first <= needed.start:
+    def longest(length: int) -> int:
+        while length > start:
+            needed = reversed(geometry.offloaded_blocks(length, start))
+            missing = next((block for block in needed if not is_found(block)), None)
+            if missing is None:
                 break
-            missing = self._first - 1
             length = missing * geometry.offloaded_tokens
-            length -= length % self._unit
+            length -= length % unit
         return length
+
+    return longest

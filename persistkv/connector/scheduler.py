@@ -12,9 +12,9 @@ all groups can serve. All methods are called from one thread, and none of them w
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 from persistkv.base import (
@@ -43,24 +43,8 @@ from persistkv.errors import ConfigurationError
 BlockTable = Sequence[int | None]
 """Device block numbers of one request and one KV cache group, from the request's first token on. None: the engine has
 no block at this position, because it has left the sliding window."""
-
-
-class _Offer(NamedTuple):
-    """Full offloaded blocks of one KV cache group to offer to the manager for storing."""
-
-    keys: Sequence[OffloadKey]
-    positions: Sequence[int]
-    """For each key, the index of its block among the group's offloaded blocks of the request; ascending."""
-
-    def first_half(self) -> _Offer:
-        """Return an offer of the first half of the blocks, rounded down."""
-        half = len(self.keys) // 2
-        return _Offer(self.keys[:half], self.positions[:half])
-
-    def only(self, wanted: Collection[OffloadKey]) -> _Offer:
-        """Return an offer of the blocks whose keys are in ``wanted``."""
-        kept = [(key, position) for key, position in zip(*self, strict=True) if key in wanted]
-        return _Offer([key for key, _ in kept], [position for _, position in kept])
+_Offer = dict[OffloadKey, int]
+"""Full offloaded blocks of one KV cache group to store: key → index among the group's blocks of the request."""
 
 
 @dataclass
@@ -70,25 +54,22 @@ class _Request:
     geometries: Sequence[GroupGeometry]
     context: ReqContext
     description: RequestDescription
+    """Keys and number of tokens; passed to the manager in ``context`` only if the request's blocks are stored."""
     policy: OffloadPolicy
-    stores: bool
-    """Whether the request's blocks are stored. If False, the manager gets no ``RequestDescription`` and stores no
-    context."""
     block_tables: Sequence[BlockTable] = ()
     """For each group, the request's device blocks, as the engine last reported them."""
     next_store: list[int] = field(default_factory=list)
     """For each group, the index of the first offloaded block that was not offered to the manager yet."""
     num_local_tokens: int = 0
-    """Number of leading tokens that were on the device at the last call of ``get_num_new_matched_tokens``."""
+    """Leading tokens that were on the device at the last call of ``get_num_new_matched_tokens``."""
     num_external_tokens: int = 0
-    """Number of tokens after the local ones that are being loaded or were loaded."""
+    """Tokens after the local ones that are being loaded or were loaded."""
     num_computed_tokens: int = 0
-    """Number of leading tokens whose KV is in the device blocks."""
+    """Leading tokens whose KV is in the device blocks."""
     promoted: set[OffloadKey] = field(default_factory=set)
-    """Keys whose lookup returned None, because their blocks were being promoted from a secondary tier or, rarely,
-    written for another request. They count as promoted."""
+    """Keys whose lookup returned None; rarely, such a block was being written instead of promoted."""
     jobs: set[int] = field(default_factory=set)
-    """Ids of the request's transfers in flight."""
+    """Transfers in flight."""
     gave_up_waiting: bool = False
     finished: bool = False
 
@@ -101,16 +82,8 @@ class _Request:
         """Number of leading tokens that are on the device once the load has ended."""
         return self.num_local_tokens + self.num_external_tokens
 
-    @property
-    def external_keys(self) -> list[OffloadKey]:
-        """Keys of the offloaded blocks to load, one KV cache group after the other."""
-        return self.keys(self.num_local_tokens, self.num_matched_tokens)
-
     def keys(self, start: int, stop: int) -> list[OffloadKey]:
-        """Return the keys of offloaded blocks that are needed if tokens ``start`` to ``stop - 1`` are loaded.
-
-        Of a sliding-window group, these are only the blocks in the window that ends at ``stop``.
-        """
+        """Return the keys of the offloaded blocks that a load of tokens ``start`` to ``stop - 1`` needs, by group."""
         needed: list[OffloadKey] = []
         for chain, geometry in zip(self.description.group_keys, self.geometries, strict=True):
             blocks = geometry.offloaded_blocks(stop, start)
@@ -118,10 +91,7 @@ class _Request:
         return needed
 
     def check_tables(self, tables: Sequence[BlockTable], num_tokens: int) -> None:
-        """Check that there is one block table per group, and that each covers ``num_tokens`` tokens.
-
-        :raises ValueError: one of these conditions is not met.
-        """
+        """Raise ValueError unless there is one block table per group, and each covers ``num_tokens`` tokens."""
         if len(tables) != len(self.geometries):
             raise ValueError(f"{len(tables)} block tables for {len(self.geometries)} KV cache groups")
         for group, (table, geometry) in enumerate(zip(tables, self.geometries, strict=True)):
@@ -129,10 +99,7 @@ class _Request:
                 raise ValueError(f"group {group}: {len(table)} device blocks do not cover {num_tokens} tokens")
 
     def check_load_target(self, tables: Sequence[BlockTable], stop: int) -> None:
-        """Check that a load up to token ``stop`` can fill whole blocks of these tables.
-
-        :raises ValueError: ``stop`` is within a block, or a table lacks a block that the load fills.
-        """
+        """Raise ValueError if ``stop`` is within a block, or a table lacks a block that a load up to ``stop`` fills."""
         if any(stop % geometry.block_size for geometry in self.geometries):
             raise ValueError(f"a load up to token {stop} ends within a block")
         for group, (table, geometry) in enumerate(zip(tables, self.geometries, strict=True)):
@@ -146,40 +113,16 @@ class _Request:
             self.next_store = [num_held_tokens // geometry.offloaded_tokens for geometry in self.geometries]
 
     def load_target(self) -> GPULoadStoreSpec:
-        """Return the device blocks to load into; of a sliding-window group, only the blocks in the window.
-
-        The first device block of a group need not be the first one of an offloaded block.
-        """
-        block_ids: list[int] = []
-        sizes, indices = [], []
-        for table, geometry in zip(self.block_tables, self.geometries, strict=True):
-            needed = geometry.device_blocks(self.num_matched_tokens, self.num_local_tokens)
-            blocks = [block for block in table[needed.start : needed.stop] if block is not None]
-            block_ids += blocks
-            sizes.append(len(blocks))
-            indices.append(needed.start)
-        return GPULoadStoreSpec(block_ids, sizes, indices)
-
-    def num_promoted_tokens(self) -> int:
-        """Return the number of tokens of the load whose blocks are in ``promoted``; 0 if the load failed.
-
-        Counts the blocks of the first full-attention group, or of the first group if there is none. A sliding-window
-        group loads only the blocks of its window; the tokens before them count like the first loaded block.
-        """
-        full = (group for group, geometry in enumerate(self.geometries) if geometry.spec.sliding_window is None)
-        group = next(full, 0)
-        size, chain = self.geometries[group].offloaded_tokens, self.description.group_keys[group]
-        blocks = self.geometries[group].offloaded_blocks(self.num_matched_tokens, self.num_local_tokens)
-        promoted = [position for position in blocks if chain[position] in self.promoted]
-        num_tokens = len(promoted) * size
-        if promoted and promoted[0] == blocks.start:
-            num_tokens += blocks.start * size - self.num_local_tokens
-        return min(num_tokens, self.num_external_tokens)
+        """Return the device blocks to load into. A group's first one may be in the middle of an offloaded block."""
+        needed = [one.device_blocks(self.num_matched_tokens, self.num_local_tokens) for one in self.geometries]
+        tables = zip(self.block_tables, needed, strict=True)
+        return _device_blocks(
+            [table[blocks.start : blocks.stop] for table, blocks in tables], [n.start for n in needed]
+        )
 
     def filled_blocks(self) -> list[_Offer]:
-        """Return, for each group, the offloaded blocks that became full since the last call and have device blocks.
-
-        Blocks that left a sliding window before they could be stored are never returned.
+        """Return, for each group, the offloaded blocks that became full since the last call and have device blocks;
+        those that left a sliding window before are never returned.
         """
         offers = []
         for group, geometry in enumerate(self.geometries):
@@ -188,30 +131,26 @@ class _Request:
             first = self.next_store[group]
             filled = max(first, min(computed, len(chain), len(table) // factor))
             self.next_store[group] = filled
-            if None not in table[first * factor : filled * factor]:
-                offers.append(_Offer(chain[first:filled], range(first, filled)))
-                continue
-            positions = [at for at in range(first, filled) if None not in table[at * factor : (at + 1) * factor]]
-            offers.append(_Offer([chain[position] for position in positions], positions))
+            offers.append(
+                {chain[at]: at for at in range(first, filled) if None not in table[at * factor : (at + 1) * factor]}
+            )
         return offers
 
     def store_source(self, offers: Sequence[_Offer]) -> GPULoadStoreSpec:
-        """Return the device blocks of the offered blocks, as the source of a store.
-
-        Each offloaded block is stored whole: all of its device blocks are included.
-        """
-        block_ids: list[int] = []
-        sizes, indices = [], []
-        for (_, positions), table, geometry in zip(offers, self.block_tables, self.geometries, strict=True):
+        """Return all device blocks of the offered blocks, as the source of a store."""
+        blocks: list[BlockTable] = []
+        starts = []
+        for offer, table, geometry in zip(offers, self.block_tables, self.geometries, strict=True):
             factor = geometry.factor
-            first, last = (positions[0], positions[-1]) if positions else (0, -1)
-            blocks = table[first * factor : (last + 1) * factor]
-            if len(blocks) > len(positions) * factor:
-                blocks = [block for at in positions for block in table[at * factor : (at + 1) * factor]]
-            block_ids += [block for block in blocks if block is not None]
-            sizes.append(len(blocks))
-            indices.append(first * factor)
-        return GPULoadStoreSpec(block_ids, sizes, indices)
+            blocks.append([block for at in offer.values() for block in table[at * factor : (at + 1) * factor]])
+            starts.append(next(iter(offer.values()), 0) * factor)
+        return _device_blocks(blocks, starts)
+
+
+def _device_blocks(tables: Sequence[BlockTable], starts: Sequence[int]) -> GPULoadStoreSpec:
+    """Return a spec of these blocks of each KV cache group; ``starts`` are the indices of the first ones."""
+    block_ids = [block for table in tables for block in table if block is not None]
+    return GPULoadStoreSpec(block_ids, [len(table) for table in tables], starts)
 
 
 class _Job(NamedTuple):
@@ -270,7 +209,7 @@ class OffloadingConnectorScheduler:
         """Announce a request, and return the context for calls of the manager. Must be the first call for each request.
 
         :param kv_transfer_params: parameters that the caller of the engine attached to the request.
-        :param labels: name-value pairs that are stored with the request's manifest; None: no labels.
+        :param labels: name-value pairs that are stored with the request's manifest.
         :param store: False: the request's blocks are looked up and loaded, but not stored.
         :param retention: how long the stored context is kept; None: as long as there is room.
         :raises ValueError: a request of this id exists. A finished request exists until its transfers have ended.
@@ -282,7 +221,7 @@ class OffloadingConnectorScheduler:
         description.retention = retention or description.retention
         context = ReqContext(req_id, kv_transfer_params, description if store else None, store)
         policy = self.manager.on_new_request(context).policy
-        self._requests[req_id] = _Request(self._geometries, context, description, policy, store)
+        self._requests[req_id] = _Request(self._geometries, context, description, policy)
         return context
 
     def update_keys(self, req_id: str, group_idx: int, keys: Iterable[OffloadKey], num_tokens: int) -> None:
@@ -336,17 +275,14 @@ class OffloadingConnectorScheduler:
         return matched - num_computed_tokens
 
     def needed_device_blocks(self, req_id: str, num_external_tokens: int) -> list[range]:
-        """Return, for each group, the indices of the request's device blocks that a load fills.
-
-        :param num_external_tokens: tokens to load after those on the device; a multiple of each group's device block.
+        """Return, for each group, the indices of the request's device blocks that a load of ``num_external_tokens``
+        fills, a multiple of each group's device block.
         """
         start = self._requests[req_id].num_local_tokens
         return [geometry.device_blocks(start + num_external_tokens, start) for geometry in self._geometries]
 
     def give_up_waiting(self, req_id: str) -> None:
-        """Make later calls of ``get_num_new_matched_tokens`` for this request count only blocks that can be loaded now,
-        and never return None.
-        """
+        """Let ``get_num_new_matched_tokens`` count only blocks of this request that can be loaded now, without None."""
         state = self._requests[req_id]
         self.stats.late_lookups += not state.gave_up_waiting
         state.gave_up_waiting = True
@@ -354,8 +290,20 @@ class OffloadingConnectorScheduler:
     def num_promoted_tokens(self, req_id: str) -> int:
         """Return how many tokens of the request's last load were promoted from a secondary tier, or waited for while
         another request wrote them; 0 if the load failed.
+
+        Counts the blocks of the first full-attention group, or of the first group if there is none. A sliding-window
+        group loads only the blocks of its window; the tokens before them count like the first loaded block.
         """
-        return self._requests[req_id].num_promoted_tokens()
+        state = self._requests[req_id]
+        full = (group for group, geometry in enumerate(self._geometries) if geometry.spec.sliding_window is None)
+        group = next(full, 0)
+        size, chain = self._geometries[group].offloaded_tokens, state.description.group_keys[group]
+        blocks = self._geometries[group].offloaded_blocks(state.num_matched_tokens, state.num_local_tokens)
+        promoted = [position for position in blocks if chain[position] in state.promoted]
+        num_tokens = len(promoted) * size
+        if promoted and promoted[0] == blocks.start:
+            num_tokens += blocks.start * size - state.num_local_tokens
+        return min(num_tokens, state.num_external_tokens)
 
     def update_state_after_alloc(
         self, req_id: str, device_block_ids: Sequence[BlockTable], num_external_tokens: int
@@ -375,7 +323,7 @@ class OffloadingConnectorScheduler:
         state.block_tables = [list(table) for table in device_block_ids]
         state.num_external_tokens = num_external_tokens
         if num_external_tokens:
-            keys = state.external_keys
+            keys = state.keys(state.num_local_tokens, end)
             try:
                 source = self.manager.prepare_load(keys, state.context)
             except KeyError:
@@ -391,8 +339,8 @@ class OffloadingConnectorScheduler:
     ) -> None:
         """Report that the KV of the first ``num_computed_tokens`` tokens is in the device blocks (loads have ended).
 
-        :param device_block_ids: for each group, the request's device blocks from its first token on; None if the
-            group no longer has the block, or never had it: it is not stored.
+        :param device_block_ids: for each group, the request's device blocks from its first token on; None for blocks
+            that the group no longer has or never had: they are not stored.
         :raises ValueError: if the blocks do not cover the tokens; nothing changed.
         """
         state = self._requests[req_id]
@@ -402,10 +350,8 @@ class OffloadingConnectorScheduler:
         self._to_plan[req_id] = state
 
     def request_finished(self, req_id: str) -> None:
-        """End a request: no further tokens are computed or loaded. The next ``build_connector_meta`` plans the store of
-        its full blocks that were not offered yet.
-
-        Its device blocks must not be reused until ``ConnectorOutput.released`` contains its id.
+        """End a request; the next ``build_connector_meta`` plans the store of its remaining full blocks. Its device
+        blocks must not be reused until ``ConnectorOutput.released`` contains its id.
         """
         state = self._requests[req_id]
         state.finished = True
@@ -423,8 +369,8 @@ class OffloadingConnectorScheduler:
     def update_connector_output(self, results: Iterable[TransferResult]) -> ConnectorOutput:
         """Process the results of ended transfers, and return the ends of loads and of requests.
 
-        :raises KeyError: if a result names a job that is not in flight. The results before it were processed, and the
-            ends of their loads are not returned.
+        :raises KeyError: a result names a job that is not in flight. The results before it were processed, and the ends
+            of their loads are not returned.
         """
         output = ConnectorOutput()
         for result in results:
@@ -452,24 +398,23 @@ class OffloadingConnectorScheduler:
         """Plan the store of the blocks that became full since the last call; None: there is nothing to store.
 
         If the primary tier lacks room, retry with the front half of each group's blocks, because a prefix is worth more
-        than a suffix. Blocks that do not fit are dropped.
+        than a suffix. The rest is dropped.
         """
-        if not state.stores:
+        if not state.context.store:
             return None
         offers, output = state.filled_blocks(), None
-        offered = asked = sum(len(offer.keys) for offer in offers)
+        offered = asked = sum(map(len, offers))
         while asked:
-            output = self.manager.prepare_store([key for offer in offers for key in offer.keys], state.context)
+            output = self.manager.prepare_store([key for offer in offers for key in offer], state.context)
             if output is not None:
                 break
-            offers = [offer.first_half() for offer in offers]
-            asked = sum(len(offer.keys) for offer in offers)
+            offers = [dict(islice(offer.items(), len(offer) // 2)) for offer in offers]
+            asked = sum(map(len, offers))
         self.stats.dropped_blocks += offered - asked
         if output is None or not output.keys_to_store:
             return None
-        if len(output.keys_to_store) < asked:
-            wanted = set(output.keys_to_store)
-            offers = [offer.only(wanted) for offer in offers]
+        wanted = set(output.keys_to_store)
+        offers = [{key: at for key, at in offer.items() if key in wanted} for offer in offers]
         spec = (state.store_source(offers), output.store_spec)
         return self._job(state, output.keys_to_store, spec, is_load=False)
 
@@ -493,9 +438,7 @@ class OffloadingConnectorScheduler:
         return LoadProgress(True, num_tokens, result.num_bytes)
 
     def _release_if_done(self, state: _Request) -> None:
-        """If a request is finished and has no transfer in flight or to plan, end it at the manager, and let the next
-        ``update_connector_output`` report it as released.
-        """
+        """End a request that is finished and has no transfer in flight or to plan; it is then reported as released."""
         req_id = state.context.req_id
         if state.finished and not state.jobs and req_id not in self._to_plan:
             del self._requests[req_id]

@@ -13,10 +13,9 @@ HandlerEntry = tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler
 
 
 class OffloadingConnectorWorker:
-    """Worker's side of the connector: passes each transfer to the handler of its direction. Called from one thread.
+    """Passes each transfer to the handler of its direction. Called from one thread.
 
-    A handler that raises affects no other transfer: the exception is logged, and the transfers concerned are reported
-    as failed.
+    A handler that raises affects no other transfer: this is logged, and its transfers are reported as failed.
 
     :param handlers: (source spec type, destination spec type, handler) per direction; owned by the worker.
     """
@@ -31,9 +30,8 @@ class OffloadingConnectorWorker:
         self._not_started: list[TransferResult] = []
 
     def start(self, metadata: ConnectorMetadata) -> None:
-        """Start the transfers of one step, loads first because requests wait for them. Does not wait for their ends.
-
-        ``get_finished`` reports a transfer that does not start as failed.
+        """Start the transfers of one step, loads first because requests wait for them. ``get_finished`` reports a
+        transfer that does not start as failed.
 
         :raises KeyError: a transfer's direction has no handler; no transfer was started.
         """

@@ -19,25 +19,27 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Literal, NamedTuple
 
+import msgspec
+
+from persistkv.config import RowLayout
 from persistkv.errors import StoreError
 from persistkv.memory.rows import ByteArray, Rows
-from persistkv.storage.backend import Namespace
+from persistkv.storage.backend import Changes, Namespace
 from persistkv.storage.commit_pipeline import Blocks
 from persistkv.storage.extensions import SupportsFrames, SupportsNotes
-from persistkv.storage.format.pack import UNKNOWN_DEPTH
+from persistkv.storage.format.pack import UNKNOWN_DEPTH, PackTable
 from persistkv.storage.identity import Identity
 from persistkv.storage.identity.comparison import Agreement, compare, fits
-from persistkv.storage.identity.other_namespace import OtherNamespace
 from persistkv.storage.identity.verdict import Verdict, candidates, read_verdict, write_verdict
 from persistkv.storage.index import HeldPack
 from persistkv.storage.load import Scratch, plan_reads, read_part
 from persistkv.storage.namespace_view import NamespaceView
-from persistkv.storage.records import StoreOptions
+from persistkv.storage.records import News, StoreCounters, StoreOptions
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +55,7 @@ _GROWTH = 1.25  # factor by which depths must grow to be extended earlier
 
 
 class Block(NamedTuple):
-    """One block of a store job: key, number of its KV cache group, number of its row, and depth (the number of blocks
-    of its group before it in the context).
-    """
+    """One block of a store job. Its depth is the number of blocks of its group before it in the context."""
 
     key: bytes
     group: int
@@ -98,10 +98,98 @@ class _Evidence:
     limit: float = 0.0
     """``Agreement.limit`` of the last comparison."""
 
-    @property
-    def suffices(self) -> bool:
-        """Whether the candidate may be adopted."""
-        return len(self.requests) >= _LEAST_REQUESTS and min(self.tokens) >= _LEAST_TOKENS
+
+class OtherNamespace(NamespaceView):
+    """View of another release's namespace, as a read-only source of blocks. Its usable keys are added to the index of
+    the engine's own namespace as hints, so that lookups find them.
+
+    A block is usable if its pack records its depth (the number of blocks before it in its context), and the depth is
+    below the limit of its KV cache group. Nothing is written to the other namespace, and uses of its packs are not
+    recorded, so they are evicted as unused. The engine stores the blocks that it uses in its own namespace.
+    """
+
+    def __init__(
+        self, own: NamespaceView, namespace: bytes, layout: RowLayout, options: StoreOptions, depths: tuple[int, ...]
+    ) -> None:
+        """Read the other namespace's catalogue, on the caller's thread.
+
+        :param depths: for each KV cache group, the limit of usable depths.
+        :raises StoreError: the catalogue could not be read.
+        """
+        self.depths = depths
+        self._own = own
+        self._own_events = options.events
+        self._own_reloads = own.index.reloads
+        options = msgspec.structs.replace(options, events=False)
+        super().__init__(own.backend, namespace, own.executor, StoreCounters(), layout, options)
+
+    def _load(self) -> Changes:
+        return self.backend.changes(self.namespace, None)  # the tables of all packs are needed for the hints
+
+    async def use(self, depths: tuple[int, ...]) -> None:
+        """Replace the limits of usable depths, as a flow of ``Executor.begin_write``. If the catalogue cannot be read,
+        this is logged, and the new limits hold from the next refresh on.
+        """
+        self.depths, self.cursor = depths, None
+        try:
+            await self.refresh()
+        except StoreError as error:
+            logger.info("the adopted namespace is read again at the next refresh: %s", str(error))
+
+    async def refresh(self) -> None:
+        if self._own.index.reloads != self._own_reloads:  # the hints were deleted
+            self.cursor = None
+        await super().refresh()
+        self.news = News()  # of keys that only the hints make readable
+
+    def _learn(self, changes: Changes) -> None:
+        if not any(self.depths):
+            super()._learn(changes)
+            return
+        index, added = self._own.index, list(changes.added)
+        super()._learn(replace(changes, added=added))
+        self._own_reloads = index.reloads
+        if changes.reset:
+            index.remove_hints()
+        for fingerprints in changes.removed.values():
+            index.remove_hints(fingerprints)
+        keys = [key for table in added for key in self._usable(table)]
+        if self._own_events:
+            self._own.news.add(stored=index.absent(keys))
+            self._own.news.lost |= bool(changes.removed)
+        index.add_hints(keys)
+
+    def _usable(self, table: PackTable) -> list[bytes]:
+        keys, found, start = table.keys.unpack(), list[bytes](), 0
+        for frame in table.frames:
+            if frame.depth != UNKNOWN_DEPTH and frame.group < len(self.depths):
+                count = min(frame.block_count, max(0, self.depths[frame.group] - frame.depth))
+                found += keys[start : start + count]
+            start += frame.block_count
+        return found
+
+    async def usable_holders(self, keys: Sequence[bytes]) -> list[HeldPack | None]:
+        """Return, for each key, a pack in which its block is usable; None if there is none. Compares full keys.
+
+        :raises StoreError: the key tables could not be read.
+        """
+        holders = await self.holders(keys)
+        packs = {pack.pack_id: pack.table for pack in holders if pack is not None}
+        usable = {pack_id: set(self._usable(table)) for pack_id, table in packs.items()}
+        return [
+            pack if pack is not None and key in usable[pack.pack_id] else None
+            for key, pack in zip(keys, holders, strict=True)
+        ]
+
+    def distrust(self, packs: Iterable[HeldPack]) -> None:
+        packs = list(packs)
+        super().distrust(packs)
+        for pack in packs:
+            self._own.index.remove_hints(pack.table.keys.fingerprints)
+
+    def close(self) -> None:
+        """Release the view's index; the backend stays open. Idempotent."""
+        self.index.close()
 
 
 class Canary:
@@ -127,7 +215,7 @@ class Canary:
         self._evidence = self._nothing()
         self._running = False
         self._extended_at = time.monotonic()
-        if options.adopt == "canary" and self._is_described():
+        if self._is_described():
             try:
                 self._find(identity)
             except StoreError as error:
@@ -155,12 +243,8 @@ class Canary:
                 self.other = self._open(namespace.id, verdict.depths)
                 self.verdict = verdict
                 self._candidates = []
-                logger.warning(
-                    "blocks of namespace %s (%s) are used, as recorded: %s",
-                    namespace.id.hex()[:8],
-                    _release(namespace),
-                    _depths(verdict.depths),
-                )
+                found = _name(namespace), _depths(verdict.depths)
+                logger.warning("blocks of namespace %s are used, as recorded: %s", *found)
                 return
             if verdict is None and backend.capabilities.writable:
                 self._candidates.append(namespace)
@@ -184,19 +268,17 @@ class Canary:
         Ends all comparisons if too many keys were recorded, or if ``keys`` is empty, which means that they are unknown.
         """
         keys = list(keys)
-        self._is_blind |= not keys
-        if self.active and len(self._loaded) <= _MOST_LOADED:
+        if self.active and not self._is_blind:
             self._loaded.update(keys)
+            self._is_blind = not keys or len(self._loaded) > _MOST_LOADED
 
     def ended(self, request: str) -> None:
         """Forget which blocks a request offered, because it has ended."""
         self._requests.pop(request, None)
 
     def _computed(self, request: str, blocks: Blocks) -> list[Block]:
-        """Record that a request offered blocks; return those that may be compared, sorted by depth.
-
-        These are blocks that the engine computed from blocks that it computed or that are proven equal (rules 2 and 3
-        of the module), and that are beyond the adopted depths. Empty if any block of the request breaks the rules.
+        """Record that a request offered blocks; return those beyond the adopted depths that may be compared by rules 2
+        and 3 of the module, sorted by depth. Empty if any block of the request breaks the rules.
         """
         state = self._requests.setdefault(request, _Request([0] * self._groups))
         if len(self._requests) > _MOST_REQUESTS:
@@ -217,7 +299,7 @@ class Canary:
             if not is_held and block.depth >= limits[block.group]:
                 found.append(block)
         is_sound = state.is_whole and not state.foreign and not (state.held and self.verdict is None)
-        return found if is_sound and not self._is_blind and len(self._loaded) <= _MOST_LOADED else []
+        return found if is_sound and not self._is_blind else []
 
     # Comparison
 
@@ -295,19 +377,11 @@ class Canary:
         """Adopt the candidate, or extend the depths, if there is enough evidence."""
         evidence = self._evidence
         if self.verdict is None:
-            if evidence.suffices:
+            if len(evidence.requests) >= _LEAST_REQUESTS and min(evidence.tokens) >= _LEAST_TOKENS:
                 self._adopt(other, tuple(evidence.depths))
-                logger.warning(
-                    "adopted the blocks of namespace %s (%s): %d tokens of %d requests agree (error %.2g, limit %.2g); "
-                    "%s",
-                    other.namespace.hex()[:8],
-                    _release(self._candidates[0]),
-                    sum(evidence.tokens),
-                    len(evidence.requests),
-                    evidence.error,
-                    evidence.limit,
-                    _depths(evidence.depths),
-                )
+                agree = f"{sum(evidence.tokens)} tokens of {len(evidence.requests)} requests agree"
+                found = agree, _errors(evidence), _depths(evidence.depths)
+                logger.warning("adopted the blocks of namespace %s: %s %s; %s", _name(self._candidates[0]), *found)
             return
         depths = tuple(map(max, evidence.depths, self.verdict.depths))
         grown = any(new > old * _GROWTH for new, old in zip(depths, self.verdict.depths, strict=True))
@@ -318,14 +392,12 @@ class Canary:
     def _adopt(self, other: OtherNamespace, depths: tuple[int, ...]) -> None:
         self._record(other, "adopted", depths)
         self._extended_at = time.monotonic()
-        self._own.executor.begin_write(self._use(other, depths))
+        self._own.executor.begin_write(other.use(depths))
 
     def _refuse(self, other: OtherNamespace, block: Block, agreement: Agreement) -> None:
         name = other.namespace.hex()[:8]
-        cause = (
-            f"a block at depth {block.depth} of group {block.group} differs in cell {agreement.cell} "
-            f"(error {agreement.error:.2g}, limit {agreement.limit:.2g})"
-        )
+        where = f"a block at depth {block.depth} of group {block.group} differs in cell {agreement.cell}"
+        cause = f"{where} {_errors(agreement)}"
         if self.verdict is not None:
             logger.warning("blocks of namespace %s beyond the adopted depths are not used: %s", name, cause)
             self._record(other, "adopted", self.verdict.depths, final=True)
@@ -343,36 +415,22 @@ class Canary:
         other: OtherNamespace,
         verdict: Literal["adopted", "refused"],
         depths: tuple[int, ...],
-        *,
         final: bool = False,
     ) -> None:
         """Set the verdict, and start to record it in the store. If that fails, it is logged, and the next start of the
         engine decides again.
         """
-        evidence = self._evidence
-        self.verdict = Verdict(
-            verdict=verdict,
-            depths=depths,
-            final=final,
-            tokens=sum(evidence.tokens),
-            error=evidence.error,
-            limit=evidence.limit,
-        )
+        found = self._evidence
+        tokens, error, limit = sum(found.tokens), found.error, found.limit
+        self.verdict = Verdict(verdict=verdict, depths=depths, final=final, tokens=tokens, error=error, limit=limit)
         self._own.executor.begin_write(self._write(other.namespace, self.verdict))
 
     async def _write(self, theirs: bytes, verdict: Verdict) -> None:
-        backend = self._own.backend
+        own = self._own
         try:
-            if isinstance(backend, SupportsNotes):
-                await self._own.call(partial(write_verdict, backend, self._own.namespace, theirs, verdict))
+            await own.call(partial(write_verdict, own.backend, own.namespace, theirs, verdict))
         except StoreError as error:
             logger.warning("the verdict about namespace %s is not recorded: %s", theirs.hex()[:8], str(error))
-
-    async def _use(self, other: OtherNamespace, depths: tuple[int, ...]) -> None:
-        try:
-            await other.use(depths)
-        except StoreError as error:
-            logger.info("the adopted namespace is read again at the next refresh: %s", str(error))
 
     # The adopted namespace
 
@@ -401,6 +459,11 @@ def _depths(depths: Iterable[int]) -> str:
     return f"the first {' and '.join(map(str, depths))} blocks of a context"
 
 
-def _release(namespace: Namespace) -> str:
+def _errors(found: _Evidence | Agreement) -> str:
+    return f"(error {found.error:.2g}, limit {found.limit:.2g})"
+
+
+def _name(namespace: Namespace) -> str:
     engine = namespace.identity.fields.get("engine")
-    return f"release {engine.get('release')}" if isinstance(engine, dict) else "another release"
+    release = f"release {engine.get('release')}" if isinstance(engine, dict) else "another release"
+    return f"{namespace.id.hex()[:8]} ({release})"

@@ -25,7 +25,7 @@ tenth instead of its own length.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from functools import cache
 from typing import NamedTuple
 
@@ -89,7 +89,7 @@ def compare(numbers: NumberLayout, group: int, ours: ByteArray, theirs: ByteArra
     errors, lengths = (np.concatenate(found) for found in zip(*parts, strict=True))
     cell = int(np.argmax(errors))
     is_evidence = np.isfinite(errors[cell]) and np.count_nonzero(lengths) * 2 > len(lengths)
-    tokens = int(np.prod([count for count, _ in layout.tokens], dtype=np.int64))
+    tokens = math.prod(count for count, _ in layout.tokens)
     return Agreement(float(errors[cell]), limit, cell, tokens if is_evidence else 0)
 
 
@@ -99,26 +99,21 @@ def _slices(layout: VectorLayout) -> list[VectorLayout]:
     if axis is None:
         return [layout]
     count, stride = layout.cells[axis]
-    cells = (*layout.cells[:axis], *layout.cells[axis + 1 :])
-    return [
-        VectorLayout(layout.offset + number * stride, cells, layout.tokens, layout.length) for number in range(count)
-    ]
+    rest = (*layout.cells[:axis], *layout.cells[axis + 1 :]), layout.tokens, layout.length
+    return [VectorLayout(layout.offset + number * stride, *rest) for number in range(count)]
 
 
 def _errors(ours: ByteArray, theirs: ByteArray, layout: VectorLayout, dtype: str) -> tuple[Floats, Floats]:
-    """Return two numbers for each cell: the error that 90 % of its tokens do not exceed, as the module defines it, and
-    the median over its tokens of the length of the longer vector.
-
-    Cells with numbers that are not finite have an infinite error.
+    """Return for each cell the error that 90 % of its tokens do not exceed, infinite if numbers are not finite, and the
+    median over its tokens of the length of the longer vector.
     """
     items = [_items(row, layout, dtype) for row in (ours, theirs)]
-    decode = _decoder(dtype)
-    own = decode(items[0])
+    own = _decode(items[0], dtype)
     lengths = _lengths(own)
     if np.array_equal(items[0], items[1]):
         errors = np.zeros_like(lengths)
     else:
-        other = decode(items[1])
+        other = _decode(items[1], dtype)
         lengths = np.maximum(lengths, _lengths(other))
         difference = _lengths(own - other)
         errors = difference / np.maximum(lengths, _LEAST_LENGTH * np.median(lengths, axis=1, keepdims=True))
@@ -138,8 +133,7 @@ def _items(row: ByteArray, layout: VectorLayout, dtype: str) -> npt.NDArray[np.g
     strided = np.lib.stride_tricks.as_strided(
         flat[:1], [count for count, _ in axes], [stride for _, stride in axes], writeable=False
     )
-    cells = int(np.prod([count for count, _ in layout.cells], dtype=np.int64))
-    return strided.reshape(cells, -1, layout.length)
+    return strided.reshape(math.prod(count for count, _ in layout.cells), -1, layout.length)
 
 
 def _lengths(vectors: Floats) -> Floats:
@@ -147,21 +141,22 @@ def _lengths(vectors: Floats) -> Floats:
     return lengths
 
 
-@cache
-def _decoder(dtype: str) -> Callable[[npt.NDArray[np.generic]], Floats]:
-    """Return the function that decodes numbers of a dtype, given as unsigned integers of the same size."""
+def _decode(items: npt.NDArray[np.generic], dtype: str) -> Floats:
+    """Return the values of numbers of a dtype, given as unsigned integers of the same size."""
     if dtype == "float32":
-        return lambda items: items.view(np.float32)
+        return items.view(np.float32)
     if dtype == "float16":
-        return lambda items: items.view(np.float16).astype(np.float32)
+        return items.view(np.float16).astype(np.float32)
     if dtype == "bfloat16":
-        return lambda items: (items.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    table = _float8(exponent_bits=4 if dtype == "float8_e4m3fn" else 5, has_infinity=dtype == "float8_e5m2")
-    return lambda items: table[items]
+        return (items.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    values: Floats = _float8(dtype)[items]
+    return values
 
 
-def _float8(*, exponent_bits: int, has_infinity: bool) -> Floats:
-    """Return the values of the 256 numbers of an 8-bit float with a sign and this many bits of exponent."""
+@cache
+def _float8(dtype: str) -> Floats:
+    """Return the values of the 256 numbers of an 8-bit float with a sign."""
+    exponent_bits, has_infinity = (4, False) if dtype == "float8_e4m3fn" else (5, True)
     codes = np.arange(256)
     mantissa_bits = 7 - exponent_bits
     exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)

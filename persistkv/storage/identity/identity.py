@@ -1,9 +1,9 @@
 """Identity: all properties that must match for KV bytes to be valid. A namespace holds the content of one identity.
 
-An identity contains a fingerprint of the weights: a digest of name, dtype, shape and bytes of all tensors, computed
-without torch. The tensors of a checkpoint are located through its safetensors headers, which are untrusted input, and
-hashed in pieces of bounded size. Weight files of other formats are hashed whole, each like one tensor, because loading
-them could execute code. For safetensors, the result does not depend on the distribution of tensors over files.
+An identity contains a fingerprint of the weights: a digest of name, dtype, shape and bytes of all tensors. The tensors
+of a checkpoint are located through its safetensors headers, which are untrusted input; the result does not depend on
+their distribution over files. Files of other formats are hashed whole, each like one tensor, because loading them could
+execute code.
 
 Fingerprints of checkpoints and of in-memory state dicts have different prefixes and are never equal, because a
 framework may rename, split or cast tensors while it loads them.
@@ -134,11 +134,7 @@ def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def fingerprint_checkpoint(directory: str | os.PathLike[str]) -> str:
-    """Return the fingerprint of a checkpoint directory: ``checkpoint:`` and 64 hexadecimal digits.
-
-    The weight files are those that Hugging Face's loaders use: ``model.safetensors``, else the files named by
-    ``model.safetensors.index.json``, else every ``*.safetensors``, else ``*.bin``, ``*.pt`` and ``*.pth``, except
-    training state such as ``optimizer.pt``.
+    """Return the fingerprint of the ``weight_files`` of a checkpoint: ``checkpoint:`` and 64 hexadecimal digits.
 
     :raises ConfigurationError: there are no weights, a file is malformed or unreadable, or a file changes while it is
         read.
@@ -163,9 +159,9 @@ def fingerprint_tensors(tensors: Iterable[tuple[str, str, Sequence[int], Buffer]
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the files that hold a checkpoint's weights: ``model.safetensors``, else the files named by
-    ``model.safetensors.index.json``, else every ``*.safetensors``, else ``*.bin``, ``*.pt`` and ``*.pth`` except
-    training state.
+    """Return the files with a checkpoint's weights, those that Hugging Face's loaders use: ``model.safetensors``, else
+    the files named by ``model.safetensors.index.json``, else every ``*.safetensors``, else ``*.bin``, ``*.pt`` and
+    ``*.pth``, except training state such as ``optimizer.pt``.
 
     :raises ConfigurationError: there are no such files, or the index is malformed.
     """
@@ -203,15 +199,15 @@ def _indexed_files(index: Path) -> list[Path]:
 def _file_entries(path: Path) -> list[_TensorEntry]:
     try:
         with path.open("rb", buffering=0) as file:
-            stamp = _stamp(file.fileno())
-            if (known := _load_entries(path, stamp)) is not None:
+            status = os.fstat(file.fileno())
+            if (known := _load_entries(path, status)) is not None:
                 return known
-            entries = _hash_file(path, file.fileno(), stamp.size)
-            if _stamp(file.fileno()) != stamp:
+            entries = _hash_file(path, file.fileno(), status.st_size)
+            if _stamp(os.fstat(file.fileno())) != _stamp(status):
                 raise ConfigurationError("checkpoint", str(path), "a file that does not change while it is read")
     except OSError as error:
         raise ConfigurationError("checkpoint", str(path), f"a readable file ({error.strerror})") from None
-    _save_entries(path, stamp, entries)
+    _save_entries(path, status, entries)
     return entries
 
 
@@ -231,11 +227,7 @@ def _hash_file(path: Path, descriptor: int, size: int) -> list[_TensorEntry]:
 def _hash_span(path: Path, descriptor: int, start: int, stop: int, buffer: memoryview) -> str:
     """Return the xxh3-128 of bytes ``start`` to ``stop`` (exclusive) of an open file, hexadecimal.
 
-    The file is read, not mapped, so that truncation by another process raises an error here instead of SIGBUS.
-
-    :param path: the file's path, for the error message.
-    :param buffer: memory for the bytes of one read.
-    :raises ConfigurationError: the file is shorter than ``stop`` bytes.
+    The file is read, not mapped, so that truncation by another process raises ConfigurationError instead of SIGBUS.
     """
     digest = xxhash.xxh3_128()
     while start < stop:
@@ -255,10 +247,8 @@ def _combine(entries: Sequence[_TensorEntry]) -> str:
 
 
 class _TensorEntry(NamedTuple):
-    """Input of a fingerprint: one tensor.
-
-    A weight file that is not safetensors is one entry of dtype ``file``, with its name and its size in bytes as the
-    shape.
+    """One tensor of a fingerprint. A weight file that is not safetensors is one entry of dtype ``file``, with its name,
+    and with its size in bytes as the shape.
     """
 
     name: str
@@ -268,26 +258,19 @@ class _TensorEntry(NamedTuple):
     """xxh3-128 of the tensor's bytes, hexadecimal."""
 
 
-class _FileStamp(NamedTuple):
-    """File attributes that change if the file is replaced or modified."""
-
-    device: int
-    inode: int
-    size: int
-    mtime_ns: int
-    ctime_ns: int
+_Stamp = tuple[int, int, int, int, int]
+"""File attributes that change if the file is replaced or modified: device, inode, size, mtime and ctime."""
 
 
 class _Record(msgspec.Struct, frozen=True):
     version: int
     path: str
-    stamp: _FileStamp
+    stamp: _Stamp
     entries: list[_TensorEntry]
 
 
-def _stamp(descriptor: int) -> _FileStamp:
-    found = os.fstat(descriptor)
-    return _FileStamp(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+def _stamp(status: os.stat_result) -> _Stamp:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _cache_file(path: Path) -> Path:
@@ -299,21 +282,21 @@ def _cache_file(path: Path) -> Path:
     return root / "persistkv" / "fingerprints" / f"{hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:32]}.json"
 
 
-def _load_entries(path: Path, stamp: _FileStamp) -> list[_TensorEntry] | None:
+def _load_entries(path: Path, status: os.stat_result) -> list[_TensorEntry] | None:
     """Return the cached entries of a file; None if the file changed, or if the cache has no readable record of it."""
     try:
         record = msgspec.json.decode(_cache_file(path).read_bytes(), type=_Record)
     except (OSError, RuntimeError, msgspec.DecodeError):
         return None
-    valid = (record.version, record.path, record.stamp) == (_CACHE_VERSION, str(path.absolute()), stamp)
+    valid = (record.version, record.path, record.stamp) == (_CACHE_VERSION, str(path.absolute()), _stamp(status))
     return record.entries if valid else None
 
 
-def _save_entries(path: Path, stamp: _FileStamp, entries: list[_TensorEntry]) -> None:
+def _save_entries(path: Path, status: os.stat_result, entries: list[_TensorEntry]) -> None:
     """Cache a file's entries, unless the file changed less than 2 s ago or the cache cannot be written."""
-    if time.time_ns() - max(stamp.mtime_ns, stamp.ctime_ns) < _SETTLED_NS:
+    if time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) < _SETTLED_NS:
         return
-    record = msgspec.json.encode(_Record(_CACHE_VERSION, str(path.absolute()), stamp, entries))
+    record = msgspec.json.encode(_Record(_CACHE_VERSION, str(path.absolute()), _stamp(status), entries))
     with suppress(OSError, RuntimeError):
         replace_file(_cache_file(path), [record])
 
@@ -328,11 +311,9 @@ class _Tensor(msgspec.Struct, frozen=True):
 
 
 def _read_header(path: Path, descriptor: int, size: int) -> tuple[int, dict[str, _Tensor]]:
-    """Return the byte offset of the end of a file's header, and the tensors by name, in the order of their bytes.
+    """Return the byte offset of the end of a file's header, and the tensors by name, in the order of their bytes, which
+    cover the rest of the file (``size`` bytes in all) without gaps.
 
-    The tensors' bytes cover the rest of the file without gaps.
-
-    :param size: bytes of the file.
     :raises ConfigurationError: the file is not a valid safetensors file.
     """
     length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")

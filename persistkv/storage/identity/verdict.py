@@ -41,9 +41,6 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Time of the verdict: seconds since the epoch, on the clock of the machine that decided."""
 
 
-_DECODE = msgspec.json.Decoder(Verdict).decode
-
-
 def read_verdict(backend: Backend, ours: bytes, theirs: bytes) -> Verdict | None:
     """Return the recorded verdict of namespace ``ours`` about ``theirs``; None if there is none that can be read.
 
@@ -51,18 +48,19 @@ def read_verdict(backend: Backend, ours: bytes, theirs: bytes) -> Verdict | None
     """
     content = backend.note(ours, theirs.hex()) if isinstance(backend, SupportsNotes) else None
     try:
-        found = None if content is None else _DECODE(content)
+        found = None if content is None else msgspec.json.decode(content, type=Verdict)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     return found if found is not None and found.version == _VERSION else None
 
 
-def write_verdict(backend: SupportsNotes, ours: bytes, theirs: bytes, verdict: Verdict) -> None:
-    """Record the verdict of namespace ``ours`` about namespace ``theirs`` (ids) in place of the previous one.
+def write_verdict(backend: Backend, ours: bytes, theirs: bytes, verdict: Verdict) -> None:
+    """Record the verdict of namespace ``ours`` about namespace ``theirs`` (ids), if the backend can hold notes.
 
     :raises StoreError: the medium failed; the previous verdict is kept.
     """
-    backend.put_note(ours, theirs.hex(), msgspec.json.encode(verdict))
+    if isinstance(backend, SupportsNotes):
+        backend.put_note(ours, theirs.hex(), msgspec.json.encode(verdict))
 
 
 def verdicts(backend: Backend, namespaces: Sequence[Namespace]) -> dict[tuple[bytes, bytes], Verdict]:

@@ -15,10 +15,12 @@ from __future__ import annotations
 import math
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, groupby, islice
 from operator import attrgetter, itemgetter
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -33,7 +35,7 @@ from persistkv.storage.backend import ReadSpan
 from persistkv.storage.executor import ThreadPool
 from persistkv.storage.extensions import InspectableBackend, scan, scan_order
 from persistkv.storage.format.manifest import ManifestKeys
-from persistkv.storage.format.pack import MAX_KEY_BYTES, PackedKeys, PackTable
+from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv_tools import options
 from persistkv_tools.packs import (
     BATCH_BYTES,
@@ -52,10 +54,10 @@ from persistkv_tools.packs import (
 _STATE_VERSION = 2
 _ATTEMPTS = 5
 _MANIFESTS_AT_ONCE = 512
-_FACTORS = np.random.default_rng(0).integers(0, 1 << 64, -(-MAX_KEY_BYTES // 4), dtype=np.uint64)
 _Fingerprints = npt.NDArray[np.uint64]
 _Batch = list[Piece]
 """Pieces of packs of one namespace that are read together."""
+T = TypeVar("T")
 
 
 class Tally(msgspec.Struct, kw_only=True):
@@ -118,10 +120,7 @@ class VerifyState(Tally, kw_only=True):
             setattr(self, name, getattr(self, name) + getattr(tally, name))
 
     def save(self, path: Path) -> None:
-        """Write the state to a file, which is replaced atomically.
-
-        :raises ConfigurationError: the file cannot be written.
-        """
+        """Write the state to a file, which is replaced atomically; raise ConfigurationError if that fails."""
         options.write_file(path, msgspec.json.encode(self))
 
     def draws(self, pack_id: bytes) -> bool:
@@ -171,22 +170,17 @@ def packs_left(spaces: list[NamespacePacks], state: VerifyState) -> list[tuple[N
     ]
 
 
-def _portions(
-    left: list[tuple[NamespacePacks, bytes]], most_bytes: float
-) -> Iterator[tuple[NamespacePacks, list[bytes]]]:
-    """Divide packs into portions of one namespace each. A portion ends with the pack that brings its payload to
-    ``most_bytes`` or more.
-    """
-    for space, packs in groupby(left, key=itemgetter(0)):
-        portion, size = list[bytes](), 0
-        for _, pack in packs:
-            portion.append(pack)
-            size += space.tables[pack].payload_length if pack in space.tables else 0
-            if size >= most_bytes:
-                yield space, portion
-                portion, size = [], 0
-        if portion:
-            yield space, portion
+def _cut(items: Iterable[T], size_of: Callable[[T], int], most_bytes: float) -> Iterator[list[T]]:
+    """Divide items into lists of at most ``most_bytes``; a larger item is alone in its list."""
+    part, size = list[T](), 0
+    for item in items:
+        if part and size + size_of(item) > most_bytes:
+            yield part
+            part, size = [], 0
+        part.append(item)
+        size += size_of(item)
+    if part:
+        yield part
 
 
 class Verifier:
@@ -214,41 +208,47 @@ class Verifier:
         self._state = state
         self._took = took
         self._batch_bytes = batch_bytes
-        self._portions = _portions(packs_left(spaces, state), portion_bytes)
-        self._portion: tuple[NamespacePacks, list[bytes]] | None = None
-        self._looks: Iterator[tuple[_Batch, list[bool]]] = iter(())
+        self._portions = iter(
+            [
+                portion
+                for _, packs in groupby(packs_left(spaces, state), key=itemgetter(0))
+                for portion in _cut(packs, lambda pack: pack[0].tables[pack[1]].payload_length, portion_bytes)
+            ]
+        )
+        self._portion: list[tuple[NamespacePacks, bytes]] | None = None
+        self._looks: list[tuple[_Batch, Callable[[], list[bool]]]] = []
         self._pool = ThreadPool(threads, "persistkv-verify") if threads else None
         self._local = threading.local()
 
     def begin(self) -> None:
         """Prepare the next portion, unless one is in progress. With threads, start to read it; see ``packs``."""
         if self._portion is None and (portion := next(self._portions, None)) is not None:
-            space, names = self._portion = portion
-            order = scan_order(self._backend, space.namespace, names)
-            batches = self._batches(space.tables[name] for name in order if name in space.tables)
-            if self._pool is None:
-                self._looks = ((batch, self._look(batch)) for batch in batches)
-            else:
-                ahead = [(batch, self._pool.submit(self._look, batch)) for batch in batches]
-                self._looks = ((batch, looks.result()) for batch, looks in ahead)
+            self._portion, space = portion, portion[0][0]
+            order = scan_order(self._backend, space.namespace, [name for _, name in portion])
+            tables = (space.tables[name] for name in order if name in space.tables)
+            parts = chain.from_iterable(pieces(table, self._batch_bytes) for table in tables)
+            batches = _cut(parts, attrgetter("length"), self._batch_bytes)  # for one read each
+            self._looks = [(batch, self._begun(partial(self._look, batch))) for batch in batches]
+
+    def _begun(self, look: Callable[[], list[bool]]) -> Callable[[], list[bool]]:
+        return look if self._pool is None else self._pool.submit(look).result
 
     def packs(self) -> Iterator[VerifyState]:
-        """Check one portion after the other; yield the run's state after each.
-
-        :raises StoreError: the medium failed. The state includes the portions before.
+        """Check one portion after the other; yield the run's state after each. If the medium fails, the state includes
+        the portions before.
         """
         self.begin()
         while self._portion is not None:
-            space, names = self._portion
+            space, last = self._portion[-1]
             tally, suspects = Tally(), set[bytes]()
-            for batch, looks in self._looks:
-                for piece, is_good in zip(batch, looks, strict=True):
+            for batch, look in self._looks:
+                for piece, is_good in zip(batch, look(), strict=True):
                     if not is_good:
                         suspects.add(piece.table.pack_id)
                     if piece.is_last:
                         self._count(space, piece.table, tally, is_suspect=piece.table.pack_id in suspects)
                     self._took(piece.length)
-            self._state.take(tally, (space.namespace + names[-1]).hex())
+            self._state.take(tally, (space.namespace + last).hex())
             self._portion = None
             yield self._state
             self.begin()
@@ -260,19 +260,6 @@ class Verifier:
         """
         if self._pool is not None:
             self._pool.shutdown(wait=not self._backend.capabilities.remote, cancel_futures=True)
-
-    def _batches(self, tables: Iterable[PackTable]) -> Iterator[_Batch]:
-        """Yield the packs in the given order as batches for one read each: large packs are cut, small ones combined."""
-        batch: _Batch = []
-        size = 0
-        for piece in chain.from_iterable(pieces(table, self._batch_bytes) for table in tables):
-            if batch and size + piece.length > self._batch_bytes:
-                yield batch
-                batch, size = [], 0
-            batch.append(piece)
-            size += piece.length
-        if batch:
-            yield batch
 
     def _look(self, batch: _Batch) -> list[bool]:
         """Read a batch; return for each piece whether it is good. Pieces of an unknown codec are not."""
@@ -331,7 +318,6 @@ def check_manifests(backend: InspectableBackend, spaces: list[NamespacePacks], t
     """Return the number of requests, and a finding for each one with unreadable keys or with blocks that no pack holds.
 
     :param took: called with 0 after each batch of requests; may sleep to limit the pace.
-    :raises StoreError: the medium failed.
     """
     checked, findings = 0, []
     for space in spaces:
@@ -372,29 +358,17 @@ class HeldKeys:
 
     def missing(self, requests: Sequence[ManifestKeys]) -> list[int]:
         """Return, for each request, the number of its keys that no pack holds."""
-        prints = _fingerprints(chain.from_iterable(requests))
-        if not self._absent(np.sort(prints)).any():  # sorted they are found five times as fast
+        prints = np.sort(_fingerprints(chain.from_iterable(requests)))  # sorted they are found five times as fast
+        if not self._absent(prints).any():
             return [0] * len(requests)
-        ends = np.cumsum([sum(map(len, keys)) for keys in requests])
-        return [int(part.sum()) for part in np.split(self._absent(prints), ends)[: len(requests)]]
+        return [int(self._absent(_fingerprints(keys)).sum()) for keys in requests]
 
     def _absent(self, prints: _Fingerprints) -> npt.NDArray[np.bool_]:
         if not len(self._held):
             return np.ones(len(prints), dtype=bool)
-        nearest = np.minimum(np.searchsorted(self._held, prints), len(self._held) - 1)
-        absent: npt.NDArray[np.bool_] = self._held[nearest] != prints
+        absent: npt.NDArray[np.bool_] = self._held[np.searchsorted(self._held, prints) % len(self._held)] != prints
         return absent
 
 
 def _fingerprints(packed: Iterable[PackedKeys]) -> _Fingerprints:
-    """Return a fingerprint of each key: its length plus a weighted sum of its 32-bit words.
-
-    The weights are fixed random numbers, one for each position in the key.
-    """
-    prints: list[_Fingerprints] = [np.empty(0, dtype=np.uint64)]
-    for keys in packed:
-        for length, data in [(keys.key_length, keys.data)] if keys.key_length else [(len(k), k) for k in keys.unpack()]:
-            rows = np.frombuffer(data, dtype=np.uint8).reshape(-1, length)
-            words = (np.pad(rows, ((0, 0), (0, -length % 4))) if length % 4 else rows).view("<u4")
-            prints.append(words @ _FACTORS[: words.shape[1]] + np.uint64(length))
-    return np.concatenate(prints)
+    return np.frombuffer(b"".join(keys.fingerprints for keys in packed), dtype="<u8")

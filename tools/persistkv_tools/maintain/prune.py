@@ -209,10 +209,8 @@ def _print_sizes(
 
 
 def _print_plan(plan: Plan, damaged: Quarantine) -> None:
-    for title, views in (
-        ("requests to delete", plan.requests),
-        ("requests that stay, because others use all their packs", plan.staying),
-    ):
+    stay = "requests that stay, because others use all their packs"
+    for title, views in (("requests to delete", plan.requests), (stay, plan.staying)):
         if views:
             left = "pinned,labels,namespace"
             render.show_table(_COLUMNS, views, title=title, left=left, optional="pinned", most=_SHOWN)
@@ -220,10 +218,8 @@ def _print_plan(plan: Plan, damaged: Quarantine) -> None:
     if pins := sum(bool(view.pinned) for view in plan.requests):
         render.say(f"of these, {render.count(pins, 'request')} {'is' if pins == 1 else 'are'} pinned")
     if plan.private_blocks_left:
-        blocks = render.count(plan.private_blocks_left, "block")
-        render.say(
-            f"to keep: {blocks} that only these requests use, in shared packs; --shared-packs deletes those, too"
-        )
+        kept = f"{render.count(plan.private_blocks_left, 'block')} that only these requests use, in shared packs"
+        render.say(f"to keep: {kept}; --shared-packs deletes those, too")
     if damaged.directories:
         render.say(f"to delete: {render.format_size(damaged.num_bytes)} in files of damaged stores:")
     for directory in damaged.directories:
@@ -244,7 +240,7 @@ def _amount(amount: Amount) -> str:
 
 
 class _Usage:
-    """Requests and packs of one namespace, which request uses which packs, and what a plan deletes of them."""
+    """Requests and packs of one namespace, their relations, and what a plan deletes of them."""
 
     def __init__(self, backend: InspectableBackend, namespace: Namespace) -> None:
         self.namespace = namespace
@@ -265,11 +261,9 @@ class _Usage:
     def packs(self) -> dict[str, set[bytes]]:
         """By request id, the ids of the packs that hold a block of the request; no ids if its keys cannot be read."""
         keys = keys_of(self._backend, self.namespace.id, self.manifests)
-        holding = self.held.holding
-        return {name: set() if found is None else holding(all_keys(found)) for name, found in keys}
+        return {name: self.held.holding(all_keys(found or ())) for name, found in keys}
 
     def uses(self, names: Iterable[str]) -> Iterator[tuple[RequestManifest, RequestUse | None]]:
-        """Yield the manifests of these request ids with their use; None if the store does not know the use."""
         return options.with_uses(self._backend, self.namespace.id, (self.manifests[name] for name in names))
 
     def used(self, requests: Iterable[str]) -> set[bytes]:
@@ -290,10 +284,7 @@ class _Usage:
         self.doomed = {manifest.id for manifest, use in asked if selection.takes(manifest, use)}
 
     def private_blocks(self, shared: set[bytes]) -> dict[bytes, int]:
-        """Return, by pack id, the number of blocks that only chosen requests name, for the packs with such blocks.
-
-        :param shared: ids of the packs to count in: those that both chosen and other requests use.
-        """
+        """Return, by pack id, how many blocks of a shared pack only chosen requests name, if there are any."""
         where = {key: pack for pack in shared for key in self.held.tables[pack].keys.unpack()}
         users = [name for name, packs in self.packs.items() if not packs.isdisjoint(shared)]
         chosen, others = set[bytes](), set[bytes]()
@@ -305,7 +296,7 @@ class _Usage:
         """Return the ids of packs that are used by requests added after the plan was made."""
         fresh = [found.id for found in self._backend.manifests(self.namespace.id) if found.id not in self.manifests]
         keys = keys_of(self._backend, self.namespace.id, fresh)
-        return set().union(*(self.held.holding(all_keys(found)) for _, found in keys if found is not None))
+        return set().union(*(self.held.holding(all_keys(found or ())) for _, found in keys))
 
 
 class Prune:
@@ -375,10 +366,7 @@ class Prune:
         return self.done
 
     def _shrink_to(self, stored_bytes: int) -> None:
-        """Reduce the choice to the oldest chosen requests: as many as must be deleted to reach a size.
-
-        :param stored_bytes: size that the packs of these namespaces may take after the deletion.
-        """
+        """Reduce the choice to the oldest chosen requests: as many as must be deleted to reach this size of packs."""
         if self._backend.stats().stored_bytes <= stored_bytes:  # of all namespaces
             for usage in self._usages:
                 usage.doomed.clear()

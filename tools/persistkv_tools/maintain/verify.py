@@ -205,10 +205,12 @@ def check_store(
     resume: Path | None,
     progress: Progress | None,
 ) -> Summary:
-    """Read and check a store. Parameters as in ``StoreHandle.verify``; ``bytes_per_s`` is its parsed ``rate``."""
+    """Read and check a store; see ``StoreHandle.verify``. ``bytes_per_s`` is its parsed ``rate``."""
     if not 0 < sample <= 1:
         raise ConfigurationError("--sample", sample, "a share above 0 and up to 1")
     state = VerifyState.begin(url, sample) if resume is None else VerifyState.load(resume, url, sample)
+    if resume is not None:
+        state.save(resume)  # fails now, and not after an hour of reading, if the file cannot be written
     begin, resumed = time.monotonic(), (state.packs, state.stored_bytes)
     now = time.time()
     engines = sum(status.is_live(now) for status in read_statuses(backend))
@@ -247,9 +249,8 @@ def check_store(
 
 @contextmanager
 def _prompt_threads() -> Iterator[None]:
-    """Within the ``with`` block, let reading threads wait less for the GIL; the default is up to 5 ms after each read.
-
-    Also exclude the objects that exist at its start, such as pack tables, from garbage collection.
+    """Let reading threads wait less for the GIL than the default of up to 5 ms after each read, and exclude present
+    objects, such as pack tables, from garbage collection.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
@@ -262,19 +263,15 @@ def _prompt_threads() -> Iterator[None]:
 
 
 def _read_packs(verifier: Verifier, state: VerifyState, resume: Path | None) -> None:
-    def save() -> None:
-        if resume is not None:
-            state.save(resume)
-
-    save()  # fails now, and not after an hour of reading, if the file cannot be written
     saved = time.monotonic()
     try:
         for _ in verifier.packs():
-            if time.monotonic() - saved > _SAVE_S:
-                save()
+            if resume is not None and time.monotonic() - saved > _SAVE_S:
+                state.save(resume)
                 saved = time.monotonic()
     finally:
-        save()
+        if resume is not None:
+            state.save(resume)
 
 
 def _print_plan(plan: RepairPlan) -> None:
@@ -284,9 +281,8 @@ def _print_plan(plan: RepairPlan) -> None:
         render.show_table(_REQUESTS, plan.requests, title=title, most=_SHOWN)
     packs = f"{render.count(len(plan.packs), 'pack')}, {render.count(plan.blocks, 'block')}"
     shortened = sum(row.kept_blocks > 0 for row in plan.requests)
-    going = f"{packs}, {render.format_size(plan.stored_bytes)}"
-    going += f", and {render.count(len(plan.requests) - shortened, 'request')}"
-    render.say(f"to delete: {going}; to shorten: {render.count(shortened, 'request')}")
+    going = f"{render.format_size(plan.stored_bytes)}, and {render.count(len(plan.requests) - shortened, 'request')}"
+    render.say(f"to delete: {packs}, {going}; to shorten: {render.count(shortened, 'request')}")
 
 
 def _print(summary: Summary, rate: str | None) -> None:
@@ -317,17 +313,13 @@ def _print(summary: Summary, rate: str | None) -> None:
 
 
 def plan_repair(backend: InspectableBackend, findings: Iterable[Finding]) -> RepairPlan:
-    """Return the packs of ``findings`` that the store still holds, and the requests that a repair shortens or deletes.
-
-    :raises StoreError: the medium failed.
-    """
+    """Return the packs of ``findings`` that the store still holds, and the requests that name them."""
     plan = RepairPlan()
     bad = {bytes.fromhex(found.pack) for found in findings if found.pack}
     for space in read_catalogues(backend):
         name, doomed = space.namespace.hex(), sorted(bad & space.tables.keys())
-        for pack in doomed:
-            table = space.tables[pack]
-            plan.packs.append(PlannedPack(name, pack.hex(), len(table.keys), table.payload_length))
+        for table in map(space.tables.__getitem__, doomed):
+            plan.packs.append(PlannedPack(name, table.pack_id.hex(), len(table.keys), table.payload_length))
             plan.blocks += len(table.keys)
             plan.stored_bytes += table.payload_length
         for heads, batch in _shortenings(backend, space, doomed) if doomed else ():
@@ -337,9 +329,9 @@ def plan_repair(backend: InspectableBackend, findings: Iterable[Finding]) -> Rep
 
 
 def repair_packs(backend: InspectableBackend, findings: Iterable[Finding], done: Repaired) -> None:
-    """Delete the packs of ``findings`` that are still bad, and shorten the requests that name them.
+    """Delete the packs of ``findings`` that are still bad, and shorten the requests that name them; each commit updates
+    ``done``.
 
-    :param done: ids of the repaired packs and requests, updated after each commit.
     :raises StoreError: a commit failed, or other processes wrote during each attempt; earlier commits stay in effect.
     """
     bad = sorted({(found.namespace, found.pack) for found in findings if found.namespace and found.pack})
@@ -372,9 +364,8 @@ def _delete(backend: InspectableBackend, space: NamespacePacks, pack_id: bytes, 
                 done.shortened -= doomed
                 done.deleted |= doomed
                 return
-    raise StoreError(
-        f"pack {pack_id.hex()} could not be deleted: other processes wrote during all {_ATTEMPTS} attempts"
-    )
+    reason = f"other processes wrote during all {_ATTEMPTS} attempts"
+    raise StoreError(f"pack {pack_id.hex()} could not be deleted: {reason}")
 
 
 def _shortenings(

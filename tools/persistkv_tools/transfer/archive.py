@@ -13,25 +13,18 @@ import struct
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, NamedTuple, TypeVar
+from typing import BinaryIO, TypeVar
 
 import msgspec
 import xxhash
 
 from persistkv import __version__
-from persistkv.errors import CorruptPackError, FileError, PersistKVError
+from persistkv.errors import FileError, PersistKVError
 from persistkv.storage.format.codec import Buffer
-from persistkv.storage.format.manifest import (
-    ManifestKeys,
-    RequestManifest,
-    decode_manifest,
-    decode_manifest_keys,
-    encode_manifest,
-    encode_manifest_keys,
-)
+from persistkv.storage.format.manifest import ManifestKeys, RequestManifest, encode_manifest, encode_manifest_keys
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.identity import Identity
 from persistkv_tools.packs import Took
@@ -41,8 +34,8 @@ ARCHIVE_VERSION = 1
 STANDARD_OUTPUT = Path("-")
 _MAGIC = b"PKVARCH1"
 _RECORD = struct.Struct("<4sIQQ")
-_HEAD_LENGTH = struct.Struct("<I")
-_HEAD, _NAMESPACE, _PACK, _REQUEST, _END = b"HEAD", b"NSPC", b"PACK", b"RQST", b"END "
+MANIFEST_LENGTH = struct.Struct("<I")
+_HEAD, NAMESPACE, PACK, REQUEST, _END = b"HEAD", b"NSPC", b"PACK", b"RQST", b"END "
 
 
 class CorruptArchiveError(PersistKVError):
@@ -62,31 +55,25 @@ class _End(msgspec.Struct, frozen=True):
     """xxh3-64 over the heads of all preceding records, hexadecimal."""
 
 
-class PackRecord(NamedTuple):
-    """A pack of the namespace whose identity precedes it in the file."""
-
-    table: PackTable
-    payload: memoryview
-
-
-class RequestRecord(NamedTuple):
-    """A request of the namespace whose identity precedes it in the file; its packs precede it, too."""
-
-    manifest: RequestManifest
-    keys: ManifestKeys
-
-
-Record = Identity | PackRecord | RequestRecord
 M = TypeVar("M", _Head, _End)
 
 
+@contextmanager
+def _file_errors(action: str, path: Path) -> Iterator[None]:
+    """Translate errors of an open file; a pipe that its reader closed ends the command."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise SystemExit(PIPE_CLOSED) from None
+    except OSError as error:
+        raise FileError(action, path, error) from None
+
+
 class ArchiveWriter:
-    """Writes an export file, used in a ``with`` statement. A temporary file replaces the target if the block succeeds.
+    """Writes an export file, used in a ``with`` statement. A temporary file replaces the target if the block succeeds;
+    otherwise the target is unchanged. The file has mode 0600: contexts are private. Standard output (``-``) is written
+    directly; if the block raised, the output lacks its end, and ``ArchiveReader`` refuses it.
 
-    Otherwise the target is unchanged. The file has mode 0600: contexts are private. Standard output is written
-    directly; if the block raised, what was written lacks its end and is refused by ``ArchiveReader``.
-
-    :param path: the target; ``-``: standard output.
     :raises ConfigurationError: the file cannot be written. All methods and the end of the block raise it, too.
     :raises SystemExit: standard output is a pipe that its reader closed. Raised in the same places.
     """
@@ -96,14 +83,12 @@ class ArchiveWriter:
         self._part = None if path == STANDARD_OUTPUT else path.with_name(path.name + ".part")
         self._records = 0
         self._heads = xxhash.xxh3_64()
-        try:
+        with _file_errors("write", path):
             if self._part is None:
                 descriptor = os.dup(sys.stdout.fileno())
             else:
                 self._part.unlink(missing_ok=True)
                 descriptor = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise self._failed(error) from None
         self._file: BinaryIO = os.fdopen(descriptor, "wb")
         self._file.write(_MAGIC)
         self._write(_HEAD, msgspec.json.encode(_Head(ARCHIVE_VERSION, time.time(), f"persistkv {__version__}")))
@@ -117,12 +102,11 @@ class ArchiveWriter:
         try:
             if error is None:
                 self._write(_END, msgspec.json.encode(_End(self._records, self._heads.hexdigest())))
-                self._file.flush()
-                if self._part is not None:
-                    os.fsync(self._file.fileno())
-                    os.replace(self._part, self._path)
-        except OSError as problem:
-            raise self._failed(problem) from None
+                with _file_errors("write", self._path):
+                    self._file.flush()
+                    if self._part is not None:
+                        os.fsync(self._file.fileno())
+                        os.replace(self._part, self._path)
         finally:
             with suppress(OSError):  # flush of a file that is abandoned
                 self._file.close()
@@ -131,19 +115,16 @@ class ArchiveWriter:
 
     def namespace(self, identity: Identity) -> None:
         """Begin a namespace: packs and requests that follow belong to it."""
-        self._write(_NAMESPACE, identity.encode())
+        self._write(NAMESPACE, identity.encode())
 
     def pack(self, table: PackTable, payload: Buffer) -> None:
-        """Write a pack of the namespace that was begun last.
-
-        :param payload: the pack's frames as stored, padding included.
-        """
-        self._write(_PACK, payload, table.encode())
+        """Write a pack of the namespace that was begun last; ``payload`` is its frames as stored, padding included."""
+        self._write(PACK, payload, table.encode())
 
     def request(self, manifest: RequestManifest, keys: ManifestKeys) -> None:
         """Write a request of the namespace that was begun last; its packs must be written already."""
         head = encode_manifest(manifest)
-        self._write(_REQUEST, _HEAD_LENGTH.pack(len(head)), head, encode_manifest_keys(keys))
+        self._write(REQUEST, MANIFEST_LENGTH.pack(len(head)), head, encode_manifest_keys(keys))
 
     def _write(self, kind: bytes, *parts: Buffer) -> None:
         digest = xxhash.xxh3_64()
@@ -152,16 +133,8 @@ class ArchiveWriter:
         head = _RECORD.pack(kind, 0, sum(map(len, parts)), digest.intdigest())
         self._heads.update(head)
         self._records += 1
-        try:
-            for part in (head, *parts):
-                self._file.write(part)
-        except OSError as error:
-            raise self._failed(error) from None
-
-    def _failed(self, error: OSError) -> BaseException:
-        if isinstance(error, BrokenPipeError):
-            return SystemExit(PIPE_CLOSED)
-        return FileError("write", self._path, error)
+        with _file_errors("write", self._path):
+            self._file.writelines((head, *parts))
 
 
 class ArchiveReader:
@@ -172,10 +145,8 @@ class ArchiveReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
+        with _file_errors("read", path):
             self._file = path.open("rb")
-        except OSError as error:
-            raise FileError("read", path, error) from None
         if not self._file.seekable():
             self._file.close()
             raise FileError("read", path, ValueError("it is a pipe, and import reads a file twice"))
@@ -186,10 +157,9 @@ class ArchiveReader:
     def close(self) -> None:
         self._file.close()
 
-    def records(self, took: Took) -> Iterator[tuple[int, Record]]:
-        """Yield (byte position, record), with verified checksum; packs and requests belong to the identity before them.
+    def records(self, took: Took) -> Iterator[tuple[int, bytes, memoryview]]:
+        """Yield the byte position, the kind and the body of each record, with verified checksum.
 
-        :param took: called with the number of bytes of each record.
         :raises CorruptArchiveError: the file is damaged or incomplete, even if records were yielded before.
         """
         if self._read(len(_MAGIC)) != _MAGIC:
@@ -206,18 +176,15 @@ class ArchiveReader:
             took(len(body))
             if kind == _END:
                 break
-            yield at, self._parsed(at, kind, body)
+            yield at, kind, body
         end = self._decoded(body, _End)
         if (end.records, end.heads) != (len(self._heads) - 1, heads.hexdigest()) or self._read(1):
             raise self.corrupt(at, "records are missing, or bytes follow the last one")
 
-    def again(self, at: int) -> Record:
-        """Read the record at byte ``at`` again.
-
-        :raises CorruptArchiveError: the file changed meanwhile.
-        """
+    def again(self, at: int) -> memoryview:
+        """Read the body of the record at byte ``at`` again; raise CorruptArchiveError if the file changed."""
         self._file.seek(at)
-        return self._parsed(at, *self._record())
+        return self._record()[1]
 
     def _record(self) -> tuple[bytes, memoryview]:
         at = self._file.tell()
@@ -237,31 +204,14 @@ class ArchiveReader:
         return kind, body
 
     def _read(self, length: int) -> bytes:
-        try:
+        with _file_errors("read", self._path):
             return self._file.read(length)
-        except OSError as error:
-            raise FileError("read", self._path, error) from None
 
     def _decoded(self, body: memoryview, kind: type[M]) -> M:
         try:
             return msgspec.json.decode(body, type=kind)
         except msgspec.DecodeError as error:
             raise self.corrupt(self._file.tell() - len(body), str(error)) from None
-
-    def _parsed(self, at: int, kind: bytes, body: memoryview) -> Record:
-        try:
-            if kind == _NAMESPACE:
-                return Identity.decode(body)
-            if kind == _PACK:
-                table = PackTable.parse(body)
-                return PackRecord(table, body[: len(body) - len(table.encode())])
-            if kind == _REQUEST:
-                (length,) = _HEAD_LENGTH.unpack_from(body)
-                head, keys = body[_HEAD_LENGTH.size :][:length], body[_HEAD_LENGTH.size + length :]
-                return RequestRecord(decode_manifest(head), decode_manifest_keys(keys))
-        except (CorruptPackError, ValueError, struct.error) as error:
-            raise self.corrupt(at, str(error)) from None
-        raise self.corrupt(at, f"this release does not know records of kind {kind!r}")
 
     def corrupt(self, at: int, problem: str) -> CorruptArchiveError:
         """Return the error that names the file, the byte ``at`` where a bad record begins, and the problem."""

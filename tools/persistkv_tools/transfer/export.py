@@ -32,11 +32,11 @@ class Source(NamedTuple):
     identity: Identity
     packs: Packs
     requests: list[RequestManifest]
-    """Manifests of the requests, the oldest first."""
+    """The oldest first."""
     keys: Callable[[str], ManifestKeys | None]
-    """Function from a request id to the keys of the request; None if they are gone or damaged."""
+    """Return the keys of a request by its id; None if they are gone or damaged."""
     read: Callable[[PackTable, Took], Buffer | None]
-    """Function from a pack to its verified payload; None if the pack is damaged, gone, or of an unknown codec."""
+    """Return the verified payload of a pack; None if it is damaged, gone, or of an unknown codec."""
 
     @classmethod
     def of(cls, backend: InspectableBackend, namespace: Namespace, requests: Iterable[RequestManifest]) -> Source:
@@ -127,15 +127,14 @@ def export_requests(
     :param begin: called with the total of bytes to read; returns the function to call with the bytes of each read.
     :raises StoreError: the medium failed.
     """
-    sent = Sent()
-    by_namespace: dict[bytes, tuple[Namespace, list[RequestManifest]]] = {}
+    by_namespace: dict[bytes, list[FoundRequest]] = {}
     for request in found:
-        by_namespace.setdefault(request.namespace.id, (request.namespace, []))[1].append(request.manifest)
-    sources = [Source.of(backend, namespace, manifests) for namespace, manifests in by_namespace.values()]
+        by_namespace.setdefault(request.namespace.id, []).append(request)
+    sources = [Source.of(backend, some[0].namespace, [one.manifest for one in some]) for some in by_namespace.values()]
+    sent = Sent(namespaces=len(sources))
     took = begin(sum(source.stored_bytes(backend) for source in sources))
     for source in sources:
         writer.namespace(source.identity)
-        sent.namespaces += 1
         written: dict[bytes, bool] = {}
         for manifest in source.requests:
             keys = source.keys(manifest.id)

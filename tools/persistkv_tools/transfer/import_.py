@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from contextlib import closing
 from pathlib import Path
@@ -10,17 +11,17 @@ from typing import Annotated
 import typer
 
 from persistkv.config import StoreUrl
-from persistkv.errors import IdentityMismatchError
+from persistkv.errors import CorruptPackError, IdentityMismatchError
 from persistkv.storage import open_inspectable
 from persistkv.storage.format.codec import Buffer
-from persistkv.storage.format.manifest import ManifestKeys
+from persistkv.storage.format.manifest import ManifestKeys, decode_manifest, decode_manifest_keys
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.identity import Identity
 from persistkv_tools import options, render
 from persistkv_tools.options import open_if_exists
 from persistkv_tools.packs import OtherReleaseError, Packs, Took, all_keys, check_payload
 from persistkv_tools.progress import byte_progress, counted
-from persistkv_tools.transfer.archive import ArchiveReader, PackRecord, RequestRecord
+from persistkv_tools.transfer.archive import MANIFEST_LENGTH, NAMESPACE, PACK, REQUEST, ArchiveReader
 from persistkv_tools.transfer.export import Source
 from persistkv_tools.transfer.push import Newest, Transfer, print_received
 
@@ -73,15 +74,21 @@ def verify_archive(archive: ArchiveReader, took: Took) -> list[Source]:
     """
     contents: dict[bytes, _Contents] = {}
     current: _Contents | None = None
-    for at, record in archive.records(took):
-        if isinstance(record, Identity):
-            current = contents.setdefault(record.digest, _Contents(archive, record))
-        elif current is None:
-            raise archive.corrupt(at, "no namespace precedes this record")
-        elif isinstance(record, PackRecord):
-            current.add_pack(at, record)
-        else:
-            current.add_request(at, record)
+    for at, kind, body in archive.records(took):
+        try:
+            if kind == NAMESPACE:
+                identity = Identity.decode(body)
+                current = contents.setdefault(identity.digest, _Contents(archive, identity))
+            elif kind not in (PACK, REQUEST):
+                raise ValueError(f"this release does not know records of kind {kind!r}")
+            elif current is None:
+                raise ValueError("no namespace precedes this record")
+            elif kind == PACK:
+                current.add_pack(at, body)
+            else:
+                current.add_request(at, body)
+        except (CorruptPackError, ValueError, struct.error) as error:
+            raise archive.corrupt(at, str(error)) from None
     return [found.source for found in contents.values()]
 
 
@@ -93,43 +100,54 @@ class _Contents:
         self._archive = archive
         self._positions: dict[bytes | str, int] = {}
 
-    def add_pack(self, at: int, record: PackRecord) -> None:
+    def add_pack(self, at: int, body: memoryview) -> None:
         """Check a pack and add it.
 
-        :raises CorruptArchiveError: the pack is damaged, of another namespace, or cannot be decoded.
+        :raises ValueError: the pack is damaged, of another namespace, or cannot be decoded.
         """
-        table = record.table
+        table = PackTable.parse(body)
         name = f"pack {table.pack_id.hex()}"
         if table.namespace != self.source.identity.digest:
-            raise self._archive.corrupt(at, f"{name} belongs to another namespace")
+            raise ValueError(f"{name} belongs to another namespace")
         try:
-            findings = check_payload(table, record.payload)
+            findings = check_payload(table, _payload_of(table, body))
         except OtherReleaseError as error:
-            raise self._archive.corrupt(at, f"{name} cannot be decoded by this release: {error}") from None
+            raise ValueError(f"{name} cannot be decoded by this release: {error}") from None
         if findings:
-            raise self._archive.corrupt(at, f"{name}: {findings[0].detail}")
+            raise ValueError(f"{name}: {findings[0].detail}")
         self.source.packs.add(table)
         self._positions[table.pack_id] = at
 
-    def add_request(self, at: int, record: RequestRecord) -> None:
+    def add_request(self, at: int, body: memoryview) -> None:
         """Check a request and add it.
 
-        :raises CorruptArchiveError: its manifest states other numbers of blocks than it has keys, or no preceding pack
-            holds one of the keys.
+        :raises ValueError: its manifest states other numbers of blocks than it has keys, or no preceding pack holds one
+            of the keys.
         """
-        name = f"request {record.manifest.id!r}"
-        if tuple(map(len, record.keys)) != record.manifest.group_blocks:
-            raise self._archive.corrupt(at, f"{name} has other numbers of blocks than it states")
-        if not self.source.packs.hold(all_keys(record.keys)):
-            raise self._archive.corrupt(at, f"{name} names blocks that are not in the file")
-        self.source.requests.append(record.manifest)
-        self._positions[record.manifest.id] = at
+        head, rest = _split_request(body)
+        manifest, keys = decode_manifest(head), decode_manifest_keys(rest)
+        name = f"request {manifest.id!r}"
+        if tuple(map(len, keys)) != manifest.group_blocks:
+            raise ValueError(f"{name} has other numbers of blocks than it states")
+        if not self.source.packs.hold(all_keys(keys)):
+            raise ValueError(f"{name} names blocks that are not in the file")
+        self.source.requests.append(manifest)
+        self._positions[manifest.id] = at
 
-    def _keys(self, request: str) -> ManifestKeys | None:
-        record = self._archive.again(self._positions[request])
-        return record.keys if isinstance(record, RequestRecord) else None
+    def _keys(self, request: str) -> ManifestKeys:
+        return decode_manifest_keys(_split_request(self._archive.again(self._positions[request]))[1])
 
-    def _payload(self, table: PackTable, took: Took) -> Buffer | None:
-        record = self._archive.again(self._positions[table.pack_id])
+    def _payload(self, table: PackTable, took: Took) -> Buffer:
+        body = self._archive.again(self._positions[table.pack_id])
         took(table.payload_length)
-        return record.payload if isinstance(record, PackRecord) else None
+        return _payload_of(table, body)
+
+
+def _payload_of(table: PackTable, body: memoryview) -> memoryview:
+    return body[: len(body) - len(table.encode())]
+
+
+def _split_request(body: memoryview) -> tuple[memoryview, memoryview]:
+    """Return the manifest and the keys of a request's record, encoded."""
+    (length,) = MANIFEST_LENGTH.unpack_from(body)
+    return body[MANIFEST_LENGTH.size :][:length], body[MANIFEST_LENGTH.size + length :]

@@ -112,27 +112,20 @@ pull.__signature__ = _pull.replace(  # type: ignore[attr-defined]
 
 
 def _store_bytes(payload_bytes: int, packs: int, requests: int, keys: int) -> int:
-    """Return an upper bound of the bytes that content takes in a store.
-
-    :param keys: number of keys in the packs and in the requests; a block counts once for each request that names it.
-    """
+    """Return an upper bound of the bytes that content takes in a store. Keys are those in packs and in requests."""
     rows = packs * _PACK_BYTES + requests * _REQUEST_BYTES + keys * _KEY_BYTES
     return payload_bytes + -(-payload_bytes // _PAGE_HEADERS) + rows
 
 
 class Room(NamedTuple):
-    """Capacity of a store, and the part of it that is taken."""
+    """Capacity of a store, and the bytes of it that content and catalogue rows take."""
 
     capacity: int
     held_bytes: int = _EMPTY_BYTES
-    """Bytes that the store's content takes, catalogue rows included."""
 
     @classmethod
     def of(cls, backend: InspectableBackend) -> Room | None:
-        """Return the room in an open store; None if its size is unlimited.
-
-        :raises StoreError: the totals could not be read.
-        """
+        """Return the room in an open store; None if its size is unlimited."""
         stats = backend.stats()
         if stats.capacity is None:
             return None
@@ -208,7 +201,7 @@ class Candidate(NamedTuple):
     source: Source
     manifest: RequestManifest
     packs: list[bytes]
-    """Ids of the source's packs to copy: they hold a block of the request, and some block that the target lacks."""
+    """Ids of the packs that hold a block of the request, and some block that the target lacks."""
 
 
 class Choice(NamedTuple):
@@ -216,7 +209,7 @@ class Choice(NamedTuple):
 
     candidates: list[Candidate]
     orphans: list[tuple[Source, bytes]]
-    """(source, pack id) of packs that no request names. A source is one namespace of a store or of a file."""
+    """Packs that no request names."""
     tables: dict[tuple[bytes, bytes], PackTable]
     """Tables of all packs to copy, by (namespace id, pack id)."""
     missing: Sequence[str] = ()
@@ -228,7 +221,6 @@ class Choice(NamedTuple):
 
     @property
     def store_bytes(self) -> int:
-        """Upper bound of the bytes that the chosen requests and packs take in a store."""
         keys = sum(len(table.keys) for table in self.tables.values())
         keys += sum(candidate.manifest.blocks for candidate in self.candidates)
         return _store_bytes(self.payload_bytes, len(self.tables), len(self.candidates), keys)
@@ -240,7 +232,6 @@ class Transfer:
     :param target: the target, open for reading; None: it does not exist yet.
     :param url: URL of the target.
     :param everything: also copy packs that no request names.
-    :raises StoreError: a store failed.
     """
 
     def __init__(
@@ -285,10 +276,8 @@ class Transfer:
         self.content.tables.update({(namespace, pack): tables[pack] for pack in orphans})
 
     def choose(self, room: Room | None, *, newest: bool) -> Choice:
-        """Return the content to copy: all of it if it fits; otherwise, with ``newest``, the newest requests that fit.
-
-        Each request that no longer fits is left out, and older ones are tried. Packs that no request names are left
-        out, too.
+        """Return the content to copy: all of it if it fits; otherwise, with ``newest``, the newest requests that fit,
+        without packs that no request names. After a request that does not fit, older ones are tried.
 
         :param room: room in the target; None: its size is unlimited.
         :raises StoreTooSmallError: the content does not fit, and ``newest`` is false.
@@ -323,11 +312,10 @@ class Transfer:
     ) -> tuple[str, int | None, Choice]:
         """Return the URL to open the target with for writing, the target's capacity, and the content to copy.
 
-        If the default capacity of a new target is too small for the content, or below ``least``, the returned URL names
-        a larger one. A capacity that the URL names already is not changed.
+        If the default capacity of a new target is too small for the content, or below ``least`` bytes, the returned URL
+        names a larger one. A capacity that the URL names already is not changed.
 
         :param there: the target, open for reading; None: it does not exist yet.
-        :param least: smallest capacity of a new target in bytes; None: none.
         :raises StoreTooSmallError: the content does not fit, and ``newest`` is false; nothing was created or written.
         """
         if there is not None:
@@ -344,10 +332,8 @@ class Transfer:
 
     def planned(self, choice: Choice) -> Received:
         """Return the outcome that ``run`` will have if no store changes meanwhile and no pack is damaged."""
-        received = self._begun(choice)
-        received.packs, received.requests = len(choice.tables), len(choice.candidates)
-        received.stored_bytes = choice.payload_bytes
-        return received
+        totals = {"packs": len(choice.tables), "requests": len(choice.candidates)}
+        return msgspec.structs.replace(self._begun(choice), **totals, stored_bytes=choice.payload_bytes)
 
     def _begun(self, choice: Choice) -> Received:
         missing_packs = len(self.content.orphans) - len(choice.orphans)
@@ -358,8 +344,7 @@ class Transfer:
 
         :raises StoreTooSmallError: the content does not fit, and ``newest`` is false; nothing was written.
         :raises CorruptArchiveError: the file to import changed meanwhile; earlier commits stay in effect.
-        :raises StoreError: a store failed; earlier commits stay in effect, and the next transfer
-            does not copy their content again.
+        :raises StoreError: a store failed; earlier commits stay in effect, and the next transfer skips their content.
         """
         choice = self.choose(Room.of(target), newest=newest)
         received, receivers = self._begun(choice), []
@@ -378,20 +363,18 @@ class Transfer:
 
 
 class _Receiver:
-    """Writes packs and requests to one namespace of the target. Other processes may write to it meanwhile."""
+    """Writes packs and requests to one namespace of the target, which is created if absent. Other processes may write
+    to it meanwhile. Each commit updates ``received``.
+    """
 
     def __init__(self, backend: InspectableBackend, source: Source, received: Received, took: Took) -> None:
-        """Open the namespace, or create it. Each commit updates ``received``.
-
-        :raises StoreError: the namespace could not be created.
-        """
         self._backend = backend
         self._source = source
         self._received = received
         self._took = took
         self._namespace = backend.open_namespace(source.identity).id
         self._packs = NamespacePacks(backend, self._namespace)
-        """Packs that the target holds, and packs that wait for the next commit."""
+        """Packs that the target holds, and those that wait for the next commit."""
         self._waiting: list[PackCopy] = []
         self._offered: set[bytes] = set()
         self._written: list[str] = []
@@ -403,8 +386,6 @@ class _Receiver:
         """Read a pack for the next commit, if the target lacks any of its blocks; skip it if it is damaged or gone.
 
         Packs that wait already are committed first if they would be too large together with it.
-
-        :raises StoreError: a commit failed; earlier commits stay in effect.
         """
         table = self._source.packs.tables[pack]
         if pack in self._offered or self._packs.hold(table.keys.unpack()):
@@ -422,8 +403,6 @@ class _Receiver:
         """Commit a request with those of its packs that the target lacks, and with other waiting packs.
 
         A request that the target holds already, or that is incomplete, is only counted.
-
-        :raises StoreError: the commit failed; earlier commits stay in effect.
         """
         if manifest.id in self._requests:
             self._received.requests_held += 1
@@ -439,18 +418,11 @@ class _Receiver:
         self._received.requests += 1
 
     def flush(self) -> None:
-        """Commit the waiting packs.
-
-        :raises StoreError: the commit failed; earlier commits stay in effect.
-        """
         if self._waiting:
             self._commit([])
 
     def check(self) -> None:
-        """Record in ``received`` which of the written requests and packs the target no longer holds.
-
-        :raises StoreError: the medium failed.
-        """
+        """Record in ``received`` which of the written requests and packs the target no longer holds."""
         self._packs.refresh()
         there = {manifest.id for manifest in self._backend.manifests(self._namespace)}
         self._received.lost += [name for name in self._written if name not in there]
@@ -473,9 +445,7 @@ def print_received(
 ) -> None:
     """Print the outcome of a transfer.
 
-    :param place: URL that the target was opened with. It differs from ``url`` if the target was created with a capacity
-        that was computed from the content.
-    :param capacity: capacity of the target in bytes; None: unlimited.
+    :param place: URL that the target was opened with, see ``Transfer.place``.
     :param seconds: duration of the transfer; None: ``received`` is a plan.
     """
     size = render.format_size(received.stored_bytes)
@@ -488,9 +458,8 @@ def print_received(
         render.say(f"meanwhile, the store evicted {render.count(received.evicted_packs, 'pack')}")
     print_incomplete(received.incomplete)
     if received.missing or received.missing_packs:
-        orphans = f" and {render.count(received.missing_packs, 'pack')} without a request" * bool(
-            received.missing_packs
-        )
+        packs = render.count(received.missing_packs, "pack")
+        orphans = f" and {packs} without a request" if received.missing_packs else ""
         _print_names(f"no room for {render.count(len(received.missing), 'request')}{orphans}:", received.missing)
     if received.lost or received.lost_packs:
         lost = _counts(len(received.lost), received.lost_packs)

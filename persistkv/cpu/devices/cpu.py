@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent import futures
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,18 +32,14 @@ logger = logging.getLogger(__name__)
 class CPUCopyEngine(CopyEngine):
     """Copies between CPU tensors on one thread, or on the caller's. torch splits large copies over its own threads."""
 
-    def __init__(self, memory: KVMemory, direction: Direction, *, in_place: bool = False) -> None:
-        """:param in_place: True: ``submit`` copies on the caller's thread and returns when the copies have ended.
-        False: a separate thread copies. If the engine polls without a pause, that thread may wait a thousand times as
-        long for the GIL as its copy takes, because its wait restarts whenever another thread briefly releases the GIL.
-        """
+    def __init__(self, memory: KVMemory, direction: Direction) -> None:
         super().__init__(memory, direction)
-        self._copies = _InPlace() if in_place else futures.ThreadPoolExecutor(1, f"persistkv-{direction.value}")
+        self._thread = futures.ThreadPoolExecutor(1, f"persistkv-{direction.value}")
         self._jobs: deque[tuple[int, futures.Future[TransferResult]]] = deque()
         self._buffer: torch.Tensor | None = None
 
     def submit(self, job_id: int, copies: Sequence[PageCopies]) -> bool:
-        self._jobs.append((job_id, self._copies.submit(self._run, job_id, copies)))
+        self._jobs.append((job_id, self._thread.submit(self.run, job_id, copies)))
         return True
 
     def finished(self) -> list[TransferResult]:
@@ -57,9 +52,14 @@ class CPUCopyEngine(CopyEngine):
         futures.wait([future for job_id, future in self._jobs if job_id in job_ids])
 
     def drain(self) -> None:
-        self._copies.shutdown(wait=True)
+        self._thread.shutdown(wait=True)
 
-    def _run(self, job_id: int, copies: Sequence[PageCopies]) -> TransferResult:
+    def run(self, job_id: int, copies: Sequence[PageCopies]) -> TransferResult:
+        """Copy on the caller's thread, and return when the copies have ended.
+
+        If the engine polls without a pause, the thread of ``submit`` may wait a thousand times as long for the GIL as
+        its copy takes, because its wait restarts whenever another thread briefly releases the GIL.
+        """
         started = time.perf_counter()
         try:
             # Tensors that the engine created in inference mode can only be written in that mode.
@@ -110,15 +110,6 @@ class CPUCopyEngine(CopyEngine):
             source, target = sides if self.direction is Direction.STORE else reversed(sides)
             _gather(*source, part)
             _scatter(part, *target)
-
-
-class _InPlace(futures.Executor):
-    """Executor that runs each submitted call within ``submit``, on the caller's thread; the calls must not raise."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
-        future: futures.Future[Any] = futures.Future()
-        future.set_result(fn(*args, **kwargs))
-        return future
 
 
 def _gather(source: torch.Tensor, index: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:

@@ -38,14 +38,14 @@ class PersistKVSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not
             kv_bytes_per_chunk=self.kv_bytes_per_chunk,
             cpu_page_size=self.cpu_page_size_per_worker,
         )
+        mappings: Mappings | None = None
+        sizes = [canonical.page_size_bytes for canonical in kv_caches.tensors]
+        create_view = region.create_next_worker_view
         if getattr(self.config, "canonical_layout", False):
             refs = [ref for refs in kv_caches.group_data_refs for ref in refs]
-            mappings: Mappings | None = {(ref.tensor_idx, ref.page_size_bytes): ref.mapping for ref in refs}
-            sizes = _canonical_sizes(mappings, len(kv_caches.tensors))
+            mappings = {(ref.tensor_idx, ref.page_size_bytes): ref.mapping for ref in refs}
+            sizes = _canonical_sizes(mappings, len(sizes))
             create_view = region.create_next_canonical_view
-        else:
-            mappings, sizes = None, [canonical.page_size_bytes for canonical in kv_caches.tensors]
-            create_view = region.create_next_worker_view
         rows = [create_view(size * self.blocks_per_chunk) for size in sizes]
         storage = rows[0].untyped_storage()
         ready(memory_at(storage.data_ptr(), storage.nbytes()))

@@ -22,17 +22,14 @@ from persistkv.isolation import Isolation
 
 
 class SingleDirectionOffloadingHandler(OffloadingHandler):
-    """Transfers in one direction, first in, first out. Called from one thread."""
+    """Transfers in one direction, first in, first out. Called from one thread. Refuses transfers after ``shutdown``."""
 
     def __init__(self, kv_caches: CanonicalKVCaches, engine: CopyEngine) -> None:
         self._kv_caches = kv_caches
         self._engine: CopyEngine | None = engine
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        """See ``OffloadingHandler``. The transfer sees all work enqueued before on the caller's current stream.
-
-        :returns: False also after ``shutdown``.
-        """
+        """Start a transfer. It sees all work enqueued before on the caller's current stream."""
         if self._engine is None:
             return False
         gpu, cpu = spec if self._engine.direction is Direction.STORE else spec[::-1]
@@ -98,10 +95,6 @@ class CpuGpuOffloadingHandlers:
 
 
 def copy_engine_class(device: torch.device) -> type[CopyEngine]:
-    """Return the copy engine class for tensors on a device.
-
-    :raises ConfigurationError: there is none for this kind of device.
-    """
     engines: dict[str, type[CopyEngine]] = {"cpu": CPUCopyEngine, "cuda": CUDACopyEngine}
     if device.type not in engines:
         raise ConfigurationError("kv_caches device", str(device), f"one of {', '.join(engines)}")

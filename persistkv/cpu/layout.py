@@ -25,8 +25,8 @@ IntArray = npt.NDArray[np.int64]
 def cell_bytes(kv_caches: CanonicalKVCaches, block_size_factor: int) -> int:
     """Return the bytes of one worker's cell in a row, which is the ``cpu_page_size`` of ``SharedOffloadRegion``."""
     offsets = tensor_offsets(kv_caches, block_size_factor)
-    sizes = [tensor.page_size_bytes * block_size_factor for tensor in kv_caches.tensors]
-    return max(offset + size for offset, size in zip(offsets, sizes, strict=True))
+    pages = zip(offsets, kv_caches.tensors, strict=True)
+    return max(offset + tensor.page_size_bytes * block_size_factor for offset, tensor in pages)
 
 
 def tensor_offsets(kv_caches: CanonicalKVCaches, block_size_factor: int) -> list[int]:
@@ -50,25 +50,21 @@ def group_layouts(
     kv_caches: CanonicalKVCaches, block_size_factor: int, num_workers: int = 1
 ) -> tuple[GroupLayout, ...]:
     """Return for each KV cache group the byte ranges of a row that its blocks use, in the cells of all workers."""
-    cell = cell_bytes(kv_caches, block_size_factor)
-    sizes = [tensor.page_size_bytes for tensor in kv_caches.tensors]
-    offsets = tensor_offsets(kv_caches, block_size_factor)
+    cell, offsets = cell_bytes(kv_caches, block_size_factor), tensor_offsets(kv_caches, block_size_factor)
     layouts = []
     for refs in kv_caches.group_data_refs:
-        ranges = [
-            (worker * cell + offsets[ref.tensor_idx] + position * sizes[ref.tensor_idx], ref.page_size_bytes)
-            for worker in range(num_workers)
-            for ref in refs
-            for position in range(block_size_factor)
-        ]
+        ranges = []
+        for worker in range(num_workers):
+            for ref in refs:
+                first, page = worker * cell + offsets[ref.tensor_idx], kv_caches.tensors[ref.tensor_idx].page_size_bytes
+                ranges += [(first + position * page, ref.page_size_bytes) for position in range(block_size_factor)]
         layouts.append(GroupLayout(_merged(ranges)))
     return tuple(layouts)
 
 
 def check_kv_caches(kv_caches: CanonicalKVCaches, block_size_factor: int) -> None:
-    """Check that the KV tensors are int8 pages on one device, and that each group refers to existing tensors and bytes.
-
-    :raises ConfigurationError: they are not; the error names the field.
+    """Check that the KV tensors are int8 pages on one device, and that each group refers to existing tensors and
+    bytes.
     """
     if block_size_factor <= 0:
         raise ConfigurationError("block_size_factor", block_size_factor, "a positive number of GPU blocks")
@@ -80,9 +76,7 @@ def check_kv_caches(kv_caches: CanonicalKVCaches, block_size_factor: int) -> Non
         if tensor.dtype != torch.int8 or tensor.dim() != 2 or tensor.stride(1) != 1:
             expected = "int8, shape (num_blocks, bytes), rows contiguous"
             raise ConfigurationError(where, f"{tensor.dtype} {tuple(tensor.shape)}", expected)
-        if not 0 < canonical.page_size_bytes <= tensor.shape[1]:
-            expected = f"1 to {tensor.shape[1]} bytes, which a block has"
-            raise ConfigurationError(f"{where}.page_size_bytes", canonical.page_size_bytes, expected)
+        _check_number(f"{where}.page_size_bytes", canonical.page_size_bytes, 1, tensor.shape[1], " bytes of a block")
         if tensor.device != device:
             raise ConfigurationError(f"{where}.device", str(tensor.device), f"{device}, as the first tensor")
     for group, refs in enumerate(kv_caches.group_data_refs):
@@ -90,13 +84,14 @@ def check_kv_caches(kv_caches: CanonicalKVCaches, block_size_factor: int) -> Non
         if not refs:
             raise ConfigurationError(where, refs, "at least one tensor of the group")
         for ref in refs:
-            if not 0 <= ref.tensor_idx < len(kv_caches.tensors):
-                expected = f"0 to {len(kv_caches.tensors) - 1}"
-                raise ConfigurationError(f"{where}.tensor_idx", ref.tensor_idx, expected)
+            _check_number(f"{where}.tensor_idx", ref.tensor_idx, 0, len(kv_caches.tensors) - 1)
             page = kv_caches.tensors[ref.tensor_idx].page_size_bytes
-            if not 0 < ref.page_size_bytes <= page:
-                expected = f"1 to {page} bytes, the tensor's page"
-                raise ConfigurationError(f"{where}.page_size_bytes", ref.page_size_bytes, expected)
+            _check_number(f"{where}.page_size_bytes", ref.page_size_bytes, 1, page, " bytes of the tensor's page")
+
+
+def _check_number(field: str, value: int, lowest: int, highest: int, unit: str = "") -> None:
+    if not lowest <= value <= highest:
+        raise ConfigurationError(field, value, f"{lowest} to {highest}{unit}")
 
 
 def _merged(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
@@ -120,7 +115,6 @@ class KVMemory:
     rows: tuple[torch.Tensor, ...]
     """For each KV tensor, its part of all rows: int8, shape (num_cpu_blocks, block_size_factor * page bytes)."""
     block_size_factor: int
-    """GPU blocks in one offloaded block."""
     rows_per_registration: int | None = None
     """Consecutive rows that one call registers with CUDA, starting at row 0. None: all rows."""
 
@@ -133,9 +127,9 @@ class PageCopies:
     page_bytes: int
     """Bytes to copy of each page, from its start."""
     blocks: IntArray
-    """Numbers of the GPU blocks, which are row indices of the KV tensor."""
+    """Row indices of the KV tensor."""
     sub_blocks: IntArray
-    """For each GPU block, its place: row number times ``block_size_factor``, plus the position in the row."""
+    """For each of ``blocks``, its place: row number times ``block_size_factor``, plus the position in the row."""
 
     @property
     def num_bytes(self) -> int:
@@ -182,27 +176,19 @@ def plan_copies(
 
 
 def row_addresses(ids: IntArray, tensor: torch.Tensor) -> IntArray:
-    """Return the memory addresses of rows of a byte tensor; there may be gaps between its rows.
-
-    :raises ValueError: a row does not exist.
-    """
+    """Return the memory addresses of rows of a byte tensor. Raise ValueError if one does not exist."""
     _check_bounds("row", ids, tensor.shape[0])
     return tensor.data_ptr() + ids * tensor.stride(0)
 
 
 def consecutive_runs(*sides: IntArray) -> list[slice]:
-    """Return the longest runs, as slices in order, in which each number of every array is the previous one plus 1.
-
-    :param sides: arrays of equal length.
-    """
+    """Return the longest runs, as slices in order, in which each number of every array is the previous one plus 1."""
     breaks = np.logical_or.reduce([np.diff(ids) != 1 for ids in sides])
     begins = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(sides[0])]
     return [slice(begin, end) for begin, end in pairwise(begins) if begin < end]
 
 
 def _check_bounds(what: str, ids: IntArray, count: int) -> None:
-    """Raise ValueError unless all ``ids`` are from 0 to ``count - 1``: others would become addresses outside the
-    memory.
-    """
+    """Refuse other ids than 0 to ``count - 1``: they would become addresses outside the memory."""
     if len(ids) and (ids.min() < 0 or ids.max() >= count):
         raise ValueError(f"{what} {ids.min() if ids.min() < 0 else ids.max()} is not one of {count}")

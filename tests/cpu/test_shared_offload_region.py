@@ -60,9 +60,8 @@ def test_region_heads_split_over_two_workers_gives_same_rows_as_one(shared_memor
         for rank, region in enumerate(regions):
             pages = kv[:, rank * part : (rank + 1) * part].reshape(blocks, -1).contiguous()
             memory = KVMemory((pages,), (region.create_next_view(part * head_bytes),), 1)
-            stores = CPUCopyEngine(memory, Direction.STORE, in_place=True)
-            stores.submit(1, [PageCopies(0, part * head_bytes, np.arange(blocks), order.numpy())])
-            assert [result.success for result in stores.finished()] == [True]
+            stores = CPUCopyEngine(memory, Direction.STORE)
+            assert stores.run(1, [PageCopies(0, part * head_bytes, np.arange(blocks), order.numpy())]).success
             del memory, stores
         view = regions[0].create_kv_memoryview()
         rows.append(np.array(view))

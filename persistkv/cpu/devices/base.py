@@ -11,16 +11,14 @@ from persistkv.cpu.layout import KVMemory, PageCopies
 
 
 class Direction(Enum):
-    """Direction of a transfer."""
+    """Direction of a transfer: from the engine's pages to the primary tier's rows (store), or back (load)."""
 
     STORE = "store"
-    """From the engine's pages to the primary tier's rows."""
     LOAD = "load"
-    """From the rows to the pages."""
 
 
 class CopyEngine(ABC):
-    """Runs the copies of one direction (store or load) on a device, in order of submission. Called from one thread."""
+    """Runs the copies of one direction on a device, in order of submission. Called from one thread."""
 
     def __init__(self, memory: KVMemory, direction: Direction) -> None:
         self.memory = memory

@@ -1,9 +1,8 @@
 """Transfers of KV tensors in CPU memory: one thread, and as few copy calls as possible.
 
 Each call releases the GIL while it copies, and may wait milliseconds to reacquire it from a busy scheduler. Therefore
-the number of calls must not grow with the number of pages. One call copies a run that is contiguous on both sides, or a
-run that is contiguous on one side and scattered on the other. Jobs are sorted and cut into such runs. Pages that are
-scattered on both sides are copied through a buffer.
+the number of calls must not grow with the number of pages. Jobs are sorted by their places in rows. One call copies a
+run of consecutive places. If there are many short runs, pages are copied through a buffer.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent import futures
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,12 +23,8 @@ from persistkv.cpu.layout import IntArray, KVMemory, PageCopies, consecutive_run
 BUFFER_BYTES = 8 << 20  # 8 MiB: small enough to stay in the last-level cache between the write and the read
 FEW_RUNS = 8  # up to this many calls are cheaper than a copy through the buffer
 # The cost of torch's loops is per element, so pages are copied as wide elements. Nothing is computed, so all bit
-# patterns are preserved. Element-wise loops are fastest with the widest type; page copies are slow with complex types.
-WIDE = (torch.int64, torch.int32, torch.int16)
-WIDEST = (torch.complex128, *WIDE)
-_MANY_ELEMENTS = 1 << 15  # from here on, index_select copies each page with all threads and waits for them each time
-
-Index = tuple[torch.Tensor, ...]
+# patterns are preserved.
+WIDE = (torch.complex128, torch.int64, torch.int32, torch.int16)
 
 logger = logging.getLogger(__name__)
 
@@ -38,18 +32,14 @@ logger = logging.getLogger(__name__)
 class CPUCopyEngine(CopyEngine):
     """Copies between CPU tensors on one thread, or on the caller's. torch splits large copies over its own threads."""
 
-    def __init__(self, memory: KVMemory, direction: Direction, *, in_place: bool = False) -> None:
-        """:param in_place: True: ``submit`` copies on the caller's thread and returns when the copies have ended.
-        False: a separate thread copies. If the engine polls without a pause, that thread may wait a thousand times as
-        long for the GIL as its copy takes, because its wait restarts whenever another thread briefly releases the GIL.
-        """
+    def __init__(self, memory: KVMemory, direction: Direction) -> None:
         super().__init__(memory, direction)
-        self._copies = _InPlace() if in_place else futures.ThreadPoolExecutor(1, f"persistkv-{direction.value}")
+        self._thread = futures.ThreadPoolExecutor(1, f"persistkv-{direction.value}")
         self._jobs: deque[tuple[int, futures.Future[TransferResult]]] = deque()
         self._buffer: torch.Tensor | None = None
 
     def submit(self, job_id: int, copies: Sequence[PageCopies]) -> bool:
-        self._jobs.append((job_id, self._copies.submit(self._run, job_id, copies)))
+        self._jobs.append((job_id, self._thread.submit(self.run, job_id, copies)))
         return True
 
     def finished(self) -> list[TransferResult]:
@@ -62,9 +52,14 @@ class CPUCopyEngine(CopyEngine):
         futures.wait([future for job_id, future in self._jobs if job_id in job_ids])
 
     def drain(self) -> None:
-        self._copies.shutdown(wait=True)
+        self._thread.shutdown(wait=True)
 
-    def _run(self, job_id: int, copies: Sequence[PageCopies]) -> TransferResult:
+    def run(self, job_id: int, copies: Sequence[PageCopies]) -> TransferResult:
+        """Copy on the caller's thread, and return when the copies have ended.
+
+        If the engine polls without a pause, the thread of ``submit`` may wait a thousand times as long for the GIL as
+        its copy takes, because its wait restarts whenever another thread briefly releases the GIL.
+        """
         started = time.perf_counter()
         try:
             # Tensors that the engine created in inference mode can only be written in that mode.
@@ -78,50 +73,24 @@ class CPUCopyEngine(CopyEngine):
         return TransferResult(job_id, success=True, num_bytes=num_bytes, seconds=time.perf_counter() - started)
 
     def _copy(self, part: PageCopies) -> None:
-        factor = self.memory.block_size_factor
         rows = self.memory.rows[part.tensor_idx]
+        rows = rows.view(len(rows), self.memory.block_size_factor, -1)[:, :, : part.page_bytes]
         pages = self.memory.pages[part.tensor_idx][:, : part.page_bytes]
-        rows = rows.view(len(rows), factor, -1)[:, :, : part.page_bytes]
-        most_runs = max(FEW_RUNS, 2 * -(-part.num_bytes // BUFFER_BYTES))
-        order = _in_order(part.sub_blocks)
-        blocks, sub_blocks = part.blocks[order], part.sub_blocks[order]
-        if len(runs := consecutive_runs(sub_blocks, blocks)) <= most_runs:
-            for run in runs:
-                first = int(blocks[run.start])
-                for begin, end, rectangle in _rectangles(sub_blocks[run], rows):
-                    self._move(pages[first + begin : first + end].view(rectangle.shape), None, rectangle, None)
+        blocks, sub_blocks = part.blocks, part.sub_blocks
+        if (sub_blocks[1:] <= sub_blocks[:-1]).any():
+            order = np.argsort(sub_blocks, kind="stable")
+            blocks, sub_blocks = blocks[order], sub_blocks[order]
+        runs = consecutive_runs(sub_blocks)
+        if len(runs) > max(FEW_RUNS, 2 * -(-part.num_bytes // BUFFER_BYTES)):
+            self._copy_buffered(pages, rows, blocks, sub_blocks)
             return
-        if len(runs := consecutive_runs(sub_blocks)) <= most_runs:
-            for run in runs:
-                for begin, end, rectangle in _rectangles(sub_blocks[run], rows):
-                    index = torch.from_numpy(blocks[run.start + begin : run.start + end])
-                    if rectangle.shape[1] == 1:
-                        rectangle = rectangle[:, 0]
-                    self._move(pages, (index.view(rectangle.shape[:-1]),), rectangle, None)
-            return
-        order = _in_order(part.blocks)
-        in_order, scattered = part.blocks[order], part.sub_blocks[order]
-        if len(runs := consecutive_runs(in_order)) <= most_runs:
-            for run in runs:
-                first = int(in_order[run.start])
-                self._move(pages[first : first + run.stop - run.start], None, rows, _row_index(scattered[run], rows))
-            return
-        self._copy_buffered(pages, rows, blocks, sub_blocks)
-
-    def _move(self, pages: torch.Tensor, page_index: Index | None, rows: torch.Tensor, row_index: Index | None) -> None:
-        """Copy between pages and rows in the engine's direction. None as an index selects all of its tensor, in order;
-        at most one index may be given.
-        """
-        stores = self.direction is Direction.STORE
-        source, source_index, target, target_index = (
-            (pages, page_index, rows, row_index) if stores else (rows, row_index, pages, page_index)
-        )
-        if source_index is not None:
-            _gather(source, source_index, target)
-        elif target_index is not None:
-            _scatter(source, target, target_index)
-        else:
-            _copy(source, target)
+        for run in runs:
+            for begin, end, rectangle in _rectangles(sub_blocks[run], rows):
+                index = torch.from_numpy(blocks[run][begin:end]).view(rectangle.shape[:2])
+                if self.direction is Direction.STORE:
+                    _gather(pages, (index,), rectangle)
+                else:
+                    _scatter(rectangle, pages, (index,))
 
     def _copy_buffered(self, pages: torch.Tensor, rows: torch.Tensor, blocks: IntArray, sub_blocks: IntArray) -> None:
         """Copy between pages ``blocks`` and the places ``sub_blocks`` (see ``PageCopies``) through a buffer.
@@ -134,61 +103,25 @@ class CPUCopyEngine(CopyEngine):
             self._buffer = torch.empty(max(BUFFER_BYTES, page_bytes), dtype=torch.int8)
         buffer = self._buffer[: step * page_bytes].view(step, page_bytes)
         for begin in range(0, len(blocks), step):
-            page_index = (torch.from_numpy(blocks[begin : begin + step]),)
-            row_index = _row_index(sub_blocks[begin : begin + step], rows)
-            part = buffer[: len(page_index[0])]
-            sides: list[tuple[torch.Tensor, Index]] = [(pages, page_index), (rows, row_index)]
+            page_index = torch.from_numpy(blocks[begin : begin + step])
+            row_index = map(torch.from_numpy, np.divmod(sub_blocks[begin : begin + step], rows.shape[1]))
+            part = buffer[: len(page_index)]
+            sides = [(pages, (page_index,)), (rows, tuple(row_index))]
             source, target = sides if self.direction is Direction.STORE else reversed(sides)
             _gather(*source, part)
             _scatter(part, *target)
 
 
-class _InPlace(futures.Executor):
-    """Executor that runs each submitted call within ``submit``, on the caller's thread; the calls must not raise."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
-        future: futures.Future[Any] = futures.Future()
-        future.set_result(fn(*args, **kwargs))
-        return future
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Perform ``target[...] = source``, both of shape (rows, GPU blocks, page bytes)."""
-    source, target = widened(WIDE, source, target)
-    if source.shape[1] == 1 and source.shape[2] < _MANY_ELEMENTS:
-        # Measured 5 to 10 % faster than copy_ if rows have gaps, which they have as soon as there is a second tensor.
-        torch.index_select(source[:, 0], 0, torch.arange(len(source)), out=target[:, 0])
-    else:
-        target.copy_(source)
-
-
-def _gather(source: torch.Tensor, index: Index, out: torch.Tensor) -> None:
+def _gather(source: torch.Tensor, index: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
     """Perform ``out[...] = source[index]`` without an intermediate copy."""
-    wide_source, wide_out = widened(WIDE, source, out)
-    if len(index) == 1 and index[0].dim() == 1 and wide_out.shape[-1] < _MANY_ELEMENTS:
-        torch.index_select(wide_source, 0, index[0], out=wide_out)
-    else:
-        source, out = widened(WIDEST, source, out)
-        torch.ops.aten.index.Tensor_out(source, index, out=out)
+    source, out = widened(source, out)
+    torch.ops.aten.index.Tensor_out(source, index, out=out)
 
 
-def _scatter(source: torch.Tensor, target: torch.Tensor, index: Index) -> None:
+def _scatter(source: torch.Tensor, target: torch.Tensor, index: tuple[torch.Tensor, ...]) -> None:
     """Perform ``target[index] = source``."""
-    source, target = widened(WIDEST, source, target)
-    if len(index) == 1 and index[0].dim() == 1:
-        target.index_copy_(0, index[0], source)
-    else:
-        target.index_put_(index, source)
-
-
-def _row_index(sub_blocks: IntArray, rows: torch.Tensor) -> Index:
-    row, position = np.divmod(sub_blocks, rows.shape[1])
-    return torch.from_numpy(row), torch.from_numpy(position)
-
-
-def _in_order(ids: IntArray) -> slice | IntArray:
-    """Return an index that sorts the numbers in ascending order: a full slice, without a copy, if they are sorted."""
-    return slice(None) if bool((ids[1:] > ids[:-1]).all()) else np.argsort(ids, kind="stable")
+    source, target = widened(source, target)
+    target.index_put_(index, source)
 
 
 def _rectangles(sub_blocks: IntArray, rows: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
@@ -210,11 +143,11 @@ def _rectangles(sub_blocks: IntArray, rows: torch.Tensor) -> Iterator[tuple[int,
         done = end
 
 
-def widened(types: Sequence[torch.dtype], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return views of byte tensors in the first of ``types`` whose size divides all addresses, strides and last
+def widened(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return views of byte tensors in the first type of ``WIDE`` whose size divides all addresses, strides and last
     dimensions. If there is no such type, return the tensors unchanged.
     """
-    for dtype in types:
+    for dtype in WIDE:
         if all(
             tensor.data_ptr() % dtype.itemsize == 0
             and tensor.storage_offset() % dtype.itemsize == 0

@@ -27,19 +27,13 @@ _READABLE_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "runai_stre
 _SEED_VARIABLE = "PYTHONHASHSEED"
 _FIXED_HASHES = ("sha256", "sha256_cbor")
 """Block hash algorithms for which vLLM uses a fixed seed if the environment does not set one."""
-
-
 _CPU_FLAGS = ("amx_bf16", "amx_tile", "avx512_bf16", "avx512f", "avx2", "sve", "bf16")
 """CPU flags by which vLLM selects its kernels, and with them the order of bytes in a block."""
 
 
 def find_vllm_config() -> Any:
-    """Return the ``VllmConfig`` of the engine that is being built.
-
-    vLLM passes a secondary tier a summary without weights and RoPE. The full configuration is in the callers further up
-    the stack: the connector, the scheduler, the engine.
-
-    :raises ConfigurationError: neither vLLM's current configuration nor a caller on the stack has one.
+    """Return the ``VllmConfig`` of the engine that is being built. vLLM passes tiers a summary without weights or RoPE;
+    the full one is in the callers further up the stack: the connector, the scheduler, the engine.
     """
     from vllm.config import VllmConfig, get_current_vllm_config_or_none
 
@@ -57,9 +51,7 @@ def find_kv_cache_config() -> Any:
 
 
 def _on_stack(kind: type, *attributes: str) -> Any:
-    """Search the call stack for an object of this type: in the local variables of each caller, and in these attributes
-    of its ``self``. Return None if there is none.
-    """
+    """Search for an object of this type in the callers' local variables, and in these attributes of their ``self``."""
     frame = inspect.currentframe()
     while frame is not None:
         values = list(frame.f_locals.values())
@@ -80,17 +72,11 @@ def engine_facts() -> dict[str, Any]:
     device = str(current_platform.device_type)
     facts: dict[str, Any] = {"name": "vllm", "release": release, "device": device}
     if device == "cpu":
-        facts["cpu"] = {"machine": platform.machine(), "flags": _cpu_flags()}
-    return facts
-
-
-def _cpu_flags() -> list[str]:
-    try:
         with open("/proc/cpuinfo") as lines:
             flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
-    except OSError:
-        flags = ""
-    return sorted(set(_CPU_FLAGS).intersection(flags.split()))
+        known = sorted(set(_CPU_FLAGS).intersection(flags.split()))
+        facts["cpu"] = {"machine": platform.machine(), "flags": known}
+    return facts
 
 
 class SharedLayout(NamedTuple):
@@ -109,8 +95,6 @@ def shared_layout(spec: Any) -> SharedLayout | None:
     vLLM 0.32 declares it for ``LBHNC`` (layers before heads), although with several layers a row of two workers differs
     from that of one worker. Rows are therefore shared only if they contain one GPU block, heads come before layers, and
     there is no gap between the workers' parts.
-
-    :param spec: vLLM's offloading spec.
     """
     offloading = spec.config
     parallel, blocks = offloading.parallel, offloading.cache.blocks_per_chunk
@@ -123,15 +107,12 @@ def shared_layout(spec: Any) -> SharedLayout | None:
     if getattr(spec, "replicated_layout", False):
         return SharedLayout("direct", worker_bytes)
     has_gaps = parallel.world_size > 1 and getattr(spec, "cpu_page_size_per_worker", None) != worker_bytes
-    if parallel.is_parallelism_agnostic and blocks == 1 and not has_gaps and _heads_first(offloading):
+    has_one_layer = sum(len(group.layer_names) for group in offloading.groups) == 1
+    order = str(getattr(offloading, "kv_cache_layout", None)).replace("B", "")
+    heads_first = order.removeprefix("L" if has_one_layer else "").startswith("H")
+    if parallel.is_parallelism_agnostic and blocks == 1 and not has_gaps and heads_first:
         return SharedLayout("direct", worker_bytes * parallel.world_size)
     return None
-
-
-def _heads_first(offloading: Any) -> bool:
-    order = str(getattr(offloading, "kv_cache_layout", None)).replace("B", "")
-    has_one_layer = sum(len(group.layer_names) for group in offloading.groups) == 1
-    return order.removeprefix("L" if has_one_layer else "").startswith("H")
 
 
 def engine_identity(
@@ -153,8 +134,16 @@ def engine_identity(
     :param adapters: a name that identifies the LoRA adapters.
     :raises ConfigurationError: the weights cannot be fingerprinted, or adapters are enabled and not named.
     """
-    model, cache = config.model_config, config.cache_config
+    model, cache, parallel = config.model_config, config.cache_config, offloading.parallel
     backend = getattr(getattr(config, "attention_config", None), "backend", None)
+    block = _fields(offloading.cache, "tokens_per_hash", "blocks_per_chunk")
+    if shared is None:
+        block["worker_bytes"] = offloading.worker_kv_bytes_per_block
+        world = _fields(parallel, "world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
+        world |= _fields(offloading, "replicated_layout", "canonical_layout")
+    else:
+        block["bytes"] = shared.num_bytes
+        world = {"layout": shared.kind}
     return {
         "version": IDENTITY_VERSION,
         MODEL_NAME: str(model.model),
@@ -179,34 +168,15 @@ def engine_identity(
             {"id": group.group_id, "tokens": group.tokens_per_block, "layers": list(group.layer_names)}
             for group in offloading.groups
         ],
-        "block": {
-            "tokens_per_hash": offloading.cache.tokens_per_hash,
-            "blocks_per_chunk": offloading.cache.blocks_per_chunk,
-            **(
-                {"worker_bytes": offloading.worker_kv_bytes_per_block}
-                if shared is None
-                else {"bytes": shared.num_bytes}
-            ),
-        },
-        "world": _world(offloading) if shared is None else {"layout": shared.kind},
+        "block": block,
+        "world": world,
         "hash": {"algorithm": cache.prefix_caching_hash_algo, "seed": os.environ.get(_SEED_VARIABLE)},
     }
 
 
-def _world(offloading: Any) -> dict[str, Any]:
-    sizes = _fields(offloading.parallel, "world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
-    return sizes | _fields(offloading, "replicated_layout", "canonical_layout")
-
-
-def has_random_hashes(algorithm: str, *, fixes_seed: bool) -> bool:
-    """Return whether block hashes differ between starts of the engine, so that no stored block is found again.
-
-    :param algorithm: vLLM's option ``prefix_caching_hash_algo``.
-    :param fixes_seed: whether this vLLM release fixes the seed of cryptographic algorithms; older ones do not.
-    """
-    if os.environ.get(_SEED_VARIABLE) is not None:
-        return False
-    return not (fixes_seed and algorithm in _FIXED_HASHES)
+def has_random_hashes(algorithm: str) -> bool:
+    """Return whether block hashes differ between starts of the engine, so that no stored block is found again."""
+    return os.environ.get(_SEED_VARIABLE) is None and algorithm not in _FIXED_HASHES
 
 
 def _weights(model: Any, load: Any, name: str | None) -> str:
@@ -223,11 +193,6 @@ def _weights(model: Any, load: Any, name: str | None) -> str:
 
 
 def _directory(model: str, revision: str | None, load: Any) -> Path:
-    """Return the directory from which the engine has loaded the weights.
-
-    :param load: vLLM's ``LoadConfig``.
-    :raises ConfigurationError: the files are not on this machine.
-    """
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
@@ -258,9 +223,7 @@ def _adapters(lora: Any, name: str | None) -> dict[str, Any] | None:
 
 
 def _speculation(speculative: Any, load: Any) -> dict[str, Any] | None:
-    """Return the identity fields of speculative decoding; None if it is off. They are needed because the layers of a
-    draft model may keep their KV in the same blocks. Parameters: vLLM's ``SpeculativeConfig`` and ``LoadConfig``.
-    """
+    """Identity of a draft model, whose layers may keep their KV in the same blocks."""
     if speculative is None:
         return None
     draft = getattr(speculative, "draft_model_config", None)

@@ -26,6 +26,7 @@ COUNTERS: Mapping[str, str] = {
     "evicted_chunks": "Chunks that left the store to make room",
     "restarts": "Restarts of the store's process",
 }
+
 GAUGES: Mapping[str, str] = {
     "queued_bytes": "Bytes of stores in flight",
     "held_chunks": "Chunks that a lookup finds",
@@ -35,18 +36,13 @@ GAUGES: Mapping[str, str] = {
     "breaker": "0 while the store is asked, 1 while a failing one is tried again, 2 while it is left alone",
     "open": "1 while the store is open, 0 while lookups miss because it is not",
 }
-
-
 _LONGEST_S = 1.0  # between two readings
 _BREAKER = {"half-open": 1.0, "open": 2.0}
 
 
 @dataclass
 class Observed:
-    """Totals since the tier's construction, counted by the tier itself in the engine. ``COUNTERS`` describes each.
-
-    A load copies from the store to the primary tier, a store the other way. Seconds are sums over all jobs.
-    """
+    """Those of ``COUNTERS`` that the tier itself counts in the engine, since its construction."""
 
     lookup_hits: int = 0
     lookup_misses: int = 0
@@ -58,9 +54,7 @@ class Observed:
 
 
 def metric_definitions() -> dict[str, Any]:
-    """Return vLLM's metadata objects (help text, labels) of all counters and gauges of the tier, by full metric name.
-    The tier returns them in ``build_metric_definitions``.
-    """
+    """Return vLLM's metadata of all counters and gauges of the tier, by full metric name."""
     from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
     counters = {PREFIX + name: OffloadingCounterMetadata(text, LABELS) for name, text in COUNTERS.items()}
@@ -68,10 +62,7 @@ def metric_definitions() -> dict[str, Any]:
 
 
 class MetricsReader:
-    """Builds vLLM's metrics: increments of the counters since the last reading, which vLLM adds up, and gauges.
-
-    :param store: the kind of store, e.g. ``lmdb``.
-    """
+    """Builds vLLM's metrics: increments of the counters since the last reading, which vLLM adds up, and gauges."""
 
     def __init__(self, store: str) -> None:
         self._labels = (store,)
@@ -80,11 +71,8 @@ class MetricsReader:
         self._next_s = 0.0
 
     def is_due(self, observed: Observed, now: float) -> bool:
-        """Return whether to read the metrics now: the tier's own totals changed, or the last reading is 1 s old.
-
-        True counts as a reading: the caller calls ``read`` next. Cheap, because it is called in every step.
-
-        :param now: seconds of a monotonic clock.
+        """Return whether to read the metrics now: the tier's own totals changed, or the last reading is 1 s old. If so,
+        ``read`` must follow. Cheap, because it is called in every step.
         """
         counted = tuple(vars(observed).values())
         if counted == self._observed and now < self._next_s:
@@ -93,10 +81,7 @@ class MetricsReader:
         return True
 
     def read(self, observed: Observed, stats: StoreStats, held_chunks: int) -> Any:
-        """Return vLLM's ``OffloadingConnectorStats`` with the counters' increments and the gauges' present values.
-
-        :param held_chunks: number of chunks that a lookup finds in the store.
-        """
+        """Return vLLM's ``OffloadingConnectorStats`` with the counters' increments and the gauges' present values."""
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 
         reading = OffloadingConnectorStats()
@@ -107,15 +92,15 @@ class MetricsReader:
         return reading
 
     def growth(self, now: Mapping[str, float]) -> dict[str, float]:
-        """Return the growth of each total since the last call (at first, since 0). Leave out totals that did not grow.
-
-        A smaller total was reset: its growth is counted from 0.
-
-        :param now: the present totals by name.
-        """
-        last, self._last = self._last, {**self._last, **now}
-        grown = {name: value - (last.get(name, 0) if value >= last.get(name, 0) else 0) for name, value in now.items()}
-        return {name: value for name, value in grown.items() if value}
+        """Return the growth of each total since the last call, if any. A smaller total was reset and grows from 0."""
+        growth: dict[str, float] = {}
+        for name, value in now.items():
+            last = self._last.get(name, 0)
+            grown = value - last if value >= last else value
+            if grown:
+                growth[name] = grown
+            self._last[name] = value
+        return growth
 
 
 def totals(observed: Observed, stats: StoreStats) -> dict[str, float]:
@@ -133,10 +118,7 @@ def totals(observed: Observed, stats: StoreStats) -> dict[str, float]:
 
 
 def levels(stats: StoreStats, held_chunks: int) -> dict[str, float]:
-    """Return the gauges' present values by name. Gauges of the store's process are missing until it has reported them.
-
-    :param held_chunks: as in ``MetricsReader.read``.
-    """
+    """Return the gauges' values by name. Those of the store's process are missing until it has reported them."""
     found: dict[str, float] = {
         "queued_bytes": stats.queued_bytes,
         "held_chunks": held_chunks,

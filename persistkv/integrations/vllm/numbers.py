@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import gcd
 from typing import Any
 
 from persistkv.config import NumberLayout, VectorLayout
 
-_DTYPES = {
+_DTYPES: dict[str, tuple[Any, int]] = {
     "float32": ("float32", 4),
     "float16": ("float16", 2),
     "bfloat16": ("bfloat16", 2),
@@ -49,71 +49,38 @@ def number_layout(engine: Any, spec: Any, kv_cache: Any, *, device: str) -> Numb
     worker_stride = getattr(spec, "cpu_page_size_per_worker", 0)
     if workers > 1 and not worker_stride:
         return None
-    groups = _groups(kv_cache, offloading, str(cache.cache_dtype), device)
-    if groups is None:
-        return None
-    blocks = offloading.cache.blocks_per_chunk
-    layers = max(group.layers for group in groups.values())
-    if {layers * group.page_bytes for group in groups.values()} != {offloading.worker_kv_bytes_per_block}:
-        return None  # padding, or tensors of several sizes
-    first = next(iter(groups.values()))
-    vectors = [
-        groups.get(index, first).vectors(layout, layers, blocks, (workers, worker_stride))
-        for index in range(max(groups) + 1)
-    ]
-    return NumberLayout(first.dtype, tuple(vectors))  # type: ignore[arg-type]
-
-
-class _Group:
-    """One KV cache group whose layers have equal pages: heads, tokens and numbers of one block."""
-
-    def __init__(self, layers: int, tokens: int, spec: Any, dtype: str, item: int, device: str) -> None:
-        self.layers = layers
-        self.tokens = tokens
-        self.heads = spec.num_heads if getattr(spec, "num_head_slots", None) else spec.num_kv_heads
-        self.dtype = dtype
-        keys, values = spec.head_size, spec.head_size_v
-        content = (keys + values) * item
-        if device == "cpu":  # all keys of a head, then all its values
-            self.length = keys
-            self._parts, self._token_stride = (2, tokens * keys * item), keys * item
-        else:
-            self.length = gcd(keys, values or _LATENT_PART)
-            self._parts, self._token_stride = ((keys + values) // self.length, self.length * item), content
-        self._content = content
-        self.page_bytes = self.heads * tokens * content
-        self._is_cpu = device == "cpu"
-
-    def vectors(self, layout: str, layers: int, blocks: int, workers: tuple[int, int]) -> VectorLayout:
-        """Return the positions of the group's vectors in a row.
-
-        :param layout: one of ``_LAYOUTS``.
-        :param layers: number of layers for which a row has room.
-        :param blocks: number of vLLM's blocks in a row.
-        :param workers: number of workers, and the bytes from one worker's part of the row to the next worker's part.
-        """
-        counts = {"L": layers, "B": blocks, "H": self.heads, "N": self.tokens}
-        strides, stride = {}, self._content
-        for letter in reversed(layout[:-1]):
-            strides[letter] = stride
-            stride *= counts[letter]
-        token_stride = self._token_stride if self._is_cpu else strides["N"]
-        cells = (workers, (self.layers, strides["L"]), (self.heads, strides["H"]), self._parts)
-        return VectorLayout(0, cells, ((blocks, strides["B"]), (self.tokens, token_stride)), self.length)
-
-
-def _groups(kv_cache: Any, offloading: Any, cache_dtype: str, device: str) -> Mapping[int, _Group] | None:
-    groups: dict[int, _Group] = {}
+    blocks, layers = offloading.cache.blocks_per_chunk, max(len(group.layer_names) for group in offloading.groups)
+    groups: dict[int, VectorLayout] = {}
     dtypes = set()
     for group in offloading.groups:
-        spec = kv_cache.kv_cache_groups[group.group_id].kv_cache_spec
-        name = str(getattr(spec, "dtype", "")).removeprefix("torch.") if cache_dtype == "auto" else cache_dtype
-        if name not in _DTYPES or not _is_plain(spec, group.tokens_per_block, device):
+        attention, tokens = kv_cache.kv_cache_groups[group.group_id].kv_cache_spec, group.tokens_per_block
+        name = str(getattr(attention, "dtype", "")).removeprefix("torch.")
+        name = name if cache.cache_dtype == "auto" else str(cache.cache_dtype)
+        if name not in _DTYPES or not _is_plain(attention, tokens, device):
             return None
         dtype, item = _DTYPES[name]
         dtypes.add(dtype)
-        groups[group.group_id] = _Group(len(group.layer_names), group.tokens_per_block, spec, dtype, item, device)
-    return groups if len(dtypes) == 1 else None
+        keys, values = attention.head_size, attention.head_size_v
+        heads = attention.num_heads if getattr(attention, "num_head_slots", None) else attention.num_kv_heads
+        counts = {"L": layers, "B": blocks, "H": heads, "N": tokens}
+        strides, stride = {}, (keys + values) * item
+        for letter in reversed(layout[:-1]):
+            strides[letter] = stride
+            stride *= counts[letter]
+        if stride != offloading.worker_kv_bytes_per_block * blocks:
+            return None  # padding, or tensors of several sizes
+        if device == "cpu":  # all keys of a head, then all its values
+            length, parts, token_stride = keys, (2, tokens * keys * item), keys * item
+        else:
+            length = gcd(keys, values or _LATENT_PART)
+            parts, token_stride = ((keys + values) // length, length * item), strides["N"]
+        used_layers = (len(group.layer_names), strides["L"])
+        cells = ((workers, worker_stride), used_layers, (heads, strides["H"]), parts)
+        groups[group.group_id] = VectorLayout(0, cells, ((blocks, strides["B"]), (tokens, token_stride)), length)
+    if len(dtypes) != 1:
+        return None
+    first = next(iter(groups.values()))
+    return NumberLayout(dtypes.pop(), tuple(groups.get(index, first) for index in range(max(groups) + 1)))
 
 
 def _is_plain(spec: Any, tokens: int, device: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 import msgspec
@@ -13,7 +13,6 @@ from persistkv.errors import ConfigurationError
 from persistkv.tiering.persistent import PersistentTierOptions
 
 _WHERE = "secondary tier persistkv"
-_URL_OPTIONS = ("capacity", "ttl", "deadline")
 
 
 class VllmTierOptions(PersistentTierOptions, frozen=True, kw_only=True):
@@ -21,18 +20,17 @@ class VllmTierOptions(PersistentTierOptions, frozen=True, kw_only=True):
 
     host: Literal["process", "thread"] = "process"
     capacity: int | str | None = None
-    """Maximum bytes on disk of a store that this engine creates; ``persistkv set`` changes that of an existing one. May
-    be set in the URL instead. None: as in the URL."""
+    """Maximum bytes on disk of a store that this engine creates; ``persistkv set`` changes that of an existing one.
+    This option and the next two may be in the URL instead; None: as in the URL."""
     ttl: str | None = None
     """Duration such as ``7d`` from the last use of content to its expiry, for a store that this engine creates;
-    ``persistkv set`` changes that of an existing one. May be set in the URL instead. None: as in the URL."""
+    ``persistkv set`` changes that of an existing one."""
     deadline: str | None = None
-    """Time limit of one operation of a remote store, including retries; may be set in the URL instead. None: as in the
-    URL."""
+    """Time limit of one operation of a remote store, including retries."""
     policy: Literal["request", "chunk"] = "request"
     """``request``: vLLM offers every chunk of a request to the tier, including prefix hits, and the store lists the
     whole context. ``chunk``: it offers newly computed chunks only."""
-    min_tokens: int = 0
+    min_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Requests that have fewer tokens when their first chunks arrive are not persisted. 0: no minimum."""
     labels: dict[str, str] = msgspec.field(default_factory=dict)
     """Names and values that are stored with each context and shown by tools."""
@@ -46,8 +44,7 @@ class VllmTierOptions(PersistentTierOptions, frozen=True, kw_only=True):
     """Locality of the store in vLLM's events. None: ``REMOTE`` if the backend is remote, else ``LOCAL``."""
 
     def __post_init__(self) -> None:
-        if self.min_tokens < 0:
-            raise ConfigurationError(f"{_WHERE} option min_tokens", self.min_tokens, "0 tokens or more")
+        _ = self.tier_options  # raises
 
     @property
     def scheme(self) -> str:
@@ -62,21 +59,16 @@ class VllmTierOptions(PersistentTierOptions, frozen=True, kw_only=True):
         """
         known = StoreUrl.parse(self.url).options
         url = self.url
-        for name in _URL_OPTIONS:
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if name in known:
+        for name, value in (("capacity", self.capacity), ("ttl", self.ttl), ("deadline", self.deadline)):
+            if value is not None and name in known:
                 raise ConfigurationError(f"{_WHERE} option {name}", value, "none: the url has it too")
-            url += f"{'&' if '?' in url else '?'}{name}={quote(str(value))}"
+            if value is not None:
+                url += f"{'&' if '?' in url else '?'}{name}={quote(str(value))}"
         return {name: getattr(self, name) for name in PersistentTierOptions.__struct_fields__} | {"url": url}
 
 
 def vllm_options(options: Mapping[str, Any]) -> VllmTierOptions:
-    """Convert and check the options of a ``persistkv`` entry of ``secondary_tiers``.
-
-    :raises ConfigurationError: an option is invalid; the error names it.
+    """Convert the options of a ``persistkv`` entry of ``secondary_tiers``; raise ConfigurationError if one is
+    invalid.
     """
-    checked = convert_options(VllmTierOptions, options, where=_WHERE)
-    _ = checked.tier_options
-    return checked
+    return convert_options(VllmTierOptions, options, where=_WHERE)

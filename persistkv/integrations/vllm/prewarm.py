@@ -60,7 +60,7 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]  # vLLM is n
         self._tier = tiers[0]
         self._prewarming = Prewarming(self._tier, int(len(primary_kv_view) * self.options.share))
         self._contexts = 0
-        self._context: ReqContext | None = None
+        self._context: ReqContext | None = None  # that is being promoted
         self._keys: list[OffloadKey] = []
         self._gives_up = 0.0
         self._passed_over: list[int] = []
@@ -74,7 +74,7 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]  # vLLM is n
                 return
             self._contexts += 1
             self._context = ReqContext(f"{self.tier_type}-{self._contexts}")
-            self._keys, self._gives_up = [OffloadKey(key) for key in keys], time.monotonic() + _PATIENCE_S
+            self._keys, self._gives_up = list(keys), time.monotonic() + _PATIENCE_S
             parent.on_new_request(self._context)
         context = self._context
         self._keys = [key for key in self._keys if parent.lookup(key, context) in _ON_ITS_WAY]

@@ -33,21 +33,19 @@ FileId = tuple[int, int]
 
 
 class _Mapping(NamedTuple):
-    """One line of ``/proc/PID/maps``."""
+    """One line of ``/proc/PID/maps``. For memory without a file, the inode of ``file`` is 0 and ``path`` is empty."""
 
     start: int
     stop: int
     offset: int
     file: FileId
-    """File that is mapped; the inode is 0 for memory without a file."""
     path: str
-    """Path of the mapped file; empty for memory without a file. Ends in ``(deleted)`` if the file was unlinked."""
+    """Ends in ``(deleted)`` if the file was unlinked."""
 
 
 def open_region(rows: memoryview) -> tuple[int, ...]:
-    """Open the files from which the rows are mapped, in order. The caller closes the descriptors.
+    """Open the files from which the rows are mapped, in order; ``close_region`` closes the descriptors.
 
-    :param rows: the whole region, contiguous, writable.
     :returns: the descriptors; empty if the rows do not consist of mappings of whole files, one after the other. The
         last file may be longer than its mapping.
     """
@@ -63,15 +61,12 @@ def open_region(rows: memoryview) -> tuple[int, ...]:
 
 
 def close_region(fds: Iterable[int]) -> None:
-    """Close the descriptors that ``open_region`` returned."""
     for fd in fds:
         os.close(fd)
 
 
 def _open(source: _Mapping, size: int, *, is_last: bool) -> int | None:
-    """Open the file of the mapping ``source``. None if it cannot be opened, or its size is not ``size`` bytes; the last
-    file may be longer.
-    """
+    """Open the file of the mapping ``source``. None: that is not possible, or the file has another size."""
     for candidate in (source.path, *(path for path, file in _descriptors("self") if file == source.file)):
         try:
             fd = os.open(candidate, os.O_RDWR | os.O_CLOEXEC)
@@ -89,10 +84,8 @@ def ready(rows: memoryview) -> None:
 
     The store's process also requests huge pages, but later. The kernel would then move the rows and drop them from the
     page tables of all processes, and the engine's next copy to each small page would take a fault of some microseconds.
-    If the rows are in huge pages by then, nothing is moved.
-
-    :param rows: the whole region, contiguous, writable. They may be used during the call; no byte changes. If they are
-        not mapped from whole files, nothing is done.
+    If the rows are in huge pages by then, nothing is moved. They may be used during the call; no byte changes. Rows
+    that are not mapped from whole files stay as they are.
     """
     fds = open_region(rows)
     if not fds:
@@ -105,45 +98,34 @@ def ready(rows: memoryview) -> None:
 
 
 def remove_leftovers(directory: str = SHARED_MEMORY_DIRECTORY, *, sees_all_processes: bool | None = None) -> list[str]:
-    """Remove the files of vLLM's primary tiers that no process uses.
+    """Remove the files of vLLM's primary tiers that no process uses, and return their paths.
 
     :param sees_all_processes: whether ``/proc`` shows every process that may use the files; None: detect it.
-    :returns: the removed paths. Files that cannot be removed are kept.
     """
-    sees_all = _is_in_first_namespace() if sees_all_processes is None else sees_all_processes
-    left = [path for path in sorted(Path(directory).glob(_PATTERN)) if _may_be_removed(path, sees_all)]
+    if sees_all_processes is None:
+        with suppress(OSError):
+            sees_all_processes = os.stat("/proc/self/ns/pid").st_ino == _FIRST_PID_NAMESPACE
+    left: dict[Path, FileId] = {}
+    for path in sorted(Path(directory).glob(_PATTERN)):
+        with suppress(OSError):
+            status = path.stat(follow_symlinks=False)
+            is_old = time.time() - status.st_mtime > _SAFE_AGE_S
+            if status.st_uid == os.geteuid() and (sees_all_processes or is_old):
+                left[path] = _file_id(status)
     used = _used_files() if left else set()
     removed = []
-    for path in left:
-        try:
-            if _file_id(path.stat(follow_symlinks=False)) not in used:
+    for path, file in left.items():
+        with suppress(OSError):
+            if file not in used:
                 path.unlink()
                 removed.append(str(path))
-        except OSError as error:
-            logger.debug("could not remove %s: %s", path, error)
     if removed:
         logger.info("removed regions of killed engines: %s", ", ".join(removed))
     return removed
 
 
-def _may_be_removed(path: Path, sees_all: bool) -> bool:
-    try:
-        status = path.stat(follow_symlinks=False)
-    except OSError:
-        return False
-    return status.st_uid == os.geteuid() and (sees_all or time.time() - status.st_mtime > _SAFE_AGE_S)
-
-
-def _is_in_first_namespace() -> bool:
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino == _FIRST_PID_NAMESPACE
-    except OSError:
-        return False
-
-
 def _sources(address: int, num_bytes: int) -> list[tuple[_Mapping, int]]:
     """Return the files that back a range of memory, in order: the first mapping of each, and its bytes in the range.
-
     Empty if part of the range is not mapped from a file, or a file is not mapped from its start.
     """
     found: list[tuple[_Mapping, int]] = []
@@ -175,10 +157,7 @@ def _used_files() -> set[FileId]:
 
 
 def _mappings(process: str) -> Iterator[_Mapping]:
-    """Yield the mappings of a process in order of their addresses.
-
-    :raises OSError: the process has ended, or this user may not read its mappings.
-    """
+    """Yield the mappings of a process in order of their addresses; raise OSError if it has ended."""
     with open(f"/proc/{process}/maps") as lines:
         for line in lines:
             addresses, _, offset, device, inode, *path = line.split(maxsplit=5)
@@ -189,10 +168,7 @@ def _mappings(process: str) -> Iterator[_Mapping]:
 
 
 def _descriptors(process: str) -> Iterator[tuple[str, FileId]]:
-    """Yield the path under ``/proc`` of each open descriptor of a process, and the id of its file.
-
-    :raises OSError: the process has ended, or this user may not read its descriptors.
-    """
+    """Yield the path and the file of each open descriptor of a process; raise OSError if it has ended."""
     for name in os.listdir(f"/proc/{process}/fd"):
         with suppress(OSError):  # closed in the meantime
             path = f"/proc/{process}/fd/{name}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -11,16 +11,16 @@ import msgspec
 from persistkv.base import OffloadKey, ReqContext, RequestDescription, get_offload_group_idx
 from persistkv.errors import ConfigurationError
 from persistkv.integrations.request_options import REQUEST_PARAMETER, RequestOptions
-from persistkv.integrations.vllm.releases import Position
 from persistkv.storage.records import Choice
 
 logger = logging.getLogger(__name__)
 
+Position = Callable[[OffloadKey], "int | None"]
+"""Function from a key to its position: tokens of the request up to the end of the key's chunk; None if unknown."""
 
 RETAIN = "persistkv.retain"
 PREFETCH = "persistkv.prefetch"
 HINT_VERSION = "1"
-_PREFETCH_OPTION = "prefetch"
 
 
 class Prefetch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,11 +37,7 @@ class Prefetch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def parse(cls, payload: object) -> Prefetch:
-        """Return the choice of contexts that the payload of a hint, or the option ``prefetch`` of a request, makes. The
-        store is not asked which contexts match.
-
-        :raises ValueError: the payload is invalid, or does not choose in exactly one of the three ways.
-        """
+        """Convert the payload of a hint, or the option ``prefetch`` of a request; raise ValueError if it is invalid."""
         prefetch = msgspec.convert(payload, cls)
         ways = (bool(prefetch.request), bool(prefetch.labels), bool(prefetch.token_ids))
         if sum(ways) != 1 or (prefetch.cache_salt is not None and not prefetch.token_ids):
@@ -50,7 +46,7 @@ class Prefetch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def choice(self) -> Choice:
-        """Filter of stored contexts by ``request`` or ``labels``. Not for contexts chosen by ``token_ids``."""
+        """Filter of stored contexts; not for contexts chosen by ``token_ids``."""
         return Choice(self.request, self.labels)
 
 
@@ -63,17 +59,17 @@ def request_options(
     parameters, is ignored with a warning. If another parameter is invalid, log a warning and disable stores and loads
     for the request. Defaults could store what the request excludes, and a request must not fail because of its options.
 
-    :param parameters: the request's ``kv_transfer_params``, or None.
+    :param parameters: the request's ``kv_transfer_params``.
     :param actions: the ``KvHintAction`` objects of the request; those for other components are skipped.
     """
     prefetches = []
     given = parameters.get(REQUEST_PARAMETER) if parameters else None
-    if isinstance(given, Mapping) and _PREFETCH_OPTION in given:
-        parameters = {REQUEST_PARAMETER: {name: given[name] for name in given if name != _PREFETCH_OPTION}}
+    if isinstance(given, Mapping) and "prefetch" in given:
+        parameters = {REQUEST_PARAMETER: {name: given[name] for name in given if name != "prefetch"}}
         try:
-            prefetches.append(Prefetch.parse(given[_PREFETCH_OPTION]))
+            prefetches.append(Prefetch.parse(given["prefetch"]))
         except ValueError as error:
-            logger.warning("request %s: ignored %s in its kv_transfer_params: %s", req_id, _PREFETCH_OPTION, error)
+            logger.warning("request %s: ignored prefetch in its kv_transfer_params: %s", req_id, error)
     try:
         options = RequestOptions.parse(parameters)
     except ConfigurationError as error:
@@ -99,7 +95,6 @@ def request_options(
 class LiveRequest:
     """Options and stored keys of one unfinished request. Keys may arrive in any order; they are sorted by position.
 
-    :param position: vLLM's function from a key to the tokens up to the end of its chunk; None if this vLLM has none.
     :param group_tokens: for each KV cache group, the tokens of one chunk.
     :param labels: labels that the tier gives all requests; the request's own labels take precedence.
     """
@@ -108,19 +103,20 @@ class LiveRequest:
         self,
         req_id: str,
         options: RequestOptions,
-        position: Position | None,
+        position: Position,
         group_tokens: Sequence[int],
         labels: Mapping[str, str],
     ) -> None:
         self.options = options
-        labels = {**labels, **options.labels}
-        self._description = None if position is None else _Description(position, group_tokens, labels)
-        if self._description is not None:
-            self._description.retention = options.retention
+        self._position = position
+        self._description: _Description | None = _Description(group_tokens, {**labels, **options.labels})
+        self._description.retention = options.retention
         self.context = ReqContext(req_id, description=self._description)
         self._is_long: bool | None = None
         self.has_stored = False
         """Whether any chunk of the request was submitted to the store."""
+        self.failed: set[OffloadKey] = set()
+        """Keys that failed to load, which are misses for this request: an engine never retries one for ever."""
 
     def wants(self, keys: Sequence[OffloadKey], min_tokens: int) -> bool:
         """Return whether the chunks of ``keys`` must be stored: stores are enabled, and a chunk ends at token
@@ -129,7 +125,7 @@ class LiveRequest:
         if not self.options.store:
             return False
         if self._is_long is None:
-            ends = [self._description.position(key) for key in keys] if self._description is not None else [None]
+            ends = map(self._position, keys)
             self._is_long = not min_tokens or any(end is None or end >= min_tokens for end in ends)
         return self._is_long
 
@@ -138,49 +134,40 @@ class LiveRequest:
         the first key without a known position on, the context has no ``description`` and lists no keys.
         """
         self.has_stored = True
-        if self._description is not None and not self._description.learn(keys):
-            self._description = None  # positions are only useful if all are known
-            self.context = ReqContext(self.context.req_id)
+        description = self._description
+        if description is None:
+            return self.context
+        for key in keys:
+            if key in description.ends:
+                continue
+            end = self._position(key)
+            if end is None:
+                self._description = None  # positions are only useful if all are known
+                self.context = ReqContext(self.context.req_id)
+                break
+            description.ends[key] = end
+            description.group_keys[get_offload_group_idx(key)].append(key)
+            description.num_tokens = max(description.num_tokens, end)
         return self.context
 
     def end(self) -> ReqContext:
         """Return the request's context with the keys of each group sorted by position."""
         if self._description is not None:
-            self._description.sort()
+            for chain in self._description.group_keys:
+                chain.sort(key=self._description.ends.__getitem__)
         return self.context
 
 
 class _Description(RequestDescription):
-    """Keys of a request, added in any order, and sorted by their positions in the request, which vLLM reports.
-
-    The depth of a key, the number of its group's blocks before it, also follows from its position. Parameters as for
-    ``LiveRequest``.
+    """Keys of a request in any order. The depth of a key, the number of its group's blocks before it, follows from its
+    position.
     """
 
-    def __init__(self, position: Position, group_tokens: Sequence[int], labels: Mapping[str, str]) -> None:
+    def __init__(self, group_tokens: Sequence[int], labels: Mapping[str, str]) -> None:
         super().__init__(len(group_tokens), labels)
-        self.position = position
         self._group_tokens = group_tokens
-        self._ends: dict[OffloadKey, int] = {}
-
-    def learn(self, keys: Sequence[OffloadKey]) -> bool:
-        """Add the keys that are new. Stop and return False at the first key whose position the engine does not know."""
-        for key in keys:
-            if key in self._ends:
-                continue
-            end = self.position(key)
-            if end is None:
-                return False
-            self._ends[key] = end
-            self.group_keys[get_offload_group_idx(key)].append(key)
-            self.num_tokens = max(self.num_tokens, end)
-        return True
+        self.ends: dict[OffloadKey, int] = {}
 
     def depth(self, key: OffloadKey) -> int | None:
-        end = self._ends.get(key)
+        end = self.ends.get(key)
         return None if end is None else max(0, end // self._group_tokens[get_offload_group_idx(key)] - 1)
-
-    def sort(self) -> None:
-        """Sort each group's keys by their positions in the request."""
-        for chain in self.group_keys:
-            chain.sort(key=self._ends.__getitem__)

@@ -15,7 +15,6 @@ from persistkv.cpu.devices.base import Direction
 from persistkv.cpu.devices.cpu import CPUCopyEngine
 from persistkv.cpu.layout import KVMemory, PageCopies, plan_copies
 from persistkv.integrations.vllm.regions import ready
-from persistkv.isolation import Isolation
 from persistkv.memory.libc import memory_at
 
 Mappings = Mapping[tuple[int, int], Any]
@@ -39,12 +38,13 @@ class PersistKVSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not
             kv_bytes_per_chunk=self.kv_bytes_per_chunk,
             cpu_page_size=self.cpu_page_size_per_worker,
         )
-        mappings = _mappings(kv_caches) if getattr(self.config, "canonical_layout", False) else None
-        if mappings is None:
-            sizes = [canonical.page_size_bytes for canonical in kv_caches.tensors]
-            create_view = region.create_next_worker_view
-        else:
-            sizes = _canonical_sizes(mappings, len(kv_caches.tensors))
+        mappings: Mappings | None = None
+        sizes = [canonical.page_size_bytes for canonical in kv_caches.tensors]
+        create_view = region.create_next_worker_view
+        if getattr(self.config, "canonical_layout", False):
+            refs = [ref for refs in kv_caches.group_data_refs for ref in refs]
+            mappings = {(ref.tensor_idx, ref.page_size_bytes): ref.mapping for ref in refs}
+            sizes = _canonical_sizes(mappings, len(sizes))
             create_view = region.create_next_canonical_view
         rows = [create_view(size * self.blocks_per_chunk) for size in sizes]
         storage = rows[0].untyped_storage()
@@ -56,7 +56,6 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is no
     """Worker for KV tensors in CPU memory. ``submit_store`` and ``submit_load`` copy before they return, because the
     engine computes on the same processors.
 
-    :param kv_caches: vLLM's ``CanonicalKVCaches``, in CPU memory.
     :param rows: for each tensor, its part of the rows: int8, shape (chunks, blocks_per_chunk * page bytes).
     :param release: called by ``shutdown``, when the worker has no reference to the rows any more.
     :param mappings: positions of the pages' bytes in rows of the canonical layout; None for the direct layout.
@@ -74,62 +73,54 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is no
             canonical.tensor.view(canonical.tensor.shape[0], -1)[:, : canonical.page_size_bytes]
             for canonical in kv_caches.tensors
         )
+        memory = KVMemory(pages, tuple(rows), blocks_per_chunk)
         self._kv_caches = kv_caches
-        self._memory: KVMemory | None = KVMemory(pages, tuple(rows), blocks_per_chunk)
-        self._stores, self._loads = (
-            CPUCopyEngine(self._memory, direction, in_place=True)
+        self._engines: dict[Direction, CPUCopyEngine] = {
+            direction: CPUCopyEngine(memory, direction)
             if mappings is None
-            else _CanonicalCopyEngine(self._memory, direction, mappings)
-            for direction in (Direction.STORE, Direction.LOAD)
-        )
+            else _CanonicalCopyEngine(memory, direction, mappings)
+            for direction in Direction
+        }
+        """Empty after ``shutdown``."""
+        self._results: list[TransferResult] = []
         self._release = release
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        return self._submit(self._stores, job_id, src_spec, dst_spec)
+        return self._submit(Direction.STORE, job_id, src_spec, dst_spec)
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
-        """Copy rows to pages before returning, even if ``expedited`` is False. Return False after ``shutdown``."""
-        return self._submit(self._loads, job_id, dst_spec, src_spec)
+        return self._submit(Direction.LOAD, job_id, dst_spec, src_spec)
 
-    def _submit(self, engine: CPUCopyEngine, job_id: int, blocks: Any, chunks: Any) -> bool:
-        if self._memory is None:
+    def _submit(self, direction: Direction, job_id: int, blocks: Any, chunks: Any) -> bool:
+        engine = self._engines.get(direction)
+        if engine is None:
             return False
-        return engine.submit(job_id, plan_copies(blocks, chunks, self._kv_caches, self._memory))
+        result = engine.run(job_id, plan_copies(blocks, chunks, self._kv_caches, engine.memory))
+        self._results.append(TransferResult(job_id, result.success, result.num_bytes, result.seconds))
+        return True
 
     def get_finished(self) -> list[TransferResult]:
-        return [
-            TransferResult(result.job_id, result.success, result.num_bytes, result.seconds)
-            for engine in (self._stores, self._loads)
-            for result in engine.finished()
-        ]
+        results, self._results = self._results, []
+        return results
 
     def wait(self, job_ids: set[int]) -> None:
-        self._stores.wait(job_ids)
-        self._loads.wait(job_ids)
+        """Do nothing: transfers end when they are submitted."""
 
     def shutdown(self) -> None:
-        """Wait for the transfers in flight, then release the rows; idempotent."""
-        if self._memory is None:
-            return
-        for engine in (self._stores, self._loads):
-            with Isolation(f"{engine.direction.value} engine").guard("drain", "its transfers may not have ended"):
-                engine.drain()
-        self._memory = None
-        del self._stores.memory, self._loads.memory
-        self._release()
+        """Release the rows; idempotent."""
+        if self._engines:
+            self._engines.clear()
+            self._release()
 
 
 class _CanonicalCopyEngine(CPUCopyEngine):
     """Copies between pages and rows in vLLM's canonical layout, which is the same for all parallel sizes.
 
     A worker writes only its parts of a row. If several workers hold the same bytes of a block, one of them writes them.
-
-    :param memory: the pages and rows to copy between.
-    :param mappings: as for ``CPUOffloadingWorker``.
     """
 
     def __init__(self, memory: KVMemory, direction: Direction, mappings: Mappings) -> None:
-        super().__init__(memory, direction, in_place=True)
+        super().__init__(memory, direction)
         self._mappings = mappings
         self._sizes = _canonical_sizes(mappings, len(memory.pages))
 
@@ -159,13 +150,9 @@ class _CanonicalCopyEngine(CPUCopyEngine):
                 local[blocks] = canonical[chunks, positions]
 
 
-def _mappings(kv_caches: Any) -> Mappings:
-    return {(ref.tensor_idx, ref.page_size_bytes): ref.mapping for refs in kv_caches.group_data_refs for ref in refs}
-
-
 def _canonical_sizes(mappings: Mappings, num_tensors: int) -> list[int]:
     """Return, for each KV tensor, the bytes of one page in the canonical layout."""
-    return [
-        max(mapping.canonical_page_size_bytes for (tensor, _), mapping in mappings.items() if tensor == index)
-        for index in range(num_tensors)
-    ]
+    sizes = [0] * num_tensors
+    for (tensor, _), mapping in mappings.items():
+        sizes[tensor] = max(sizes[tensor], mapping.canonical_page_size_bytes)
+    return sizes

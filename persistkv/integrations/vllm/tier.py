@@ -19,6 +19,9 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from vllm import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -31,6 +34,7 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from vllm.v1.request import Request
 
 from persistkv import base as ours
 from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
@@ -42,12 +46,10 @@ from persistkv.integrations.vllm.identity import (
     has_random_hashes,
     shared_layout,
 )
-from persistkv.integrations.vllm.keys import context_keys
 from persistkv.integrations.vllm.metrics import MetricsReader, Observed, metric_definitions
 from persistkv.integrations.vllm.numbers import number_layout
 from persistkv.integrations.vllm.options import vllm_options
 from persistkv.integrations.vllm.regions import close_region, open_region
-from persistkv.integrations.vllm.releases import fixes_hash_seed, hint_actions, key_position
 from persistkv.integrations.vllm.requests import LiveRequest, Prefetch, request_options
 from persistkv.isolation import Isolation
 from persistkv.storage import BACKENDS
@@ -98,13 +100,11 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
             self._namespace = Identity.of(config.identity).digest.hex()
             self._tier = PersistentTier(config, primary_kv_view, **self.options.tier_options)
         except BaseException:
-            self._close_region()
+            close_region(self._region_fds)
             raise
         self._labels = {"model": str(offloading_spec.config.model.name), **self.options.labels}
         self._requests: dict[str, LiveRequest] = {}
-        self._not_loading: set[str] = set()
-        self._loads: dict[int, tuple[str, Sequence[OffloadKey]]] = {}
-        self._failed: dict[str, set[OffloadKey]] = {}  # by request: keys that failed to load; now misses for it
+        self._loads: dict[int, tuple[LiveRequest, Sequence[OffloadKey]]] = {}
         self._passed_over: list[int] = []
         self._observed = Observed()
         self._metrics = MetricsReader(scheme)
@@ -114,7 +114,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
     def _tier_config(self, spec: Any, rows: memoryview) -> OffloadingConfig:
         engine, offloading = find_vllm_config(), spec.config
         algorithm = self._hash_algorithm = engine.cache_config.prefix_caching_hash_algo
-        if has_random_hashes(algorithm, fixes_seed=fixes_hash_seed()):
+        if has_random_hashes(algorithm):
             logger.warning(
                 "block hashes are random (prefix_caching_hash_algo=%s, no PYTHONHASHSEED): no stored block will be "
                 "found after a restart. Set PYTHONHASHSEED=0, or use the algorithm sha256",
@@ -127,15 +127,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
                 'contexts. If the model allows it, "canonical_layout": true in kv_connector_extra_config of all '
                 "of them makes it independent"
             )
-        facts = engine_facts()
-        identity = engine_identity(
-            engine,
-            offloading,
-            facts,
-            shared=shared,
-            weights=self.options.weights,
-            adapters=self.options.adapters,
-        )
+        facts, weights, adapters = engine_facts(), self.options.weights, self.options.adapters
+        identity = engine_identity(engine, offloading, facts, shared=shared, weights=weights, adapters=adapters)
         tokens = offloading.groups[0].tokens_per_block * offloading.cache.blocks_per_chunk
         # A tier does not know the offsets of workers' cells and groups' tensors, so each group uses the whole row.
         stride = rows.nbytes // len(rows)
@@ -150,9 +143,10 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
     # Lookups and jobs
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        if self._not_loading and req_context.req_id in self._not_loading:
+        request = self._requests.get(req_context.req_id)
+        if request is not None and not request.options.load:
             return LookupResult.MISS
-        if self._tier.lookup(key, req_context) and key not in self._failed.get(req_context.req_id, ()):
+        if self._tier.lookup(key, req_context) and (request is None or key not in request.failed):
             self._observed.lookup_hits += 1
             return LookupResult.HIT
         self._observed.lookup_misses += 1
@@ -167,12 +161,13 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
             self._passed_over.append(job_metadata.job_id)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
+        request = self._request(job_metadata.req_context)
         keys = list(job_metadata.keys)
-        self._loads[job_metadata.job_id] = job_metadata.req_context.req_id, keys
+        self._loads[job_metadata.job_id] = request, keys
         for tier in self._tiers:
             if tier is not self._tier:
                 tier.loaded_elsewhere(keys)
-        self._tier.submit_load(_job(job_metadata, keys, self._request(job_metadata.req_context).context))
+        self._tier.submit_load(_job(job_metadata, keys, request.context))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         passed_over, self._passed_over = self._passed_over, []
@@ -180,20 +175,19 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         return finished + [self._result(result) for result in self._tier.get_finished_jobs()]
 
     def _result(self, result: TierResult) -> JobResult:
-        req_id, keys = self._loads.pop(result.job_id, ("", None))
         success = result.success and not result.failed_keys
         good: list[OffloadKey] | None = None
-        if keys is None:
-            self._observed.store_bytes += result.num_bytes
-            self._observed.store_seconds += result.seconds
-        else:
+        if load := self._loads.pop(result.job_id, None):
+            request, keys = load
             failed = set(result.failed_keys) if result.success else set(keys)
+            request.failed |= failed
             good = None if success else [key for key in keys if key not in failed]
             self._observed.load_bytes += result.num_bytes
             self._observed.load_seconds += result.seconds
             self._observed.load_failed_chunks += len(failed)
-            if failed and req_id in self._requests:
-                self._failed.setdefault(req_id, set()).update(failed)
+        else:
+            self._observed.store_bytes += result.num_bytes
+            self._observed.store_seconds += result.seconds
         return JobResult(result.job_id, success, good, result.seconds, result.num_bytes)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -209,40 +203,35 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
     # Requests
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        options = self._request(req_context).options
-        if not options.load:
-            self._not_loading.add(req_context.req_id)
-        whole = options.store and self.options.policy == "request"
+        whole = self._request(req_context).options.store and self.options.policy == "request"
         return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL if whole else OffloadPolicy.CHUNK_LEVEL)
 
     def _request(self, context: ReqContext) -> LiveRequest:
         request = self._requests.get(context.req_id)
         if request is None:
-            options, prefetches = request_options(context.req_id, context.kv_transfer_params, hint_actions(context))
+            hints = () if context.kv_hints is None else context.kv_hints.actions
+            options, prefetches = request_options(context.req_id, context.kv_transfer_params, hints)
             for prefetch in prefetches if self._tier is self._tiers[0] else ():
                 self._prefetch(prefetch)
-            request = LiveRequest(context.req_id, options, key_position(context), self._group_tokens, self._labels)
+            position = context.get_offload_key_position
+            request = LiveRequest(context.req_id, options, position, self._group_tokens, self._labels)
             self._requests[context.req_id] = request
         return request
 
     def _prefetch(self, prefetch: Prefetch) -> None:
         """Queue contexts for the tier ``persistkv-prewarm`` to promote: those of the first store that the filter
         includes, or, if token ids are given, the blocks of their context that any store holds.
-
-        If the keys of token ids cannot be computed, log the error and queue nothing.
         """
         if not prefetch.token_ids:
             self._tier.prefetch(prefetch.choice)
             return
         with self._isolation.guard("prefetch", "the context is not promoted"):
-            keys = context_keys(self._offloading, self._hash_algorithm, prefetch.token_ids, prefetch.cache_salt)
+            keys = _context_keys(self._offloading, self._hash_algorithm, prefetch.token_ids, prefetch.cache_salt)
             held = [key for key in keys if any(tier.lookup(key, _NO_REQUEST) for tier in self._tiers)]
             if held:
                 self._tier.prefetch(held)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._not_loading.discard(req_context.req_id)
-        self._failed.pop(req_context.req_id, None)
         request = self._requests.pop(req_context.req_id, None)
         if request is not None and request.has_stored:
             self._tier.on_request_finished(request.end())
@@ -265,15 +254,12 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         return CONFIG_INFO
 
     def config_info(self) -> dict[str, str]:
-        """Return the labels of the metric ``vllm:kv_offload_config_info``: values by name."""
         options = self.options
         values = (options.scheme, self._namespace, options.codec, options.durability, options.policy, self._tier.host)
         return dict(zip(CONFIG_INFO, values, strict=True))
 
     def get_stats(self) -> Any:
-        """Return vLLM's metrics object, with the growth of the counters since the last one. None if the last one is
-        less than 1 s old, and the totals that the tier itself counts have not changed since.
-        """
+        """Return vLLM's metrics object with the growth of the counters; None: too early, see ``MetricsReader``."""
         if not self._metrics.is_due(self._observed, time.monotonic()):
             return None
         return self._metrics.read(self._observed, self._tier.glance(), self._tier.num_held_blocks)
@@ -293,23 +279,16 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
             self._tiers.remove(self._tier)
         with self._isolation.guard("shutdown", "its resources may not be released"):
             self._tier.shutdown()
-        self._close_region()
-
-    def _close_region(self) -> None:
         fds, self._region_fds = self._region_fds, ()
         close_region(fds)
 
 
-def _job(job: TransferJob, keys: Sequence[OffloadKey], context: ours.ReqContext) -> JobMetadata:
-    rows = np.array(job.chunk_ids, np.int64)
-    return JobMetadata(job.job_id, [ours.OffloadKey(key) for key in keys], rows, job.is_promotion, context)
+def _job(job: TransferJob, keys: list[OffloadKey], context: ours.ReqContext) -> JobMetadata:
+    return JobMetadata(job.job_id, keys, np.array(job.chunk_ids, np.int64), job.is_promotion, context)
 
 
 def is_only_source(engine: Any) -> bool:
-    """Return whether all KV that the engine does not compute comes from tiers of this package.
-
-    :param engine: vLLM's ``VllmConfig``.
-    """
+    """Return whether all KV that the engine (a ``VllmConfig``) does not compute comes from tiers of this package."""
     transfer = getattr(engine, "kv_transfer_config", None)
     if transfer is None or transfer.kv_connector != "OffloadingConnector":
         return False
@@ -332,3 +311,27 @@ def _chunk_tokens(offloading: Any) -> tuple[int, ...]:
     tokens: dict[int, int] = {group.group_id: group.tokens_per_block * chunk for group in offloading.groups}
     first = next(iter(tokens.values()))
     return tuple(tokens.get(index, first) for index in range(max(tokens) + 1))
+
+
+def _context_keys(
+    offloading: Any, hash_algorithm: str, token_ids: Sequence[int], cache_salt: str | None
+) -> list[ours.OffloadKey]:
+    """Return the keys of a context's full chunks, in token order, one KV cache group after the other: those of a
+    request with this prompt, without LoRA and without multimodal inputs. Takes as long as the hashing of its prompt.
+    """
+    hash_tokens = offloading.cache.tokens_per_hash
+    request = Request(
+        request_id="persistkv-prefetch",
+        prompt_token_ids=list(token_ids),
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        cache_salt=cache_salt,
+        block_hasher=get_request_block_hasher(hash_tokens, get_hash_fn_by_name(hash_algorithm)),
+    )
+    keys = []
+    for group in offloading.groups:
+        chunk_tokens = group.tokens_per_block * offloading.cache.blocks_per_chunk
+        for end in range(chunk_tokens, len(token_ids) + 1, chunk_tokens):
+            block_hash = bytes(request.block_hashes[end // hash_tokens - 1])
+            keys.append(ours.make_offload_key(block_hash, group.group_id))
+    return keys

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-import sys
 import threading
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from persistkv.cpu.devices import cpu as module
 from persistkv.cpu.devices.base import Direction
@@ -74,40 +74,33 @@ def test_cpu_engine_any_page_order_copies_same_bytes(
 
 def test_submit_many_pages_makes_one_torch_call() -> None:
     """Each call releases the GIL and may wait long to acquire it again."""
-    calls: list[str] = []
+    copies: list[str] = []
 
-    def count(frame: object, event: str, function: object) -> None:
-        if event == "c_call" and getattr(function, "__name__", "") in (
-            "copy_",
-            "index_select",
-            "index_copy_",
-            "index_put_",
-        ):
-            calls.append(function.__name__)  # type: ignore[attr-defined]
+    class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func._schema.is_mutable:
+                copies.append(str(func))
+            return func(*args, **(kwargs or {}))
 
     pages = torch.zeros((1000, 16), dtype=torch.int8)
     memory = KVMemory((pages,), (torch.zeros((1000, 16), dtype=torch.int8),), 1)
     blocks = np.array(random.Random(1).sample(range(1000), 1000))
     for direction in Direction:
-        engine = CPUCopyEngine(memory, direction, in_place=True)
+        engine = CPUCopyEngine(memory, direction)
         for order in (blocks, np.arange(1000)):
-            part = PageCopies(0, 16, blocks, order)
-            sys.setprofile(count)
-            engine.submit(1, [part])
-            sys.setprofile(None)
-        engine.drain()
-    assert calls == ["index_select", "index_select", "index_select", "index_copy_"]
+            with Recorded():  # type: ignore[no-untyped-call]
+                assert engine.run(1, [PageCopies(0, 16, blocks, order)]).success
+    assert copies == ["aten.index.Tensor_out"] * 2 + ["aten.index_put_.default"] * 2
 
 
-def test_submit_in_place_finishes_job_before_returning() -> None:
+def test_run_copies_on_thread_of_caller() -> None:
     memory = make_memory()
-    engine = CPUCopyEngine(memory, Direction.STORE, in_place=True)
+    engine = CPUCopyEngine(memory, Direction.STORE)
     threads = threading.active_count()
-    engine.submit(7, [PageCopies(0, PAGE, np.array([4, 2]), np.array([0, 9]))])
-    assert [(result.job_id, result.num_bytes) for result in engine.finished()] == [(7, 2 * PAGE)]
+    result = engine.run(7, [PageCopies(0, PAGE, np.array([4, 2]), np.array([0, 9]))])
+    assert (result.job_id, result.success, result.num_bytes) == (7, True, 2 * PAGE)
     assert torch.equal(memory.rows[0].reshape(-1, PAGE)[[0, 9]], memory.pages[0][[4, 2]])
     assert threading.active_count() == threads
-    engine.drain()
 
 
 @pytest.mark.parametrize("page", [16, (8 << 15) - 8, 8 << 15])
@@ -121,10 +114,9 @@ def test_cpu_engine_any_page_size_copies_bytes(page: int) -> None:
     assert torch.equal(memory.rows[0][1:], pages[[4, 1, 3, 0, 2]])
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_submit_missing_block_fails_job_and_next_job_runs(in_place: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_submit_missing_block_fails_job_and_next_job_runs(caplog: pytest.LogCaptureFixture) -> None:
     memory = make_memory()
-    engine = CPUCopyEngine(memory, Direction.STORE, in_place=in_place)
+    engine = CPUCopyEngine(memory, Direction.STORE)
     engine.submit(1, [PageCopies(0, PAGE, np.array([NUM_BLOCKS + 1]), np.array([0]))])
     engine.submit(2, [PageCopies(0, PAGE, np.array([1]), np.array([0]))])
     engine.wait({1, 2})
@@ -142,6 +134,6 @@ def test_submit_missing_block_fails_job_and_next_job_runs(in_place: bool, caplog
 def test_widened_any_alignment_uses_widest_common_element(page: int, offset: int, itemsize: int) -> None:
     aligned = torch.zeros((4, page), dtype=torch.int8)
     shifted = torch.zeros((4, 128), dtype=torch.int8)[:, offset : offset + page]
-    wide = module.widened(module.WIDEST, aligned, shifted)
+    wide = module.widened(aligned, shifted)
     assert [tensor.element_size() for tensor in wide] == [itemsize] * 2
     assert [tensor.shape for tensor in wide] == [(4, page // itemsize)] * 2

@@ -210,8 +210,7 @@ def test_engine_identity_changed_draft_model_differs_in_its_weights(config, offl
 
 def test_has_random_hashes_depends_on_algorithm_and_seed(monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    assert not has_random_hashes("sha256", fixes_seed=True)
-    assert has_random_hashes("xxhash", fixes_seed=True)
-    assert has_random_hashes("sha256", fixes_seed=False)
+    assert not has_random_hashes("sha256")
+    assert has_random_hashes("xxhash")
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    assert not has_random_hashes("xxhash", fixes_seed=False)
+    assert not has_random_hashes("xxhash")

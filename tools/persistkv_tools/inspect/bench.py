@@ -134,7 +134,7 @@ def bench(
         try:
             report = _bench(url, job_bytes, rounds, took)
         except OSError as error:
-            raise StoreError(f"the disk failed: {error.strerror}") from error
+            raise StoreError(f"the plain file cannot be written or read: {error.strerror}") from error
     if json:
         render.print_json(report)
         return

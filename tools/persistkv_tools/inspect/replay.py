@@ -4,9 +4,9 @@
    block. A hit is a block of the longest prefix of a request that the store holds when the request starts.
 2. For each request, the replay looks up its chain, loads the longest prefix that is held, compares the bytes, and then
    stores the whole context and ends the request, as an engine without a primary tier would.
-3. Blocks are synthetic and hundreds of times smaller than real ones. A store evicts packs. Real packs are cut at 32 MiB
-   where the places of blocks in their contexts are known, and hold 64 MiB at most: 1 to 10 blocks of 512 tokens,
-   depending on the model. Synthetic packs must not have more blocks than that: the replay stores each one as a job.
+3. Blocks are synthetic and hundreds of times smaller than real ones. A store evicts packs; real packs are cut at
+   32 MiB and hold 64 MiB at most, which is 1 to 10 blocks of 512 tokens, depending on the model. Synthetic packs must
+   not have more blocks than that: the replay stores each one as a job.
 """
 
 from __future__ import annotations

@@ -74,9 +74,8 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
     for name in [asked] if asked in COMMANDS else COMMANDS:
         module, _, attribute = COMMANDS[name].partition(":")
         function = getattr(import_module(module), attribute)
-        text = re.sub(
-            r"(?<!\n)\n(?!\n)", " ", getdoc(function) or ""
-        )  # typer would keep the line ends of the source code
+        # typer would keep the line ends of the source code
+        text = re.sub(r"(?<!\n)\n(?!\n)", " ", getdoc(function) or "")
         app.command(name, cls=_Command, help=text)(_interruptible(function))
     return app
 

@@ -140,11 +140,7 @@ def report_data(url: str, backend: InspectableBackend) -> ReportData:
     found.sort(key=lambda request: (request.manifest.created, request.manifest.id))
     by_size = sorted(found, key=lambda request: -request.manifest.raw_bytes)[:_MOST]
     largest = [request.view(backend) for request in by_size]
-    tree, group = None, 0
-    if by_size:
-        blocks = by_size[0].manifest.group_blocks
-        group = max(range(len(blocks)), key=blocks.__getitem__, default=0)
-        tree = prefix_tree(backend, by_size[0], group=group, node_limit=_NODES)
+    tree, group = prefix_tree(backend, by_size[0], _NODES) if by_size else (None, 0)
     periods, engines = _periods(backend, found), Watch(url, backend).look().engines
     return ReportData(url, time.time(), store_totals(url, backend), periods, largest, tree, group, engines)
 

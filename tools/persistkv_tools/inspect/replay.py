@@ -25,7 +25,6 @@ from urllib.parse import urlencode
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import typer
 
 from persistkv.config import PAGE_BYTES, StoreUrl, parse_size

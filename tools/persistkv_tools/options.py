@@ -56,13 +56,13 @@ def _only(name: str, metavar: str | None, requests: str) -> Any:
     return typer.Option(name, metavar=metavar, help=f"Only requests {requests}.")
 
 
-_ONE = "Id of the request, or its first characters."
-_SOME = "Ids of requests, or their first characters."
+_ID_HELP = "Id of the request, or its first characters."
+_IDS_HELP = "Ids of requests, or their first characters."
 RequestId = Annotated[
-    str, typer.Argument(metavar="REQUEST", help=_ONE, show_default=False, autocompletion=_complete_request)
+    str, typer.Argument(metavar="REQUEST", help=_ID_HELP, show_default=False, autocompletion=_complete_request)
 ]
 RequestIds = Annotated[
-    list[str] | None, typer.Argument(metavar="REQUEST", help=_SOME, autocompletion=_complete_request)
+    list[str] | None, typer.Argument(metavar="REQUEST", help=_IDS_HELP, autocompletion=_complete_request)
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; sizes in bytes.")]
 InNamespace = Annotated[

@@ -158,6 +158,8 @@ def _cell(record: object, column: str | Callable[[Any], str]) -> str:
         return str(value)[:8]
     if column.endswith(("_bytes", "bytes_per_s")):
         return format_size(round(value)) + "/s" * column.endswith("_s")
+    if column.endswith("seconds"):
+        return f"{value * 1e3:,.1f} ms"
     if isinstance(value, bool):
         return "yes" if value else ""
     if isinstance(value, int):

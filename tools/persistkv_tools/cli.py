@@ -73,7 +73,9 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
     for name in [asked] if asked in COMMANDS else COMMANDS:
         module, _, attribute = COMMANDS[name].partition(":")
         function = getattr(import_module(module), attribute)
-        app.command(name, cls=_Command, help=_unwrapped(getdoc(function) or ""))(_interruptible(function))
+        # typer would keep the line ends of the source code
+        text = re.sub(r"(?<!\n)\n(?!\n)", " ", getdoc(function) or "")
+        app.command(name, cls=_Command, help=text)(_interruptible(function))
     return app
 
 
@@ -98,11 +100,6 @@ def main(arguments: Sequence[str] | None = None, *, may_retry: bool = False) -> 
             sys.exit(RETRY)
         typer.echo(f"persistkv: {printable(' '.join(str(error).split()))}", err=True)
         sys.exit(_STORE_FAILED if isinstance(error, (StoreError, HostError)) else _BAD_INPUT)
-
-
-def _unwrapped(text: str) -> str:
-    """Return the text with one line for each paragraph: typer would keep the line ends of the source code."""
-    return re.sub(r"(?<!\n)\n(?!\n)", " ", text)
 
 
 def _without_types(params: list[Any]) -> list[Any]:

@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import typer
@@ -52,47 +52,28 @@ def _complete_request(ctx: typer.Context, incomplete: str) -> list[tuple[str, st
     return sorted(long or found)[:_COMPLETIONS]
 
 
+def _only(name: str, metavar: str | None, requests: str) -> Any:
+    return typer.Option(name, metavar=metavar, help=f"Only requests {requests}.")
+
+
+_ID_HELP = "Id of the request, or its first characters."
+_IDS_HELP = "Ids of requests, or their first characters."
 RequestId = Annotated[
-    str,
-    typer.Argument(
-        metavar="REQUEST",
-        help="Id of the request, or its first characters.",
-        show_default=False,
-        autocompletion=_complete_request,
-    ),
+    str, typer.Argument(metavar="REQUEST", help=_ID_HELP, show_default=False, autocompletion=_complete_request)
 ]
 RequestIds = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="REQUEST",
-        help="Ids of requests, or their first characters.",
-        autocompletion=_complete_request,
-    ),
+    list[str] | None, typer.Argument(metavar="REQUEST", help=_IDS_HELP, autocompletion=_complete_request)
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; sizes in bytes.")]
 InNamespace = Annotated[
-    str | None,
-    typer.Option("--namespace", metavar="ID", help="Only this namespace: its id, or the first digits."),
+    str | None, typer.Option("--namespace", metavar="ID", help="Only this namespace: its id, or the first digits.")
 ]
-Labels = Annotated[
-    list[str] | None,
-    typer.Option("--label", metavar="NAME[=VALUE]", help="Only requests with this label; can be repeated."),
-]
-OlderThan = Annotated[
-    str | None, typer.Option("--older-than", metavar="AGE", help="Only requests older than this, e.g. 12h or 30d.")
-]
-NewerThan = Annotated[
-    str | None, typer.Option("--newer-than", metavar="AGE", help="Only requests younger than this, e.g. 12h or 30d.")
-]
-LargerThan = Annotated[
-    str | None, typer.Option("--larger-than", metavar="SIZE", help="Only requests with more raw bytes, e.g. 1GiB.")
-]
-SmallerThan = Annotated[
-    str | None, typer.Option("--smaller-than", metavar="SIZE", help="Only requests with fewer raw bytes, e.g. 1GiB.")
-]
-NeverHit = Annotated[
-    bool, typer.Option("--never-hit", help="Only requests that were never used after they were stored.")
-]
+Labels = Annotated[list[str] | None, _only("--label", "NAME[=VALUE]", "with this label; can be repeated")]
+OlderThan = Annotated[str | None, _only("--older-than", "AGE", "older than this, e.g. 12h or 30d")]
+NewerThan = Annotated[str | None, _only("--newer-than", "AGE", "younger than this, e.g. 12h or 30d")]
+LargerThan = Annotated[str | None, _only("--larger-than", "SIZE", "with more raw bytes, e.g. 1GiB")]
+SmallerThan = Annotated[str | None, _only("--smaller-than", "SIZE", "with fewer raw bytes, e.g. 1GiB")]
+NeverHit = Annotated[bool, _only("--never-hit", None, "that were never used after they were stored")]
 Rate = Annotated[
     str | None, typer.Option("--rate", metavar="SIZE", help="Read at most this much per second, e.g. 200MiB.")
 ]

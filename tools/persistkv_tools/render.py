@@ -118,8 +118,8 @@ def say(text: str, *, stderr: bool = False) -> None:
 
 
 Columns = Mapping[str, str | Callable[[Any], str]]
-"""For each header of a table, the name of the field that the column shows, or a function that returns the cell's text
-from the record. Sizes, rates and times are formatted according to the field's name."""
+"""For each header of a table, the field that the column shows, such as ``blocks`` or ``counters.commits``, or a
+function that returns the cell's text from the record. Values are formatted according to the field's name."""
 
 
 def columns(spec: str, **derived: Callable[[Any], str]) -> Columns:
@@ -147,7 +147,9 @@ def pairs(columns: Columns, record: object) -> dict[str, str]:
 def _cell(record: object, column: str | Callable[[Any], str]) -> str:
     if callable(column):
         return column(record)
-    value = getattr(record, column)
+    value: Any = record
+    for name in column.split("."):
+        value = None if value is None else getattr(value, name)
     if value is None:
         return "-"
     if column in ("created", "updated", "last_used"):
@@ -156,6 +158,8 @@ def _cell(record: object, column: str | Callable[[Any], str]) -> str:
         return str(value)[:8]
     if column.endswith(("_bytes", "bytes_per_s")):
         return format_size(round(value)) + "/s" * column.endswith("_s")
+    if column.endswith("seconds"):
+        return f"{value * 1e3:,.1f} ms"
     if isinstance(value, bool):
         return "yes" if value else ""
     if isinstance(value, int):

@@ -100,11 +100,7 @@ class BenchReport(msgspec.Struct, frozen=True):
     notes: list[str]
 
 
-_FIGURES = render.columns(
-    "operation=name time=needed speed=bytes_per_s plain=limit ratio verdict",
-    needed=lambda figure: _milliseconds(figure.seconds),
-    limit=lambda figure: _milliseconds(figure.limit_seconds),
-)
+_FIGURES = render.columns("operation=name time=seconds speed=bytes_per_s plain=limit_seconds ratio verdict")
 _CODEC_FIGURES = render.columns("codec ratio store=store_bytes_per_s load=load_bytes_per_s time_vs_raw=time")
 
 
@@ -134,7 +130,7 @@ def bench(
         try:
             report = _bench(url, job_bytes, rounds, took)
         except OSError as error:
-            raise StoreError(f"the disk failed: {error.strerror}") from error
+            raise StoreError(f"the plain file cannot be written or read: {error.strerror}") from error
     if json:
         render.print_json(report)
         return
@@ -145,10 +141,6 @@ def bench(
         render.say(f"recommended codec: {report.advice.codec} ({report.advice.reason})")
     for note in report.notes:
         render.say(note)
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:,.1f} ms"
 
 
 def _bench(url: str, job_bytes: int, rounds: int, took: Took) -> BenchReport:

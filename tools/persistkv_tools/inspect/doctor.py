@@ -27,7 +27,7 @@ from persistkv.errors import CorruptPackError, PersistKVError
 from persistkv.storage import open_inspectable
 from persistkv.storage.backend import Backend, ReadSpan
 from persistkv.storage.format.codec import parse_codec
-from persistkv.storage.format.pack import FRAME_BYTES, Frame, PackTable, align, decode_frame
+from persistkv.storage.format.pack import FRAME_BYTES, align, decode_frame
 from persistkv_tools import render
 from persistkv_tools.options import STORE_VARIABLE, Json
 
@@ -55,12 +55,9 @@ class Level(str, enum.Enum):
     """Severity of a check's outcome."""
 
     OK = "ok"
-    NOTE = "note"
-    """Information that requires no action."""
-    WARNING = "warning"
-    """persistkv works, but something will be slow, or will run out of space."""
-    PROBLEM = "problem"
-    """persistkv does not work."""
+    NOTE = "note"  # requires no action
+    WARNING = "warning"  # persistkv works, but something will be slow, or will run out of space
+    PROBLEM = "problem"  # persistkv does not work
 
 
 _STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
@@ -89,22 +86,15 @@ def doctor(
     if json:
         render.print_json({"url": url, "findings": findings})
     else:
-        _print(findings)
+        made = render.table(("check", "level", "found"), [], left="level,found")
+        made.columns[-1].no_wrap = False
+        for finding in findings:
+            level = render.plain(finding.level.value, _STYLES[finding.level])
+            found = [finding.found, f"→ {finding.todo}"] if finding.todo else [finding.found]
+            made.add_row(render.plain(finding.check), level, Text("\n").join(map(render.plain, found)))
+        render.console().print(made)
     if any(finding.level in (Level.WARNING, Level.PROBLEM) for finding in findings):
         raise typer.Exit(1)
-
-
-def _print(findings: list[Check]) -> None:
-    made = render.table(("check", "level", "found"), [], left="level,found")
-    made.columns[-1].no_wrap = False
-    for finding in findings:
-        found = [finding.found, f"→ {finding.todo}"] if finding.todo else [finding.found]
-        made.add_row(
-            render.plain(finding.check),
-            render.plain(finding.level.value, _STYLES[finding.level]),
-            Text("\n").join(map(render.plain, found)),
-        )
-    render.console().print(made)
 
 
 def examine(url: str | None, environment: Mapping[str, str], shared_memory: Path = SHARED_MEMORY) -> Iterator[Check]:
@@ -204,10 +194,9 @@ def _store(url: str) -> Iterator[Check]:
     else:
         yield Check("codec", Level.OK, "the store holds less than 1 MiB, too little to recommend a codec")
     if stats.quarantined:
-        found = (
-            f"{render.format_size(stats.quarantined_bytes)}, not counted in the capacity: {' '.join(stats.quarantined)}"
-        )
-        yield Check("damaged files", Level.WARNING, found, f"persistkv prune {url} --quarantined deletes them")
+        size, names = render.format_size(stats.quarantined_bytes), " ".join(stats.quarantined)
+        todo = f"persistkv prune {url} --quarantined deletes them"
+        yield Check("damaged files", Level.WARNING, f"{size}, not counted in the capacity: {names}", todo)
     newest = max(created, default=0.0)
     right = newest <= time.time() + _SKEW_S
     found = "no request is from the future" if right else f"the newest request has age {render.format_age(newest)}"
@@ -229,7 +218,11 @@ def sample_store(backend: Backend, most_bytes: int) -> bytes:
     sample = bytearray()
     for table in packs:
         for frame in _spread(table.frames, per_pack):
-            sample += _decoded(backend, table, frame)
+            stored, raw = bytearray(frame.stored_length), bytearray(frame.raw_length)
+            with suppress(CorruptPackError):
+                if all(backend.read(table.namespace, [ReadSpan(table.pack_id, frame.offset, [memoryview(stored)])])):
+                    decode_frame(table.codec, frame, stored, memoryview(raw))
+                    sample += raw
     return bytes(sample[:most_bytes]) if len(sample) >= FRAME_BYTES else b""
 
 
@@ -237,21 +230,11 @@ def _spread(items: Sequence[T], most: int) -> Sequence[T]:
     return items[:: max(1, -(-len(items) // most))]
 
 
-def _decoded(backend: Backend, table: PackTable, frame: Frame) -> bytearray:
-    stored, raw = bytearray(frame.stored_length), bytearray(frame.raw_length)
-    with suppress(CorruptPackError):
-        if all(backend.read(table.namespace, [ReadSpan(table.pack_id, frame.offset, [memoryview(stored)])])):
-            decode_frame(table.codec, frame, stored, memoryview(raw))
-            return raw
-    return bytearray()
-
-
 def smallest(sample: bytes) -> tuple[str, float]:
     """Return the codec that makes these bytes smallest, and its ratio of raw to stored bytes."""
     frames = [sample[start : start + FRAME_BYTES] for start in range(0, len(sample), FRAME_BYTES)]
     sizes = {
-        name: sum(align(min(len(codec.encode(frame)), len(frame))) for frame in frames)
-        for name, codec in zip(CODECS, map(parse_codec, CODECS), strict=True)
+        name: sum(align(min(len(parse_codec(name).encode(frame)), len(frame))) for frame in frames) for name in CODECS
     }
     best = min(sizes, key=sizes.__getitem__)
     return best, len(sample) / sizes[best]

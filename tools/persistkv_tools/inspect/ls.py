@@ -25,6 +25,8 @@ from persistkv_tools import options, render
 from persistkv_tools.options import RequestView, Selection
 
 _PAGE = 50
+_SORT_HELP = "Newest or largest first: created, used, tokens, blocks, size, hits. Alphabetically: id, namespace."
+_LIMIT_HELP = f"Requests to show; 0: all. By default {_PAGE} in the table, otherwise all."
 
 
 class NamespaceView(msgspec.Struct, frozen=True):
@@ -88,13 +90,7 @@ _KEYS: dict[Sort, Callable[[RequestView], tuple[Any, ...]]] = {
 
 def ls(
     url: options.Url,
-    sort: Annotated[
-        Sort,
-        typer.Option(
-            metavar="FIELD",
-            help="Newest or largest first: created, used, tokens, blocks, size, hits. Alphabetically: id, namespace.",
-        ),
-    ] = Sort.CREATED,
+    sort: Annotated[Sort, typer.Option(metavar="FIELD", help=_SORT_HELP)] = Sort.CREATED,
     reverse: Annotated[bool, typer.Option("--reverse", help="Reverse the order.")] = False,
     namespace: options.InNamespace = None,
     label: options.Labels = None,
@@ -103,15 +99,7 @@ def ls(
     larger_than: options.LargerThan = None,
     smaller_than: options.SmallerThan = None,
     never_hit: options.NeverHit = False,
-    limit: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=0,
-            help=f"Requests to show; 0: all. By default {_PAGE} in the table, otherwise all.",
-            show_default=False,
-        ),
-    ] = None,
+    limit: Annotated[int | None, typer.Option(metavar="N", min=0, help=_LIMIT_HELP, show_default=False)] = None,
     offset: Annotated[int, typer.Option(metavar="N", min=0, help="Requests to skip.")] = 0,
     ids: Annotated[bool, typer.Option("--ids", help="Print only the full ids, one per line.")] = False,
     csv: Annotated[

@@ -4,9 +4,9 @@
    block. A hit is a block of the longest prefix of a request that the store holds when the request starts.
 2. For each request, the replay looks up its chain, loads the longest prefix that is held, compares the bytes, and then
    stores the whole context and ends the request, as an engine without a primary tier would.
-3. Blocks are synthetic and hundreds of times smaller than real ones. A store evicts packs. Real packs are cut at 32 MiB
-   where the places of blocks in their contexts are known, and hold 64 MiB at most: 1 to 10 blocks of 512 tokens,
-   depending on the model. Synthetic packs must not have more blocks than that: the replay stores each one as a job.
+3. Blocks are synthetic and hundreds of times smaller than real ones. A store evicts packs; real packs are cut at
+   32 MiB and hold 64 MiB at most, which is 1 to 10 blocks of 512 tokens, depending on the model. Synthetic packs must
+   not have more blocks than that: the replay stores each one as a job.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from urllib.parse import urlencode
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import typer
 
 from persistkv.config import PAGE_BYTES, StoreUrl, parse_size
@@ -241,28 +240,21 @@ class _Engine:
         held = next((place for place, key in enumerate(keys) if not self.client.contains(key)), len(keys))
         # each block's bytes, computed from its id: shape (blocks, 64-bit words of a block)
         contents = self._pattern * (np.asarray(chain, dtype=np.uint64) * np.uint64(2) + np.uint64(1))[:, None]
-        good = self._load(keys[:held], contents[:held]) if held else 0
-        self._run.hits += good
-        self._run.wrong_blocks += held - good
+        if held:
+            job_id, rows = next(self._ids), range(self._longest, self._longest + held)
+            self.client.submit_load(job_id, keys[:held], rows)
+            failed = set(finish(self.client, job_id).failed)
+            right = (self._words[rows.start : rows.stop] == contents[:held]).all(axis=1)
+            good = sum(bool(same) and key not in failed for same, key in zip(right, keys[:held], strict=True))
+            self._run.hits += good
+            self._run.wrong_blocks += held - good
         self._words[: len(chain)] = contents
-        self._store(f"request {number}", keys)
-
-    def _load(self, keys: list[bytes], contents: npt.NDArray[np.uint64]) -> int:
-        """Load blocks; return the number of those with the right bytes."""
-        job_id = next(self._ids)
-        rows = range(self._longest, self._longest + len(keys))
-        self.client.submit_load(job_id, keys, rows)
-        failed = set(finish(self.client, job_id).failed)
-        right = (self._words[rows.start : rows.stop] == contents).all(axis=1)
-        return sum(bool(same) and key not in failed for same, key in zip(right, keys, strict=True))
-
-    def _store(self, request: str, keys: list[bytes]) -> None:
-        """Store the blocks of a request, and end it. Blocks of jobs of one name can share a pack: each has its own."""
-        job_id = 0
+        request = f"request {number}"
         for start in range(0, len(keys), self._pack_blocks):
             part = range(start, min(start + self._pack_blocks, len(keys)))
             job_id, size = next(self._ids), len(part) * self._block_bytes
-            self.client.submit_store(job_id, f"{request}, from {start}", keys[start : part.stop], part, part, size)
+            name = f"{request}, from {start}"  # blocks of jobs of one name could share a pack
+            self.client.submit_store(job_id, name, keys[start : part.stop], part, part, size)
         tokens = len(keys) * _TOKENS_PER_BLOCK
         self.client.end_request(RequestEnd(request, request, (keys,), tokens, _TOKENS_PER_BLOCK))
         finish(self.client, job_id)  # one step of the host takes all jobs and writes them

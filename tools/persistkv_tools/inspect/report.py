@@ -74,13 +74,10 @@ _LARGEST = render.columns(
     "request=id stored_at tokens blocks raw=raw_bytes labels", stored_at=lambda found: render.format_time(found.created)
 )
 _ENGINES = render.columns(
-    "engine seen hits=hit_rate written read evicted dropped",
+    "engine seen hits=hit_rate written=counters.stored_raw_bytes read=counters.loaded_bytes"
+    " evicted=counters.evicted_blocks dropped=counters.dropped_blocks",
     engine=engine_name,
     seen=lambda engine: render.format_time(engine.updated),
-    written=lambda engine: render.format_size(engine.counters.stored_raw_bytes),
-    read=lambda engine: render.format_size(engine.counters.loaded_bytes),
-    evicted=lambda engine: f"{engine.counters.evicted_blocks:,}",
-    dropped=lambda engine: f"{engine.counters.dropped_blocks:,}",
 )
 
 
@@ -143,11 +140,7 @@ def report_data(url: str, backend: InspectableBackend) -> ReportData:
     found.sort(key=lambda request: (request.manifest.created, request.manifest.id))
     by_size = sorted(found, key=lambda request: -request.manifest.raw_bytes)[:_MOST]
     largest = [request.view(backend) for request in by_size]
-    tree, group = None, 0
-    if by_size:
-        blocks = by_size[0].manifest.group_blocks
-        group = max(range(len(blocks)), key=blocks.__getitem__, default=0)
-        tree = prefix_tree(backend, by_size[0], group=group, node_limit=_NODES)
+    tree, group = prefix_tree(backend, by_size[0], _NODES) if by_size else (None, 0)
     periods, engines = _periods(backend, found), Watch(url, backend).look().engines
     return ReportData(url, time.time(), store_totals(url, backend), periods, largest, tree, group, engines)
 
@@ -197,10 +190,7 @@ def _parts(data: ReportData) -> Iterator[str]:
     yield f'<div class="cards">{"".join(cards)}</div>'
     if data.totals.requests:
         ages, sizes = _histogram("younger than", data.totals.ages), _histogram("smaller than", data.totals.sizes)
-        yield _columns(
-            _section("Age", "Requests by age.", ages),
-            _section("Size", "Requests by raw size.", sizes),
-        )
+        yield _columns(_section("Age", "Requests by age.", ages), _section("Size", "Requests by raw size.", sizes))
     if data.periods:
         yield _columns(_fill(data.periods), _hits(data.periods))
     if data.tree is not None:

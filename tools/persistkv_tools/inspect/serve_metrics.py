@@ -10,7 +10,6 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -19,7 +18,7 @@ import typer
 from persistkv.errors import ConfigurationError, MissingExtraError, StoreError, StoreUnavailableError
 from persistkv.storage import open_inspectable
 from persistkv.storage.extensions import InspectableBackend
-from persistkv.storage.host.status import EngineStatus, read_statuses
+from persistkv.storage.host.status import read_statuses
 from persistkv_tools import options, render
 
 if TYPE_CHECKING:
@@ -130,6 +129,14 @@ class StoreCollector:
 
     def collect(self) -> list[Metric]:
         """Return the metrics of a scrape; only ``persistkv_up``, with value 0, if the store cannot be read."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        metrics: list[Metric] = []
+
+        def add(name: str, text: str, value: float) -> None:
+            metrics.append(gauge := GaugeMetricFamily(name, text, labels=["store"]))
+            gauge.add_metric([self._store], value)
+
         with self._lock:
             try:
                 if self._backend is None:
@@ -138,15 +145,33 @@ class StoreCollector:
             except StoreError as error:
                 logger.warning("%s cannot be read: %s", self._store, error)
                 self.close()
-                return [self._of_store("persistkv_up", _UP, 0)]
-            now = time.time()
-            live = [status for status in statuses if status.is_live(now)]
-            found = {"persistkv_up": (_UP, 1)}
-            found |= {f"persistkv_store_{name}": (text, getattr(stats, name)) for name, text in _STORE.items()}
-            if stats.capacity is not None:
-                found["persistkv_store_capacity_bytes"] = "Limit of disk_bytes.", stats.capacity
-            found["persistkv_engines"] = "Running engines that publish their status.", len(live)
-            return [*(self._of_store(name, *metric) for name, metric in found.items()), *self._of_engines(live)]
+                add("persistkv_up", _UP, 0)
+                return metrics
+        now = time.time()
+        live = [
+            ([self._store, status.engine, status.host, status.namespace], status)
+            for status in statuses
+            if status.is_live(now)
+        ]
+        add("persistkv_up", _UP, 1)
+        for name, text in _STORE.items():
+            add(f"persistkv_store_{name}", text, getattr(stats, name))
+        if stats.capacity is not None:
+            add("persistkv_store_capacity_bytes", "Limit of disk_bytes.", stats.capacity)
+        add("persistkv_engines", "Running engines that publish their status.", len(live))
+        for name, text in _COUNTERS.items():
+            metrics.append(counter := CounterMetricFamily(f"persistkv_engine_{name}", text, labels=_ENGINE_LABELS))
+            for labels, status in live:
+                counter.add_metric(labels, getattr(status.counters, name), created=status.started)
+        for name, text in _GAUGES.items():
+            metrics.append(gauge := GaugeMetricFamily(f"persistkv_engine_{name}", text, labels=_ENGINE_LABELS))
+            for labels, status in live:
+                value = getattr(status, name)
+                if name != "breaker":
+                    gauge.add_metric(labels, value)
+                elif value in _BREAKER:
+                    gauge.add_metric(labels, _BREAKER.index(value))
+        return metrics
 
     def close(self) -> None:
         """Release the store; idempotent."""
@@ -154,31 +179,3 @@ class StoreCollector:
             if self._backend is not None:
                 self._backend.close()
                 self._backend = None
-
-    def _of_store(self, name: str, text: str, value: float) -> Metric:
-        from prometheus_client.core import GaugeMetricFamily
-
-        gauge = GaugeMetricFamily(name, text, labels=["store"])
-        gauge.add_metric([self._store], value)
-        return gauge
-
-    def _of_engines(self, statuses: list[EngineStatus]) -> Iterator[Metric]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-        for name, text in _COUNTERS.items():
-            counter = CounterMetricFamily(f"persistkv_engine_{name}", text, labels=_ENGINE_LABELS)
-            for status in statuses:
-                counter.add_metric(self._labels(status), getattr(status.counters, name), created=status.started)
-            yield counter
-        for name, text in _GAUGES.items():
-            gauge = GaugeMetricFamily(f"persistkv_engine_{name}", text, labels=_ENGINE_LABELS)
-            for status in statuses:
-                value = getattr(status, name)
-                if name != "breaker":
-                    gauge.add_metric(self._labels(status), value)
-                elif value in _BREAKER:
-                    gauge.add_metric(self._labels(status), _BREAKER.index(value))
-            yield gauge
-
-    def _labels(self, status: EngineStatus) -> list[str]:
-        return [self._store, status.engine, status.host, status.namespace]

@@ -123,15 +123,14 @@ def show(
     with opened(url) as backend:
         found = find_request(backend, request, namespace)
         context = show_context(url, backend, found, key_limit=keys)
-        longest = max(range(len(context.groups)), key=lambda group: context.groups[group].blocks, default=0)
-        top = prefix_tree(backend, found, group=longest, node_limit=nodes) if tree else None
+        top, group = prefix_tree(backend, found, nodes) if tree else (None, 0)
     if json:
         render.print_json({"context": context, "tree": top})
         return
     _print(context)
     if top is not None:
         tree_of = f"{render.count(top.requests, 'request')} in namespace {context.request.namespace[:8]}"
-        render.console().print(_rich_tree(top, f"prefix tree of {tree_of} (keys of group {longest})"))
+        render.console().print(_rich_tree(top, f"prefix tree of {tree_of} (keys of group {group})"))
 
 
 def _print(context: ContextView) -> None:
@@ -270,14 +269,17 @@ def _pack_views(
     return views
 
 
-def prefix_tree(backend: InspectableBackend, found: FoundRequest, *, group: int, node_limit: int) -> TreeNode:
-    """Return the prefix tree of all requests in a request's namespace that have readable keys in this group.
+def prefix_tree(backend: InspectableBackend, found: FoundRequest, node_limit: int) -> tuple[TreeNode, int]:
+    """Return the prefix tree of all requests in a request's namespace, and the index of the KV cache group whose keys
+    it is made of: that with most blocks of the request. Requests without readable keys in it are left out.
 
     The top node has no blocks.
 
     :param node_limit: largest number of nodes below the top node. Each node has at most 8 children.
     """
     namespace, chosen, chains = found.namespace.id, found.manifest.id, list[_Chain]()
+    blocks = found.manifest.group_blocks
+    group = max(range(len(blocks)), key=blocks.__getitem__, default=0)
     names = (manifest.id for manifest in backend.manifests(namespace))
     for name, keys in keys_of(backend, namespace, names):
         if keys is not None and len(keys) > group and len(keys[group]):
@@ -298,7 +300,7 @@ def prefix_tree(backend: InspectableBackend, found: FoundRequest, *, group: int,
         if shown and shown[0][0].chosen:
             waiting.insert(0, shown.pop(0))
         waiting += shown
-    return top
+    return top, group
 
 
 def _node(branch: Sequence[_Chain], depth: int, chosen: str) -> TreeNode:

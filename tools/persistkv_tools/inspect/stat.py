@@ -161,10 +161,8 @@ def _print(store: StoreTotals) -> None:
             rows["fragmentation"] = f"{free.fragmentation:.0%} (free payload space outside the largest piece)"
     rows["capacity"] = "none" if store.capacity is None else render.format_size(store.capacity)
     if store.quarantined:
-        damaged = (
-            f"{render.format_size(store.quarantined_bytes)}, not counted in the capacity: {' '.join(store.quarantined)}"
-        )
-        rows["damaged"] = f"{damaged}; persistkv prune --quarantined deletes them"
+        size, names = render.format_size(store.quarantined_bytes), " ".join(store.quarantined)
+        rows["damaged"] = f"{size}, not counted in the capacity: {names}; persistkv prune --quarantined deletes them"
     render.show_pairs(rows, title=store.url)
     shown = _NAMESPACES if render.is_wide() else _NARROW_NAMESPACES
     columns = render.columns(shown, short=lambda space: space.id[:8], model=_model)

@@ -56,43 +56,34 @@ def engine_name(view: EngineView) -> str:
     return f"{view.host}:{view.engine_pid or view.pid}" + ("" if view.live else " (gone)")
 
 
-def _rate(name: str) -> Callable[[EngineView], str]:
-    """Return a function that formats a field of ``Rates`` for a table."""
-
-    def text(view: EngineView) -> str:
-        if view.rates is None:
-            return "-"
-        rate: float = getattr(view.rates, name)
-        return render.format_size(round(rate)) if name.endswith("_bytes") else f"{rate:,.1f}"
-
-    return text
+def _per_second(name: str) -> Callable[[EngineView], str]:
+    """Return a function that formats a field of ``Rates`` that is no size."""
+    return lambda view: "-" if view.rates is None else f"{getattr(view.rates, name):,.1f}"
 
 
-_TRAFFIC = "engine seen=updated hits=hit_rate stored/s=written loaded/s=read queue staged=staged_bytes"
-_HEALTH = "blocks=indexed_blocks commits/s=commits evicted/s=evicted dropped bad breaker"
+_TRAFFIC = (
+    "engine seen=updated hits=hit_rate stored/s=rates.stored_raw_bytes loaded/s=rates.loaded_bytes queue"
+    " staged=staged_bytes"
+)
+_HEALTH = (
+    "blocks=indexed_blocks commits/s=commits evicted/s=evicted dropped=counters.dropped_blocks"
+    " bad=counters.verification_failures breaker"
+)
 _CELLS: dict[str, Callable[[EngineView], str]] = {
     "engine": engine_name,
     "model": lambda view: render.format_model(view.model),
-    "written": _rate("stored_raw_bytes"),
-    "read": _rate("loaded_bytes"),
     "queue": lambda view: f"{view.waiting_jobs + view.writing_jobs + view.loading_jobs:,}",
-    "commits": _rate("commits"),
-    "evicted": _rate("evicted_blocks"),
-    "dropped": lambda view: f"{view.counters.dropped_blocks:,}",
-    "bad": lambda view: f"{view.counters.verification_failures:,}",
+    "commits": _per_second("commits"),
+    "evicted": _per_second("evicted_blocks"),
 }
+_COUNT_HELP = "Number of updates. By default until Ctrl-C on a terminal, otherwise one."
 _WIDE = 150  # columns of a terminal that fit one table
 
 
 def top(
     url: options.Url,
     interval: Annotated[str, typer.Option(metavar="TIME", help="Time between updates, e.g. 2s.")] = "2s",
-    count: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, help="Number of updates. By default until Ctrl-C on a terminal, otherwise one."
-        ),
-    ] = None,
+    count: Annotated[int | None, typer.Option(metavar="N", min=1, help=_COUNT_HELP)] = None,
     json: options.Json = False,
 ) -> None:
     """Show the activity of a store's engines: hits, bytes read and written, queues, evictions, breaker. Ctrl-C ends it.

@@ -17,6 +17,7 @@ from persistkv_tools import options, render
 from persistkv_tools.options import NotFoundError, adoptions, chosen_namespaces, opened, show_adoptions
 
 _LONGEST = 200
+_AGAINST_HELP = "Directory of a model, another store, or id of a namespace."
 _DTYPES = ("dtype", "torch_dtype")
 
 
@@ -41,12 +42,7 @@ class ComparisonView(msgspec.Struct, frozen=True):
 
 def why(
     url: options.Url,
-    against: Annotated[
-        str | None,
-        typer.Option(
-            metavar="WHAT", help="Directory of a model, another store, or id of a namespace.", show_default=False
-        ),
-    ] = None,
+    against: Annotated[str | None, typer.Option(metavar="WHAT", help=_AGAINST_HELP, show_default=False)] = None,
     namespace: options.InNamespace = None,
     json: options.Json = False,
 ) -> None:
@@ -59,19 +55,32 @@ def why(
 
     Example: persistkv why lmdb:///var/cache/kv --against ./Llama-3.1-8B
     """
+    path = Path(against or "")
+    is_model = against is not None and path.is_dir() and not (path / "data.mdb").exists()  # a store may be a path, too
+    is_store = against is not None and not is_model and ("://" in against or against.startswith(("/", "~")))
     with opened(url) as backend:
         adopted, spaces = adoptions(backend), chosen_namespaces(backend, None)
-        chosen = chosen_namespaces(backend, namespace) if namespace else spaces
+        chosen, named = chosen_namespaces(backend, namespace) if namespace else spaces, list[Namespace]()
+        if not (against is None or is_model or is_store):
+            named = chosen_namespaces(backend, against, ", nor does a model's directory or a store of this name")
+    if is_store:
+        with opened(str(against)) as other:
+            named = chosen_namespaces(other, None)
+        if not named:
+            raise NotFoundError(f"{against} holds no namespace")
     if against is None:
         pairs = [
             [compare_namespaces(own, other) for other in (spaces if namespace else spaces[:place]) if other != own]
             for place, own in enumerate(chosen)
         ]
-        pairs = [others for others in pairs if others]
+    elif is_model:
+        pairs = [[compare_model(path, space) for space in chosen]]
     else:
-        pairs = _against(url, against, namespace)
-        if not pairs:
-            raise NotFoundError(f"{url} holds no other namespace to compare with")
+        theirs = [space for space in chosen if is_store or space not in named]
+        pairs = [[compare_namespaces(own, space) for space in theirs] for own in named]
+    pairs = [others for others in pairs if others]
+    if against is not None and not pairs:
+        raise NotFoundError(f"{url} holds no other namespace to compare with")
     comparisons = [min(found, key=lambda comparison: len(comparison.differences)) for found in pairs]
     if json:
         render.print_json({"url": url, "against": against, "comparisons": comparisons, "adoptions": adopted})
@@ -84,30 +93,6 @@ def why(
         show_adoptions(adopted)
     if against is not None and not any(comparison.matches for comparison in comparisons):
         raise typer.Exit(1)
-
-
-def _against(url: str, against: str, namespace: str | None) -> list[list[ComparisonView]]:
-    """Compare the store's namespaces, or only ``namespace``, with what ``--against`` names: a model's directory, a
-    namespace of the same store, or another store. Return a list for each compared model or namespace.
-    """
-    path = Path(against)
-    is_model = path.is_dir() and not (path / "data.mdb").exists()  # a store may be named by its path, too
-    other_store = not is_model and ("://" in against or against.startswith(("/", "~")))
-    with opened(url) as backend:
-        theirs, ours = chosen_namespaces(backend, namespace), list[Namespace]()
-        if not (other_store or is_model):
-            ours = chosen_namespaces(backend, against, ", nor does a model's directory or a store of this name")
-            theirs = [space for space in theirs if space not in ours]
-    if other_store:
-        with opened(against) as other:
-            ours = chosen_namespaces(other, None)
-        if not ours:
-            raise NotFoundError(f"{against} holds no namespace")
-    if not theirs:
-        return []
-    if is_model:
-        return [[compare_model(path, space) for space in theirs]]
-    return [[compare_namespaces(own, space) for space in theirs] for own in ours]
 
 
 def _print(comparison: ComparisonView) -> None:

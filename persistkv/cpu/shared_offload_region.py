@@ -26,7 +26,7 @@ def row_stride_bytes(num_workers: int, cpu_page_size: int) -> int:
 
 
 class CudaRuntime(Protocol):
-    """The part of the CUDA runtime that registers memory; each call returns an error code, 0 for success."""
+    """The part of the CUDA runtime that registers memory. Each call returns an error code, 0 for success."""
 
     def cudaHostRegister(self, address: int, size: int, flags: int, /) -> int: ...
 
@@ -101,9 +101,8 @@ class SharedOffloadRegion:
 
     @property
     def fd(self) -> int:
-        """Descriptor of the file, to be passed to another process that maps it.
-
-        It holds no lock: only processes that opened the region themselves mark the file as in use.
+        """Descriptor of the file, for another process that maps it. It holds no lock, so it does not mark the file as
+        in use.
         """
         if self._file is None:
             raise RegionError(f"{self.mmap_path} was cleaned up")
@@ -145,14 +144,14 @@ class SharedOffloadRegion:
         return memoryview(self._mapped()[0]).cast("B", (self.num_blocks, self.row_stride))
 
     def pin(self, runtime: CudaRuntime | None = None) -> bool:
-        """Register the mapping with CUDA, so that the GPU accesses it directly, until ``cleanup``.
+        """Register the mapping with CUDA, so that the GPU accesses it directly, until ``cleanup``; return whether this
+        succeeded. It does not without a CUDA device.
 
         Several calls of CUDA register one range of rows each, which ends between two rows, since a single copy must not
-        touch two registrations. If CUDA refuses a range, the ranges before it are unregistered, one warning is logged,
-        and copies use unpinned memory, which is slower.
+        touch two registrations. If CUDA refuses a range, the ranges before it are unregistered, and one warning is
+        logged.
 
         :param runtime: for tests; by default the CUDA runtime of torch.
-        :returns: whether the region is pinned; False also without a CUDA device.
         """
         if self._pinned:
             return True
@@ -168,13 +167,9 @@ class SharedOffloadRegion:
             if code:
                 self._unpin()
                 _clear_cuda_error()
+                where = f"{size} bytes at offset {offset} of {self.mmap_path}"
                 logger.warning(
-                    "CUDA error %d while pinning %d bytes at offset %d of %s: copies use unpinned memory, which is "
-                    "slower",
-                    code,
-                    size,
-                    offset,
-                    self.mmap_path,
+                    "CUDA error %d while pinning %s: copies use unpinned memory, which is slower", code, where
                 )
                 return False
             self._pinned.append(self.address + offset)
@@ -199,9 +194,7 @@ class SharedOffloadRegion:
             self._file = None
 
     def _unpin(self) -> None:
-        """Unregister all ranges of the mapping from CUDA, the last one first. Log a failure and continue with the
-        others.
-        """
+        """Unregister all ranges from CUDA, the last one first. Log a failure and continue with the others."""
         failed = False
         while self._pinned and self._cuda is not None:
             address = self._pinned.pop()

@@ -20,7 +20,6 @@ from persistkv.base import TransferResult
 from persistkv.cpu.devices.base import CopyEngine, Direction
 from persistkv.cpu.layout import IntArray, KVMemory, PageCopies, row_addresses
 
-DRIVER_LIBRARY = "libcuda.so.1"
 SOURCE_IN_STREAM_ORDER = 1
 """``CU_MEMCPY_SRC_ACCESS_ORDER_STREAM``: a store must read pages after the kernels that compute them."""
 PREFER_OVERLAP_WITH_COMPUTE = 1
@@ -45,11 +44,8 @@ class CUDACopyEngine(CopyEngine):
     """Copies on a separate stream, which waits for the caller's current stream at each job.
 
     A store must see computed pages, and a load must not overwrite pages that a kernel reads: both wait for that stream.
-
     An error that breaks the device, such as a failed assertion in a kernel of the model, fails the jobs in flight. No
     copy runs after it, and no method of this class raises it: the engine gets the error from its own kernels.
-
-    :param copier: None: a ``DriverBatchCopier`` if memory is pinned and a trial copy succeeds, else a ``TorchCopier``.
     """
 
     def __init__(self, memory: KVMemory, direction: Direction, copier: PageCopier | None = None) -> None:
@@ -111,12 +107,10 @@ class CUDACopyEngine(CopyEngine):
         page_ptrs = row_addresses(part.blocks, pages)
         row, position = np.divmod(part.sub_blocks, memory.block_size_factor)
         row_ptrs = row_addresses(row, rows) + position * (rows.shape[1] // memory.block_size_factor)
-        sides = (row_ptrs, page_ptrs, rows, pages)
-        targets, sources, target, source = (
-            sides if self.direction is Direction.STORE else (page_ptrs, row_ptrs, pages, rows)
-        )
         registrations = row // memory.rows_per_registration if memory.rows_per_registration is not None else None
-        return Batch.of_pages(targets, sources, part.page_bytes, target, source, registrations)
+        if self.direction is Direction.STORE:
+            return Batch.of_pages(row_ptrs, page_ptrs, part.page_bytes, rows, pages, registrations)
+        return Batch.of_pages(page_ptrs, row_ptrs, part.page_bytes, pages, rows, registrations)
 
 
 def _timing_event() -> torch.cuda.Event:
@@ -125,14 +119,14 @@ def _timing_event() -> torch.cuda.Event:
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of memory copies between two tensors; copies that are adjacent on both sides are merged."""
+    """A batch of memory copies between two tensors; copies that are adjacent on both sides are merged.
+
+    For each copy: memory addresses of its destination and its source (in CPU or GPU memory), and its bytes.
+    """
 
     targets: IntArray
-    """Memory address of each copy's destination, in CPU or GPU memory."""
     sources: IntArray
-    """Memory address of each copy's source."""
     sizes: IntArray
-    """Bytes of each copy."""
     target: torch.Tensor
     """Tensor that contains all destinations: int8, two-dimensional."""
     source: torch.Tensor
@@ -148,8 +142,7 @@ class Batch:
         source: torch.Tensor,
         registrations: IntArray | None = None,
     ) -> Batch:
-        """Return a batch of copies of ``page_bytes`` bytes each, in which successive ones that are adjacent on both
-        sides are merged.
+        """Return a batch of copies of ``page_bytes`` bytes each, before the merge.
 
         :param registrations: for each copy, the number of the registration with CUDA that holds its host memory. Copies
             of different registrations are not merged: CUDA refuses a copy that touches two. None: there is only one.
@@ -163,24 +156,24 @@ class Batch:
 
 
 class PageCopier(ABC):
-    """Interface that runs a batch on a stream."""
+    """Runs a batch on a stream."""
 
     @abstractmethod
     def copy(self, batch: Batch, stream: torch.cuda.Stream) -> None:
-        """Enqueue the copies of a batch on a stream. The device and the stream must be the current ones.
+        """Enqueue the copies of a batch. The device and the stream must be the current ones.
 
         :raises RuntimeError: if CUDA refuses a copy; the copies before it may run.
         """
 
 
 class MemoryLocation(ctypes.Structure):
-    """C structure ``CUmemLocation`` of the CUDA driver, a member of ``CopyAttributes``."""
+    """C structure ``CUmemLocation`` of the CUDA driver."""
 
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
 class CopyAttributes(ctypes.Structure):
-    """C structure ``CUmemcpyAttributes`` of the CUDA driver: order of source accesses, and flags, of a batch."""
+    """C structure ``CUmemcpyAttributes`` of the CUDA driver."""
 
     _fields_ = (
         ("source_access_order", ctypes.c_int),
@@ -197,17 +190,15 @@ class DriverBatchCopier(PageCopier):
     It is called through ctypes with arrays of addresses. cuda-bindings takes lists; their conversion takes time per
     page and holds the GIL. The driver reads the arrays during the call.
 
-    :param library: file name of the driver's library.
     :param flags: ``PREFER_OVERLAP_WITH_COMPUTE``, or 0.
     :raises OSError: if there is no driver.
     :raises AttributeError: if the driver is older than the function.
     """
 
-    def __init__(self, library: str = DRIVER_LIBRARY, flags: int = 0) -> None:
+    def __init__(self, library: str = "libcuda.so.1", flags: int = 0) -> None:
         self._flags = flags
         self._function = getattr(ctypes.CDLL(library), _FUNCTION)
-        pointer = ctypes.c_void_p
-        count = ctypes.c_size_t
+        pointer, count = ctypes.c_void_p, ctypes.c_size_t
         # targets, sources, sizes, number of copies, attributes, first copy of each attribute, number of attributes,
         # failed copy, stream
         self._function.argtypes = (pointer, pointer, pointer, count, pointer, pointer, count, pointer, pointer)
@@ -249,10 +240,7 @@ class TorchCopier(PageCopier):
 
 
 def choose_copier(device: torch.device, pinned: bool) -> PageCopier:
-    """Return a ``DriverBatchCopier`` if memory is pinned and a trial copy succeeds, else a ``TorchCopier``.
-
-    :param pinned: whether all CPU memory that will be copied is pinned.
-    """
+    """Return a ``DriverBatchCopier`` if all CPU memory is pinned and a trial copy succeeds, else a ``TorchCopier``."""
     if not pinned:
         return TorchCopier()
     try:
@@ -265,10 +253,7 @@ def choose_copier(device: torch.device, pinned: bool) -> PageCopier:
 
 
 def _try(copier: PageCopier, device: torch.device) -> None:
-    """Copy some bytes to the device and back as a trial.
-
-    :raises RuntimeError: the copies fail or do not preserve the bytes.
-    """
+    """Copy some bytes to the device and back; raise RuntimeError if that fails or changes them."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     sent = torch.arange(64, dtype=torch.int8).view(1, 64).pin_memory()
     received = torch.zeros(1, 64, dtype=torch.int8).pin_memory()

@@ -42,7 +42,7 @@ class CPUCopyEngine(CopyEngine):
         self._jobs.append((job_id, self._thread.submit(self.run, job_id, copies)))
         return True
 
-    def finished(self) -> list[TransferResult]:
+    def get_finished(self) -> list[TransferResult]:
         results = []
         while self._jobs and self._jobs[0][1].done():
             results.append(self._jobs.popleft()[1].result())
@@ -51,8 +51,10 @@ class CPUCopyEngine(CopyEngine):
     def wait(self, job_ids: set[int]) -> None:
         futures.wait([future for job_id, future in self._jobs if job_id in job_ids])
 
-    def drain(self) -> None:
+    def shutdown(self) -> None:
         self._thread.shutdown(wait=True)
+        self._jobs.clear()
+        super().shutdown()
 
     def run(self, job_id: int, copies: Sequence[PageCopies]) -> TransferResult:
         """Copy on the caller's thread, and return when the copies have ended.

@@ -18,12 +18,11 @@ import torch
 
 from persistkv.base import TransferResult
 from persistkv.cpu.devices.base import CopyEngine, Direction
-from persistkv.cpu.layout import IntArray, KVMemory, PageCopies, row_addresses
+from persistkv.cpu.layout import IntArray, KVMemory, PageCopies
 
 SOURCE_IN_STREAM_ORDER = 1
 """``CU_MEMCPY_SRC_ACCESS_ORDER_STREAM``: a store must read pages after the kernels that compute them."""
-PREFER_OVERLAP_WITH_COMPUTE = 1
-"""``CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE``"""
+
 
 # The symbol of CUDA 12.8, which later drivers keep. CUDA 13 added _v2, which does not report the failed copy.
 _FUNCTION = "cuMemcpyBatchAsync"
@@ -69,12 +68,12 @@ class CUDACopyEngine(CopyEngine):
                 end.record(self._stream)
         except (OSError, RuntimeError):
             logger.exception("%s job %d could not be started", self.direction.value, job_id)
-            self.drain()  # enqueued copies must not access the rows after the job is reported as failed
+            self._synchronize()  # enqueued copies must not access the rows after the job is reported as failed
             return False
         self._jobs.append(_Job(job_id, sum(part.num_bytes for part in copies), begin, end))
         return True
 
-    def finished(self) -> list[TransferResult]:
+    def get_finished(self) -> list[TransferResult]:
         results = []
         while self._jobs:
             job = self._jobs[0]
@@ -92,10 +91,15 @@ class CUDACopyEngine(CopyEngine):
     def wait(self, job_ids: set[int]) -> None:
         for job in self._jobs:
             if job.job_id in job_ids:
-                with contextlib.suppress(RuntimeError):  # reported by ``finished``
+                with contextlib.suppress(RuntimeError):  # reported by ``get_finished``
                     job.end.synchronize()
 
-    def drain(self) -> None:
+    def shutdown(self) -> None:
+        self._synchronize()
+        self._jobs.clear()
+        super().shutdown()
+
+    def _synchronize(self) -> None:
         try:
             self._stream.synchronize()
         except RuntimeError:
@@ -104,9 +108,10 @@ class CUDACopyEngine(CopyEngine):
     def _batch(self, part: PageCopies) -> Batch:
         memory = self.memory
         pages, rows = memory.pages[part.tensor_idx], memory.rows[part.tensor_idx]
-        page_ptrs = row_addresses(part.blocks, pages)
         row, position = np.divmod(part.sub_blocks, memory.block_size_factor)
-        row_ptrs = row_addresses(row, rows) + position * (rows.shape[1] // memory.block_size_factor)
+        sub_block_bytes = rows.shape[1] // memory.block_size_factor
+        page_ptrs = pages.data_ptr() + part.blocks * pages.stride(0)
+        row_ptrs = rows.data_ptr() + row * rows.stride(0) + position * sub_block_bytes
         registrations = row // memory.rows_per_registration if memory.rows_per_registration is not None else None
         if self.direction is Direction.STORE:
             return Batch.of_pages(row_ptrs, page_ptrs, part.page_bytes, rows, pages, registrations)
@@ -190,13 +195,11 @@ class DriverBatchCopier(PageCopier):
     It is called through ctypes with arrays of addresses. cuda-bindings takes lists; their conversion takes time per
     page and holds the GIL. The driver reads the arrays during the call.
 
-    :param flags: ``PREFER_OVERLAP_WITH_COMPUTE``, or 0.
     :raises OSError: if there is no driver.
     :raises AttributeError: if the driver is older than the function.
     """
 
-    def __init__(self, library: str = "libcuda.so.1", flags: int = 0) -> None:
-        self._flags = flags
+    def __init__(self, library: str = "libcuda.so.1") -> None:
         self._function = getattr(ctypes.CDLL(library), _FUNCTION)
         pointer, count = ctypes.c_void_p, ctypes.c_size_t
         # targets, sources, sizes, number of copies, attributes, first copy of each attribute, number of attributes,
@@ -205,7 +208,7 @@ class DriverBatchCopier(PageCopier):
         self._function.restype = ctypes.c_int
 
     def copy(self, batch: Batch, stream: torch.cuda.Stream) -> None:
-        attributes = CopyAttributes(source_access_order=SOURCE_IN_STREAM_ORDER, flags=self._flags)
+        attributes = CopyAttributes(source_access_order=SOURCE_IN_STREAM_ORDER)
         first_copy, failed = ctypes.c_size_t(0), ctypes.c_size_t(_NO_COPY)
         code = self._function(
             batch.targets.ctypes.data,

@@ -31,9 +31,8 @@ def cell_bytes(kv_caches: CanonicalKVCaches, block_size_factor: int) -> int:
 
 
 def tensor_offsets(kv_caches: CanonicalKVCaches, block_size_factor: int) -> list[int]:
-    """Return for each KV tensor the offset of its pages in a cell, in bytes.
-
-    A tensor follows the earlier tensors that share a KV cache group with it; other tensors may overlap it.
+    """Return for each KV tensor the offset of its pages in a cell, in bytes: after those of the earlier tensors that
+    share a KV cache group with it. Other tensors may overlap it.
     """
     check_kv_caches(kv_caches, block_size_factor)
     users = [{ref.tensor_idx for ref in refs} for refs in kv_caches.group_data_refs]
@@ -144,9 +143,7 @@ def plan_copies(gpu: GPULoadStoreSpec, cpu: BlockIDsLoadStoreSpec, memory: KVMem
 
     A group uses as many rows as its blocks need. Its first block is paired with sub-block
     ``block_indices % block_size_factor`` of its first row. The rows of group 0 are first. Copies of several groups with
-    the same tensor and page size are merged.
-
-    :raises ValueError: the number of groups or rows is wrong, or a row or GPU block does not exist.
+    the same tensor and page size are merged. Raise ValueError if blocks and rows do not match or exist.
     """
     groups = memory.group_data_refs
     if len(gpu.group_sizes) != len(groups):

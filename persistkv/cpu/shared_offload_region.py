@@ -44,15 +44,13 @@ class SharedOffloadRegion:
     :param instance_id: name of the engine, the same in all of its processes; part of the file's name.
     :param total_size_bytes: must be ``num_blocks`` rows of ``row_stride_bytes(num_workers, cpu_page_size)``.
     :param rank: number of this worker, 0 to ``num_workers - 1``; None for the scheduler, which has no cell.
-    :param cpu_page_size: bytes of one worker's cell.
     :param directory: directory of the file, on a tmpfs.
     :param timeout_s: seconds to wait for the process that creates the file.
     :raises ConfigurationError: a number is out of range or does not agree with the others, or shared memory is short.
     :raises RegionError: the file did not become ready within ``timeout_s`` or cannot be opened.
     """
 
-    registration_bytes: ClassVar[int] = 1 << 30  # 1 GiB
-    """Most bytes to register with CUDA in one call: drivers refuse or stall on hundreds of GiB at once."""
+    registration_bytes: ClassVar[int] = 1 << 30  # 1 GiB: drivers refuse or stall on hundreds of GiB at once
 
     def __init__(
         self,
@@ -124,9 +122,8 @@ class SharedOffloadRegion:
         return max(1, self.registration_bytes // self.row_stride)
 
     def create_next_view(self, page_size: int) -> torch.Tensor:
-        """Reserve the next ``page_size`` bytes of this worker's cell in every row.
+        """Reserve the next ``page_size`` bytes of this worker's cell in every row; shape (num_blocks, page_size), int8.
 
-        :returns: int8, shape (num_blocks, page_size), strides (row_stride, 1).
         :raises ConfigurationError: the cell has fewer bytes left, or ``rank`` is None (no cell); nothing was reserved.
         """
         rows = self._mapped()[1]
@@ -176,7 +173,7 @@ class SharedOffloadRegion:
         return True
 
     def cleanup(self) -> None:
-        """Unpin and unmap the memory, and release the file. The last process to do so deletes the file. Idempotent.
+        """Unpin and unmap the memory, and release the file; the last process deletes it. Idempotent.
 
         All reads and writes of rows must have ended before. If a tensor or view of the rows still exists, a warning is
         logged, and the memory stays mapped until that object is deleted.

@@ -23,20 +23,11 @@ from persistkv.cpu.layout import IntArray, KVMemory, PageCopies
 SOURCE_IN_STREAM_ORDER = 1
 """``CU_MEMCPY_SRC_ACCESS_ORDER_STREAM``: a store must read pages after the kernels that compute them."""
 
-
 # The symbol of CUDA 12.8, which later drivers keep. CUDA 13 added _v2, which does not report the failed copy.
 _FUNCTION = "cuMemcpyBatchAsync"
 _NO_COPY = ctypes.c_size_t(-1).value  # the index that is reported if an error does not belong to one copy
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Job:
-    job_id: int
-    num_bytes: int
-    begin: torch.cuda.Event
-    end: torch.cuda.Event
 
 
 class CUDACopyEngine(CopyEngine):
@@ -51,7 +42,7 @@ class CUDACopyEngine(CopyEngine):
         super().__init__(memory, direction)
         self._device = memory.pages[0].device
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[tuple[int, int, torch.cuda.Event, torch.cuda.Event]] = deque()  # id, bytes, begin, end
         if copier is None:
             copier = choose_copier(self._device, all(rows.is_pinned() for rows in memory.rows))
         self._copier = copier
@@ -70,29 +61,29 @@ class CUDACopyEngine(CopyEngine):
             logger.exception("%s job %d could not be started", self.direction.value, job_id)
             self._synchronize()  # enqueued copies must not access the rows after the job is reported as failed
             return False
-        self._jobs.append(_Job(job_id, sum(part.num_bytes for part in copies), begin, end))
+        self._jobs.append((job_id, sum(part.num_bytes for part in copies), begin, end))
         return True
 
     def get_finished(self) -> list[TransferResult]:
         results = []
         while self._jobs:
-            job = self._jobs[0]
+            job_id, num_bytes, begin, end = self._jobs[0]
             try:
-                if not job.end.query():  # type: ignore[no-untyped-call]
+                if not end.query():  # type: ignore[no-untyped-call]
                     break
-                seconds = job.begin.elapsed_time(job.end) / 1e3
-                results.append(TransferResult(job.job_id, success=True, num_bytes=job.num_bytes, seconds=seconds))
+                seconds = begin.elapsed_time(end) / 1e3
+                results.append(TransferResult(job_id, success=True, num_bytes=num_bytes, seconds=seconds))
             except RuntimeError:
-                logger.exception("%s job %d failed", self.direction.value, job.job_id)
-                results.append(TransferResult(job.job_id, success=False))
+                logger.exception("%s job %d failed", self.direction.value, job_id)
+                results.append(TransferResult(job_id, success=False))
             self._jobs.popleft()
         return results
 
     def wait(self, job_ids: set[int]) -> None:
-        for job in self._jobs:
-            if job.job_id in job_ids:
+        for job_id, _, _, end in self._jobs:
+            if job_id in job_ids:
                 with contextlib.suppress(RuntimeError):  # reported by ``get_finished``
-                    job.end.synchronize()
+                    end.synchronize()
 
     def shutdown(self) -> None:
         self._synchronize()
@@ -244,15 +235,14 @@ class TorchCopier(PageCopier):
 
 def choose_copier(device: torch.device, pinned: bool) -> PageCopier:
     """Return a ``DriverBatchCopier`` if all CPU memory is pinned and a trial copy succeeds, else a ``TorchCopier``."""
-    if not pinned:
-        return TorchCopier()
-    try:
-        copier = DriverBatchCopier()
-        _try(copier, device)
-    except (OSError, AttributeError, RuntimeError) as error:
-        logger.info("no batched copies, one at a time instead: %s", error)
-        return TorchCopier()
-    return copier
+    if pinned:
+        try:
+            copier = DriverBatchCopier()
+            _try(copier, device)
+            return copier
+        except (OSError, AttributeError, RuntimeError) as error:
+            logger.info("no batched copies, one at a time instead: %s", error)
+    return TorchCopier()
 
 
 def _try(copier: PageCopier, device: torch.device) -> None:

@@ -11,6 +11,7 @@ import logging
 import os
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,7 +73,8 @@ def engine_facts() -> dict[str, Any]:
     device = str(current_platform.device_type)
     facts: dict[str, Any] = {"name": "vllm", "release": release, "device": device}
     if device == "cpu":
-        with open("/proc/cpuinfo") as lines:
+        flags = ""
+        with suppress(OSError), open("/proc/cpuinfo") as lines:
             flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
         known = sorted(set(_CPU_FLAGS).intersection(flags.split()))
         facts["cpu"] = {"machine": platform.machine(), "flags": known}

@@ -60,6 +60,7 @@ from persistkv.tiering.persistent import PersistentTier
 
 logger = logging.getLogger(__name__)
 
+_TYPES = ("persistkv", "persistkv-prewarm", "PersistKVTier", "PersistKVPrewarm")
 _DRAIN_S = 60.0
 _NO_REQUEST = ours.ReqContext("prefetch")
 
@@ -293,8 +294,7 @@ def is_only_source(engine: Any) -> bool:
     if transfer is None or transfer.kv_connector != "OffloadingConnector":
         return False
     tiers = (transfer.kv_connector_extra_config or {}).get("secondary_tiers") or ()
-    names = ("persistkv", "persistkv-prewarm", "PersistKVTier", "PersistKVPrewarm")
-    return all(tier.get("type") in names for tier in tiers)
+    return all(tier.get("type") in _TYPES for tier in tiers)
 
 
 def persistent_tiers(offloading_spec: Any) -> list[PersistentTier]:

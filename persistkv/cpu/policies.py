@@ -213,9 +213,7 @@ class ARCCachePolicy(CachePolicy):
         return True
 
     def _trim_gone(self) -> None:
-        """Drop the oldest evicted keys, so that the first list and its evicted keys together have at most
-        ``num_blocks`` entries, and both lists with theirs at most twice as many.
-        """
+        """Bound the first list and its evicted keys to ``num_blocks`` entries, and all four to twice as many."""
         while self._gone_once and len(self._once) + len(self._gone_once) > self._num_blocks:
             self._gone_once.popitem(last=False)
         held = len(self._once) + len(self._again)

@@ -158,7 +158,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         return iter((store, load))
 
     def shutdown(self) -> None:
-        """Shut down the handlers, the manager and the region; idempotent. Log the exception of one and shut down the others."""
+        """Shut down the handlers, the manager and the region, even if one raises, which is logged; idempotent."""
         if self._handlers is not None:
             self._handlers.shutdown()
         if self._manager is not None:

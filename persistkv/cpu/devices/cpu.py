@@ -95,10 +95,7 @@ class CPUCopyEngine(CopyEngine):
                     _scatter(rectangle, pages, (index,))
 
     def _copy_buffered(self, pages: torch.Tensor, rows: torch.Tensor, blocks: IntArray, sub_blocks: IntArray) -> None:
-        """Copy between pages ``blocks`` and the places ``sub_blocks`` (see ``PageCopies``) through a buffer.
-
-        Each part of up to 8 MiB is gathered into the buffer, and then scattered from it.
-        """
+        """Gather each part of up to 8 MiB into a buffer, and scatter it from there."""
         page_bytes = pages.shape[1]
         step = max(1, BUFFER_BYTES // page_bytes)
         if self._buffer is None or len(self._buffer) < step * page_bytes:

@@ -19,7 +19,7 @@ from persistkv.base import (
 )
 from persistkv.cpu.devices.base import Direction
 from persistkv.cpu.devices.cuda import CUDACopyEngine, PageCopier
-from persistkv.cpu.gpu_worker import CpuGpuOffloadingHandlers, SingleDirectionOffloadingHandler
+from persistkv.cpu.gpu_worker import CpuGpuOffloadingHandlers
 from persistkv.cpu.layout import KVMemory, cell_bytes, tensor_offsets
 from persistkv.cpu.manager import CPULoadStoreSpec
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion, row_stride_bytes
@@ -64,11 +64,8 @@ class Worker:
         rows = torch.frombuffer(self._region.create_kv_memoryview(), dtype=torch.int8).view(self.num_blocks, -1)
         views = tuple(rows[:, offset : offset + self.page_bytes] for offset in tensor_offsets(self.caches, 1))
         pages = tuple(canonical.tensor for canonical in self.caches.tensors)
-        memory = KVMemory(pages, views, 1, self._region.rows_per_registration)
-        self.store, self.load = (
-            SingleDirectionOffloadingHandler(self.caches, CUDACopyEngine(memory, direction, copier))
-            for direction in Direction
-        )
+        memory = KVMemory(pages, views, 1, self._region.rows_per_registration, self.caches.group_data_refs)
+        self.store, self.load = (CUDACopyEngine(memory, direction, copier) for direction in Direction)
 
     def close(self) -> None:
         """Wait for copies and free the rows."""

@@ -14,7 +14,6 @@ import numpy as np
 from benchmarks.gpu.results import Results, parse
 from benchmarks.gpu.rig import PinnedCopies, Worker, medians_of_interleaved, run_job, start_job, store_spec
 from persistkv.cpu.devices.cuda import (
-    PREFER_OVERLAP_WITH_COMPUTE,
     DriverBatchCopier,
     PageCopier,
     TorchCopier,
@@ -55,7 +54,6 @@ def copiers() -> dict[str, PageCopier]:
     """Return the ways to submit copies to the driver, by name."""
     return {
         "batch": DriverBatchCopier(),
-        "batch beside compute": DriverBatchCopier(flags=PREFER_OVERLAP_WITH_COMPUTE),
         "one at a time": TorchCopier(),
     }
 

@@ -4,51 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from persistkv.base import (
-    CanonicalKVCaches,
-    GPULoadStoreSpec,
-    OffloadingHandler,
-    TransferResult,
-    TransferSpec,
-)
+from persistkv.base import CanonicalKVCaches
 from persistkv.cpu.devices.base import CopyEngine, Direction
 from persistkv.cpu.devices.cpu import CPUCopyEngine
 from persistkv.cpu.devices.cuda import CUDACopyEngine
-from persistkv.cpu.layout import KVMemory, cell_bytes, check_kv_caches, plan_copies, tensor_offsets
-from persistkv.cpu.manager import CPULoadStoreSpec
+from persistkv.cpu.layout import KVMemory, cell_bytes, check_kv_caches, tensor_offsets
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion
 from persistkv.errors import ConfigurationError
 from persistkv.isolation import Isolation
-
-
-class SingleDirectionOffloadingHandler(OffloadingHandler):
-    """Transfers in one direction, first in, first out. Called from one thread. Refuses transfers after ``shutdown``."""
-
-    def __init__(self, kv_caches: CanonicalKVCaches, engine: CopyEngine) -> None:
-        self._kv_caches = kv_caches
-        self._engine: CopyEngine | None = engine
-
-    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        """Start a transfer. It sees all work enqueued before on the caller's current stream."""
-        if self._engine is None:
-            return False
-        gpu, cpu = spec if self._engine.direction is Direction.STORE else spec[::-1]
-        if not (isinstance(gpu, GPULoadStoreSpec) and isinstance(cpu, CPULoadStoreSpec)):
-            media = f"{spec[0].medium()} to {spec[1].medium()}"
-            raise ValueError(f"a transfer from {media} is no {self._engine.direction.value}")
-        return self._engine.submit(job_id, plan_copies(gpu, cpu, self._kv_caches, self._engine.memory))
-
-    def get_finished(self) -> list[TransferResult]:
-        return self._engine.finished() if self._engine is not None else []
-
-    def wait(self, job_ids: set[int]) -> None:
-        if self._engine is not None:
-            self._engine.wait(job_ids)
-
-    def shutdown(self) -> None:
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.drain()
 
 
 class CpuGpuOffloadingHandlers:
@@ -78,11 +41,9 @@ class CpuGpuOffloadingHandlers:
         rows = _rows(kv_caches, block_size_factor, num_cpu_blocks, mmap_region)
         pages = tuple(canonical.tensor[:, : canonical.page_size_bytes] for canonical in kv_caches.tensors)
         registered = mmap_region.rows_per_registration if mmap_region is not None else None
-        memory = KVMemory(pages, rows, block_size_factor, registered)
-        self.gpu_to_cpu_handler, self.cpu_to_gpu_handler = (
-            SingleDirectionOffloadingHandler(kv_caches, engine_class(memory, direction))
-            for direction in (Direction.STORE, Direction.LOAD)
-        )
+        memory = KVMemory(pages, rows, block_size_factor, registered, kv_caches.group_data_refs)
+        self.gpu_to_cpu_handler = engine_class(memory, Direction.STORE)
+        self.cpu_to_gpu_handler = engine_class(memory, Direction.LOAD)
 
     def shutdown(self) -> None:
         """Wait for the transfers in flight and release the handlers; idempotent. The region can be cleaned up after it.

@@ -8,6 +8,7 @@ raise ConfigurationError if these or the factor are invalid.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from persistkv.base import BlockIDsLoadStoreSpec, CanonicalKVCaches, GPULoadStoreSpec
+from persistkv.base import BlockIDsLoadStoreSpec, CanonicalKVCacheRef, CanonicalKVCaches, GPULoadStoreSpec
 from persistkv.config import GroupLayout
 from persistkv.errors import ConfigurationError
 
@@ -30,9 +31,8 @@ def cell_bytes(kv_caches: CanonicalKVCaches, block_size_factor: int) -> int:
 
 
 def tensor_offsets(kv_caches: CanonicalKVCaches, block_size_factor: int) -> list[int]:
-    """Return for each KV tensor the offset of its pages in a cell, in bytes.
-
-    A tensor follows the earlier tensors that share a KV cache group with it; other tensors may overlap it.
+    """Return for each KV tensor the offset of its pages in a cell, in bytes: after those of the earlier tensors that
+    share a KV cache group with it. Other tensors may overlap it.
     """
     check_kv_caches(kv_caches, block_size_factor)
     users = [{ref.tensor_idx for ref in refs} for refs in kv_caches.group_data_refs]
@@ -117,6 +117,8 @@ class KVMemory:
     block_size_factor: int
     rows_per_registration: int | None = None
     """Consecutive rows that one call registers with CUDA, starting at row 0. None: all rows."""
+    group_data_refs: Sequence[Sequence[CanonicalKVCacheRef]] = ()
+    """As in ``CanonicalKVCaches``."""
 
 
 @dataclass(frozen=True)
@@ -136,26 +138,23 @@ class PageCopies:
         return self.page_bytes * len(self.blocks)
 
 
-def plan_copies(
-    gpu: GPULoadStoreSpec, cpu: BlockIDsLoadStoreSpec, kv_caches: CanonicalKVCaches, memory: KVMemory
-) -> list[PageCopies]:
+def plan_copies(gpu: GPULoadStoreSpec, cpu: BlockIDsLoadStoreSpec, memory: KVMemory) -> list[PageCopies]:
     """Plan a transfer: pair the GPU blocks of all groups with places in rows of the primary tier.
 
     A group uses as many rows as its blocks need. Its first block is paired with sub-block
     ``block_indices % block_size_factor`` of its first row. The rows of group 0 are first. Copies of several groups with
-    the same tensor and page size are merged.
-
-    :raises ValueError: the number of groups or rows is wrong, or a row or GPU block does not exist.
+    the same tensor and page size are merged. Raise ValueError if blocks and rows do not match or exist.
     """
-    if len(gpu.group_sizes) != len(kv_caches.group_data_refs):
-        raise ValueError(f"{len(gpu.group_sizes)} groups in {gpu}, the caches have {len(kv_caches.group_data_refs)}")
+    groups = memory.group_data_refs
+    if len(gpu.group_sizes) != len(groups):
+        raise ValueError(f"{len(gpu.group_sizes)} groups in {gpu}, the caches have {len(groups)}")
     factor = memory.block_size_factor
     blocks = np.asarray(gpu.block_ids, np.int64)
     rows = np.asarray(cpu.block_ids, np.int64)
     _check_bounds("row", rows, memory.rows[0].shape[0])
     parts: dict[tuple[int, int], list[tuple[IntArray, IntArray]]] = {}
     first_block = first_row = 0
-    for size, index, refs in zip(gpu.group_sizes, gpu.block_indices, kv_caches.group_data_refs, strict=True):
+    for size, index, refs in zip(gpu.group_sizes, gpu.block_indices, groups, strict=True):
         skip = index % factor
         num_rows = -(-(skip + size) // factor) if size else 0
         group_blocks = blocks[first_block : first_block + size]
@@ -173,12 +172,6 @@ def plan_copies(
         PageCopies(tensor_idx, page_bytes, np.concatenate([b for b, _ in pairs]), np.concatenate([s for _, s in pairs]))
         for (tensor_idx, page_bytes), pairs in parts.items()
     ]
-
-
-def row_addresses(ids: IntArray, tensor: torch.Tensor) -> IntArray:
-    """Return the memory addresses of rows of a byte tensor. Raise ValueError if one does not exist."""
-    _check_bounds("row", ids, tensor.shape[0])
-    return tensor.data_ptr() + ids * tensor.stride(0)
 
 
 def consecutive_runs(*sides: IntArray) -> list[slice]:

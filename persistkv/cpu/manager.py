@@ -42,10 +42,9 @@ class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
 class CPUOffloadingManager(OffloadingManager):
     """Allocates and evicts the rows of the primary tier. A call that raises KeyError changes nothing.
 
-    :param num_blocks: number of rows.
+    :param num_blocks: number of rows, at least 1.
     :param cache_policy: ``lru``, ``arc``, or the name of an installed policy.
     :param enable_events: whether ``take_events`` returns events.
-    :raises ConfigurationError: ``num_blocks`` is not positive, or there is no such policy.
     """
 
     def __init__(self, num_blocks: int, cache_policy: str = "lru", enable_events: bool = False) -> None:
@@ -54,9 +53,7 @@ class CPUOffloadingManager(OffloadingManager):
         self.num_blocks = num_blocks
         self._rows: dict[OffloadKey, int] = {}
         self._earlier: set[OffloadKey] = set()  # blocks of an earlier epoch that jobs use
-        # Spares lookups, the most frequent calls, the access by row.
-        self._being_written: set[OffloadKey] = set()
-        # By row. Plain numbers, because a million objects would slow down each full garbage collection of the engine.
+        # Readers by row. Plain numbers: a million objects would slow down each full garbage collection of the engine.
         self._refs: list[int] = [0] * num_blocks
         self._free: list[int] = list(range(num_blocks - 1, -1, -1))
         self._num_evictable = 0
@@ -64,13 +61,15 @@ class CPUOffloadingManager(OffloadingManager):
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        if key not in self._rows or key in self._earlier:
+        row = self._rows.get(key)
+        if row is None or key in self._earlier:
             return False
-        return None if key in self._being_written else True
+        return None if self._refs[row] < 0 else True
 
     def is_ready(self, key: OffloadKey) -> bool:
         """Return whether the block is held and readable."""
-        return key in self._rows and key not in self._being_written and key not in self._earlier
+        row = self._rows.get(key)
+        return row is not None and self._refs[row] >= 0 and key not in self._earlier
 
     def num_free_or_evictable(self) -> int:
         """Return the number of rows that ``prepare_store`` could allocate now for blocks that are not held.
@@ -86,21 +85,16 @@ class CPUOffloadingManager(OffloadingManager):
         return sum(not refs[rows[key]] for key in keys if key in rows)
 
     def get_block_id(self, key: OffloadKey, req_context: ReqContext) -> int:
-        """Return the row number of a held block. The block may not be readable yet.
-
-        :raises KeyError: the block is not held.
-        """
+        """Return the row number of a block, which may not be readable yet; raise KeyError if it is not held."""
         return self._rows_of((key,))[0]
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
-        refs = self._refs
-        rows = self._rows_of(keys)
+        refs, rows = self._refs, self._rows_of(keys)
         for key, row in zip(keys, rows, strict=True):
             if refs[row] < 0:
                 raise KeyError(f"block {key.hex()} is still being written")
         for row in rows:
-            if not refs[row]:
-                self._num_evictable -= 1
+            self._num_evictable -= not refs[row]
             refs[row] += 1
         return CPULoadStoreSpec(rows)
 
@@ -108,8 +102,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._policy.touch(keys)
 
     def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        refs = self._refs
-        rows = self._rows_of(keys, earlier=True)
+        refs, rows = self._refs, self._rows_of(keys, earlier=True)
         for taken, row in enumerate(rows):
             if refs[row] <= 0:
                 for undone in rows[:taken]:
@@ -121,12 +114,10 @@ class CPUOffloadingManager(OffloadingManager):
         self._policy.release(keys)
 
     def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Allocate rows for the blocks that are not held.
+        """Allocate rows for the blocks that are not held; held blocks in ``keys`` are not evicted for them.
 
         A block from before the last ``reset_cache`` that a job still uses is left out, although it is a miss for
-        ``lookup``; it can be stored once that job has ended. Held blocks in ``keys`` are not evicted for the others.
-
-        :returns: the blocks to write and their rows; None if there is no room even after eviction, with no effect.
+        ``lookup``; it can be stored once that job has ended.
         """
         held = self._rows
         distinct = dict.fromkeys(keys)
@@ -143,7 +134,6 @@ class CPUOffloadingManager(OffloadingManager):
         rows = sorted(self._free[-len(wanted) :])  # consecutive blocks tend to get adjacent rows
         del self._free[-len(wanted) :]
         held.update(zip(wanted, rows, strict=True))
-        self._being_written.update(wanted)
         for row in rows:
             self._refs[row] = _BEING_WRITTEN
         self._policy.insert(wanted, rows)
@@ -157,25 +147,23 @@ class CPUOffloadingManager(OffloadingManager):
 
         :returns: distinct blocks that were being written: those allocated since the last ``reset_cache``, which are
             readable now if ``success`` and misses if not, and those allocated before it, which are misses.
-        :raises KeyError: a block is not held; nothing changed.
         """
-        distinct, writing = dict.fromkeys(keys), self._being_written
-        written = [key for key in distinct if key in writing]
+        refs, rows, distinct = self._refs, self._rows, dict.fromkeys(keys)
+        written = [key for key in distinct if key in rows and refs[rows[key]] < 0]
         if len(written) < len(distinct):
-            self._rows_of([key for key in distinct if key not in writing])  # raises for a block that is not held
-        for row in self._rows_of(written, earlier=True):
-            self._refs[row] = 0
-        writing.difference_update(written)
+            self._rows_of([key for key in distinct if key not in rows or refs[rows[key]] >= 0])  # raises if not held
+        for key in written:
+            refs[rows[key]] = 0
         orphaned = self._free_earlier(written)
         if orphaned:
-            written = [key for key in written if key in self._rows]
+            written = [key for key in written if key in rows]
         if success:
             self._num_evictable += len(written)
             self._policy.release(written)
             self._record(written, removed=False)
         else:
             self._policy.remove(written)
-            self._free.extend(map(self._rows.pop, written))
+            self._free.extend(map(rows.pop, written))
         return written, orphaned
 
     def take_events(self) -> list[OffloadingEvent]:
@@ -188,9 +176,7 @@ class CPUOffloadingManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def reset_cache(self, weights_changed: bool = True) -> None:
-        """Forget all blocks. A row that a load or store uses becomes free when ``complete_load`` or ``complete_store``
-        reports its end. ``weights_changed`` has no effect.
-        """
+        """Forget all blocks. A row in use becomes free when its use ends. ``weights_changed`` has no effect."""
         refs, rows, earlier = self._refs, self._rows, self._earlier
         self._record([key for key, row in rows.items() if refs[row] >= 0 and key not in earlier], removed=True)
         self._rows = {key: row for key, row in rows.items() if refs[row]}
@@ -200,10 +186,9 @@ class CPUOffloadingManager(OffloadingManager):
         self._free = [row for row in range(self.num_blocks - 1, -1, -1) if not refs[row]]
 
     def _rows_of(self, keys: Sequence[OffloadKey], *, earlier: bool = False) -> list[int]:
-        """Return the row numbers of blocks, in the order of ``keys``.
+        """Return the row numbers of blocks, in the order of ``keys``; raise KeyError if one is not held.
 
         :param earlier: whether blocks from before the last ``reset_cache`` count as held.
-        :raises KeyError: a block is not held.
         """
         try:
             if self._earlier and not earlier and not self._earlier.isdisjoint(keys):
@@ -213,7 +198,7 @@ class CPUOffloadingManager(OffloadingManager):
             raise KeyError(f"block {error.args[0].hex()} is not held") from None
 
     def _free_earlier(self, unused: Collection[OffloadKey]) -> list[OffloadKey]:
-        """Free the rows of those blocks in ``unused`` that date from before a ``reset_cache``; return these blocks."""
+        """Free and return those blocks in ``unused`` that date from before a ``reset_cache``."""
         ended = [key for key in unused if key in self._earlier] if self._earlier else []
         self._free.extend(map(self._rows.pop, ended))
         self._earlier.difference_update(ended)
@@ -230,9 +215,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._policy.release(spared)
         self._num_evictable -= len(victims)
         evicted = [key for key, _ in victims]
-        self._free.extend(row for _, row in victims)
-        for key in evicted:
-            del held[key]
+        self._free.extend(map(held.pop, evicted))
         self._record(evicted, removed=True)
         return evicted
 
@@ -247,8 +230,6 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
     A cascade to a secondary tier reads rows (``prepare_read``), a promotion writes them (``prepare_write``).
 
     :param mmap_region: holds the bytes; must have ``num_blocks`` rows. Owned by the manager: ``shutdown`` releases it.
-    :raises ConfigurationError: the region has another number of rows, ``num_blocks`` is not positive, or there is no
-        such policy.
     """
 
     def __init__(
@@ -270,10 +251,7 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
     complete_write = CPUOffloadingManager.complete_store
 
     def get_kv_memoryview(self) -> memoryview:
-        """Return all rows, writable, shape (num_blocks, row_stride), format ``B``; the same object at each call.
-
-        :raises RegionError: after ``shutdown``.
-        """
+        """Return ``create_kv_memoryview`` of the region; the same object at each call."""
         if self._kv_memoryview is None:
             self._kv_memoryview = self.mmap_region.create_kv_memoryview()
         return self._kv_memoryview

@@ -37,8 +37,7 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def release(self, keys: Sequence[OffloadKey]) -> None:
-        """Note that jobs which used these blocks have ended; blocks with ``refs`` 0 can be evicted again. Not a use.
-
+        """Note that jobs which used these blocks have ended; those with ``refs`` 0 can be evicted again. Not a use.
         Unknown keys are ignored.
         """
 
@@ -111,32 +110,28 @@ class LRUCachePolicy(CachePolicy):
 
     def evict(self, count: int) -> list[tuple[OffloadKey, int]]:
         victims: list[tuple[OffloadKey, int]] = []
-        while len(victims) < count and (victim := self._pop_coldest()) is not None:
-            victims.append(victim)
+        refs = self._refs
+        while self._heap and len(victims) < count:
+            place, row, key = heapq.heappop(self._heap)
+            if self._due.get(key) != (place, row):
+                continue  # used or removed since
+            del self._due[key]
+            if refs[row]:
+                self._parked[key] = (place, row)
+            else:
+                victims.append((key, row))
+        while self._rows and len(victims) < count:
+            key, row = self._rows.popitem(last=False)
+            if refs[row]:
+                self._last_place += 1
+                self._parked[key] = (self._last_place, row)
+            else:
+                victims.append((key, row))
         return victims
 
     def clear(self) -> None:
         for part in (self._rows, self._parked, self._due, self._heap):
             part.clear()
-
-    def _pop_coldest(self) -> tuple[OffloadKey, int] | None:
-        """Forget and return the least recently used block that can be evicted, and its row; None: there is none."""
-        refs = self._refs
-        while self._heap:
-            place, row, key = heapq.heappop(self._heap)
-            if self._due.get(key) != (place, row):
-                continue  # used or removed since
-            del self._due[key]
-            if not refs[row]:
-                return key, row
-            self._parked[key] = (place, row)
-        while self._rows:
-            key, row = self._rows.popitem(last=False)
-            if not refs[row]:
-                return key, row
-            self._last_place += 1
-            self._parked[key] = (self._last_place, row)
-        return None
 
     def _unpark(self, key: OffloadKey) -> int | None:
         entry = self._parked.pop(key, None) or self._due.pop(key, None)
@@ -147,7 +142,6 @@ class ARCCachePolicy(CachePolicy):
     """Adaptive replacement (Megiddo and Modha, FAST 2003): recency and frequency, balanced by early evictions.
 
     It keeps two lists in order of use (blocks used once, blocks used again) and the keys recently evicted from each.
-
     Eviction takes from the first list if it exceeds its target size, else from the second. If a block is stored again
     soon after its eviction, the list from which it was evicted was too small, and the target size changes in favour of
     that list. A scan of blocks that are used once only affects the first list.
@@ -188,11 +182,15 @@ class ARCCachePolicy(CachePolicy):
 
     def evict(self, count: int) -> list[tuple[OffloadKey, int]]:
         victims: list[tuple[OffloadKey, int]] = []
+        lists = ((self._once, self._gone_once), (self._again, self._gone_again))
         while len(victims) < count:
-            victim = self._evict_one()
-            if victim is None:
+            for part, gone in lists if len(self._once) > self._target else reversed(lists):
+                if found := part.evict(1):
+                    victims += found
+                    gone[found[0][0]] = None
+                    break
+            else:
                 break
-            victims.append(victim)
         self._trim_gone()
         return victims
 
@@ -207,25 +205,15 @@ class ARCCachePolicy(CachePolicy):
         if key in self._gone_once:
             del self._gone_once[key]
             self._target = min(float(self._num_blocks), self._target + max(1.0, again / once))
-            return True
-        if key in self._gone_again:
+        elif key in self._gone_again:
             del self._gone_again[key]
             self._target = max(0.0, self._target - max(1.0, once / again))
-            return True
-        return False
-
-    def _evict_one(self) -> tuple[OffloadKey, int] | None:
-        lists = ((self._once, self._gone_once), (self._again, self._gone_again))
-        for part, gone in lists if len(self._once) > self._target else reversed(lists):
-            if victims := part.evict(1):
-                gone[victims[0][0]] = None
-                return victims[0]
-        return None
+        else:
+            return False
+        return True
 
     def _trim_gone(self) -> None:
-        """Drop the oldest evicted keys, so that the first list and its evicted keys together have at most
-        ``num_blocks`` entries, and both lists with theirs at most twice as many.
-        """
+        """Bound the first list and its evicted keys to ``num_blocks`` entries, and all four to twice as many."""
         while self._gone_once and len(self._once) + len(self._gone_once) > self._num_blocks:
             self._gone_once.popitem(last=False)
         held = len(self._once) + len(self._again)

@@ -31,28 +31,21 @@ logger = logging.getLogger(__name__)
 
 
 def region_path(instance_id: str, directory: str = SHARED_MEMORY_DIRECTORY) -> str:
-    """Return the path of the shared memory file of the engine ``instance_id``.
-
-    :raises ConfigurationError: ``instance_id`` cannot be part of a file name.
-    """
     if not instance_id or "/" in instance_id or "\0" in instance_id:
         raise ConfigurationError("instance_id", instance_id, "a name without '/' that is not empty")
     return f"{directory}/{_PREFIX}{instance_id}{_SUFFIX}"
 
 
 def remove_leftover_regions(directory: str = SHARED_MEMORY_DIRECTORY) -> list[str]:
-    """Delete the shared memory files that killed engines left. Files in use and files of other users are kept.
-
-    :returns: the paths of the deleted files.
+    """Delete the shared memory files that killed engines left, and return their paths. Files in use and files of other
+    users are kept.
     """
-    return [str(path) for path in sorted(Path(directory).glob(f"{_PREFIX}*{_SUFFIX}")) if _remove_leftover(str(path))]
+    paths = sorted(map(str, Path(directory).glob(f"{_PREFIX}*{_SUFFIX}")))
+    return [path for path in paths if _remove_leftover(path)]
 
 
 class RegionFile:
-    """An allocated shared memory file and this process's lock on it, created with ``open``. Not thread-safe.
-
-    :param lock_fd: descriptor that holds a shared ``flock``; ``close`` closes it.
-    """
+    """An allocated shared memory file and this process's lock on it, created with ``open``. Not thread-safe."""
 
     def __init__(self, path: str, lock_fd: int, fd: int, created: bool) -> None:
         self.path = path
@@ -60,53 +53,46 @@ class RegionFile:
         """Descriptor to map or to pass to another process. It carries no lock and is close-on-exec."""
         self.created = created
         """Whether this process created the file."""
-        self._lock_fd = lock_fd
+        self._lock_fd: int | None = lock_fd
         self._pid = os.getpid()
-        self._closed = False
 
     @classmethod
     def open(cls, path: str, size: int, timeout_s: float) -> RegionFile:
         """Create the file with ``size`` bytes allocated, or attach to the file of another process.
 
         A file that no process has locked is replaced. If another process is creating the file, the call waits until the
-        file has its size.
+        file has its size, at most ``timeout_s`` seconds.
 
-        :param timeout_s: seconds to wait for that process.
         :raises ConfigurationError: ``size`` bytes are not free, also after a wait of 25 s if the directory is large
             enough; the file is removed.
         :raises RegionError: the file did not reach its size in time, or the directory cannot be used.
         """
         deadline = time.monotonic() + timeout_s
-        while True:
-            file = cls._create_or_attach(path, size)
-            if file is not None:
-                return file
+        while (file := cls._create_or_attach(path, size)) is None:
             if time.monotonic() >= deadline:
                 raise RegionError(
                     f"{path} has {_size_of(path)} bytes and did not get the expected {size} within {timeout_s:g} s: "
                     "its creator hangs, or an engine of another geometry uses the same instance_id"
                 )
             time.sleep(_POLL_SECONDS)
+        return file
 
     def close(self) -> None:
         """Release the lock; the last process to do so removes the file. Idempotent.
 
         In a process forked after ``open``, it only closes that process's descriptors.
         """
-        if self._closed:
+        lock_fd, self._lock_fd = self._lock_fd, None
+        if lock_fd is None:
             return
-        self._closed = True
         os.close(self.fd)
-        if os.getpid() == self._pid and _lock(self._lock_fd, fcntl.LOCK_EX):
-            _unlink_if_at(self._lock_fd, self.path)
-        os.close(self._lock_fd)
+        if os.getpid() == self._pid and _lock(lock_fd, fcntl.LOCK_EX):
+            _unlink_if_at(lock_fd, self.path)
+        os.close(lock_fd)
 
     @classmethod
     def _create_or_attach(cls, path: str, size: int) -> RegionFile | None:
-        """Try once to create or attach to the file.
-
-        :returns: None if the caller must retry, because the file is not ready or was removed.
-        """
+        """Try once. None: the caller must retry, because the file is not ready or was removed."""
         created = True
         try:
             lock_fd = os.open(path, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
@@ -138,10 +124,7 @@ class RegionFile:
 
 def _allocate(fd: int, path: str, size: int) -> None:
     """Allocate memory for every byte now. In a sparse file, an access without free memory kills a process by SIGBUS.
-
     Waits up to 25 s for memory that the host process of a killed engine is about to release.
-
-    :raises ConfigurationError: ``size`` bytes are not free; the file was unlinked.
     """
     directory = os.path.dirname(path)
     deadline = time.monotonic() + _PREDECESSOR_S
@@ -153,11 +136,8 @@ def _allocate(fd: int, path: str, size: int) -> None:
             space = os.statvfs(directory)
             if size > space.f_blocks * space.f_frsize or time.monotonic() > deadline:
                 _unlink_if_at(fd, path)
-                raise ConfigurationError(
-                    "total_size_bytes",
-                    size,
-                    f"at most the {_available(directory)} bytes free in {directory} ({error.strerror})",
-                ) from error
+                expected = f"at most the {_available(directory)} bytes free in {directory} ({error.strerror})"
+                raise ConfigurationError("total_size_bytes", size, expected) from error
         logger.info("%s: waiting until %d bytes are free in %s", path, size, directory)
         while _available(directory) < size and time.monotonic() <= deadline:
             time.sleep(_POLL_SECONDS)

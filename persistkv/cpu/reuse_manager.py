@@ -66,9 +66,8 @@ class FilterReusedOffloadingManager(OffloadingManager):
 
     @staticmethod
     def _uncounted(key: OffloadKey, counted: set[OffloadKey], description: RequestDescription) -> list[OffloadKey]:
-        """Return the blocks of a request that are not in ``counted``, deepest first: the tracker forgets these first.
-
-        :param key: block that is looked up; included even if ``description`` lacks it.
+        """Return ``key`` and the blocks of ``description`` that are not in ``counted``, deepest first: the tracker
+        forgets these first.
         """
         new = [block for chain in description.group_keys for block in chain if block not in counted]
         if description.depth(key) is None:

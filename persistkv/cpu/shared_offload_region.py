@@ -26,7 +26,7 @@ def row_stride_bytes(num_workers: int, cpu_page_size: int) -> int:
 
 
 class CudaRuntime(Protocol):
-    """The part of the CUDA runtime that registers memory; each call returns an error code, 0 for success."""
+    """The part of the CUDA runtime that registers memory. Each call returns an error code, 0 for success."""
 
     def cudaHostRegister(self, address: int, size: int, flags: int, /) -> int: ...
 
@@ -44,15 +44,13 @@ class SharedOffloadRegion:
     :param instance_id: name of the engine, the same in all of its processes; part of the file's name.
     :param total_size_bytes: must be ``num_blocks`` rows of ``row_stride_bytes(num_workers, cpu_page_size)``.
     :param rank: number of this worker, 0 to ``num_workers - 1``; None for the scheduler, which has no cell.
-    :param cpu_page_size: bytes of one worker's cell.
     :param directory: directory of the file, on a tmpfs.
     :param timeout_s: seconds to wait for the process that creates the file.
     :raises ConfigurationError: a number is out of range or does not agree with the others, or shared memory is short.
     :raises RegionError: the file did not become ready within ``timeout_s`` or cannot be opened.
     """
 
-    registration_bytes: ClassVar[int] = 1 << 30  # 1 GiB
-    """Most bytes to register with CUDA in one call: drivers refuse or stall on hundreds of GiB at once."""
+    registration_bytes: ClassVar[int] = 1 << 30  # 1 GiB: drivers refuse or stall on hundreds of GiB at once
 
     def __init__(
         self,
@@ -101,9 +99,8 @@ class SharedOffloadRegion:
 
     @property
     def fd(self) -> int:
-        """Descriptor of the file, to be passed to another process that maps it.
-
-        It holds no lock: only processes that opened the region themselves mark the file as in use.
+        """Descriptor of the file, for another process that maps it. It holds no lock, so it does not mark the file as
+        in use.
         """
         if self._file is None:
             raise RegionError(f"{self.mmap_path} was cleaned up")
@@ -125,9 +122,8 @@ class SharedOffloadRegion:
         return max(1, self.registration_bytes // self.row_stride)
 
     def create_next_view(self, page_size: int) -> torch.Tensor:
-        """Reserve the next ``page_size`` bytes of this worker's cell in every row.
+        """Reserve the next ``page_size`` bytes of this worker's cell in every row; shape (num_blocks, page_size), int8.
 
-        :returns: int8, shape (num_blocks, page_size), strides (row_stride, 1).
         :raises ConfigurationError: the cell has fewer bytes left, or ``rank`` is None (no cell); nothing was reserved.
         """
         rows = self._mapped()[1]
@@ -145,14 +141,14 @@ class SharedOffloadRegion:
         return memoryview(self._mapped()[0]).cast("B", (self.num_blocks, self.row_stride))
 
     def pin(self, runtime: CudaRuntime | None = None) -> bool:
-        """Register the mapping with CUDA, so that the GPU accesses it directly, until ``cleanup``.
+        """Register the mapping with CUDA, so that the GPU accesses it directly, until ``cleanup``; return whether this
+        succeeded. It does not without a CUDA device.
 
         Several calls of CUDA register one range of rows each, which ends between two rows, since a single copy must not
-        touch two registrations. If CUDA refuses a range, the ranges before it are unregistered, one warning is logged,
-        and copies use unpinned memory, which is slower.
+        touch two registrations. If CUDA refuses a range, the ranges before it are unregistered, and one warning is
+        logged.
 
         :param runtime: for tests; by default the CUDA runtime of torch.
-        :returns: whether the region is pinned; False also without a CUDA device.
         """
         if self._pinned:
             return True
@@ -168,20 +164,16 @@ class SharedOffloadRegion:
             if code:
                 self._unpin()
                 _clear_cuda_error()
+                where = f"{size} bytes at offset {offset} of {self.mmap_path}"
                 logger.warning(
-                    "CUDA error %d while pinning %d bytes at offset %d of %s: copies use unpinned memory, which is "
-                    "slower",
-                    code,
-                    size,
-                    offset,
-                    self.mmap_path,
+                    "CUDA error %d while pinning %s: copies use unpinned memory, which is slower", code, where
                 )
                 return False
             self._pinned.append(self.address + offset)
         return True
 
     def cleanup(self) -> None:
-        """Unpin and unmap the memory, and release the file. The last process to do so deletes the file. Idempotent.
+        """Unpin and unmap the memory, and release the file; the last process deletes it. Idempotent.
 
         All reads and writes of rows must have ended before. If a tensor or view of the rows still exists, a warning is
         logged, and the memory stays mapped until that object is deleted.
@@ -199,9 +191,7 @@ class SharedOffloadRegion:
             self._file = None
 
     def _unpin(self) -> None:
-        """Unregister all ranges of the mapping from CUDA, the last one first. Log a failure and continue with the
-        others.
-        """
+        """Unregister all ranges from CUDA, the last one first. Log a failure and continue with the others."""
         failed = False
         while self._pinned and self._cuda is not None:
             address = self._pinned.pop()

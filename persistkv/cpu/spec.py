@@ -88,9 +88,8 @@ class CPUOffloadingSpec(OffloadingSpec):
         gpu_size = self.geometry.gpu_block_size
         block_size = gpu_size if options.block_size is None else options.block_size
         if block_size <= 0 or block_size % gpu_size:
-            raise ConfigurationError(
-                "block_size", block_size, f"a positive multiple of {gpu_size}, the GPU's block size"
-            )
+            expected = f"a positive multiple of {gpu_size}, the GPU's block size"
+            raise ConfigurationError("block_size", block_size, expected)
         self.block_size_factor = block_size // gpu_size
         CACHE_POLICIES.get(options.eviction_policy)
         size = parse_size(options.cpu_bytes_to_use, name="cpu_bytes_to_use")
@@ -114,14 +113,11 @@ class CPUOffloadingSpec(OffloadingSpec):
     def get_region(self) -> SharedOffloadRegion:
         """Return the primary tier's memory, the same object at each call. Raises as ``SharedOffloadRegion`` does."""
         if self._region is None:
+            geometry, total = self.geometry, self.num_blocks * self.row_stride
+            workers = geometry.rank, geometry.num_workers
             try:
                 self._region = SharedOffloadRegion(
-                    self.geometry.instance_id,
-                    self.num_blocks * self.row_stride,
-                    self.num_blocks,
-                    self.geometry.rank,
-                    self.geometry.num_workers,
-                    self.cpu_page_size,
+                    geometry.instance_id, total, self.num_blocks, *workers, self.cpu_page_size
                 )
             except ConfigurationError as error:
                 if error.field != "total_size_bytes":
@@ -132,10 +128,9 @@ class CPUOffloadingSpec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             self._manager = self.make_manager()
-            if self.options.store_threshold:
-                self._manager = FilterReusedOffloadingManager(
-                    self._manager, self.options.store_threshold, self.options.max_tracker_size
-                )
+            threshold, tracked = self.options.store_threshold, self.options.max_tracker_size
+            if threshold:
+                self._manager = FilterReusedOffloadingManager(self._manager, threshold, tracked)
         return self._manager
 
     def make_manager(self) -> OffloadingManager:
@@ -156,20 +151,14 @@ class CPUOffloadingSpec(OffloadingSpec):
             if cell != self.cpu_page_size:
                 expected = f"{cell // self.block_size_factor}, as the KV caches have"
                 raise ConfigurationError("gpu_block_bytes", self.geometry.gpu_block_bytes, expected)
-            self._handlers = CpuGpuOffloadingHandlers(
-                kv_caches, self.block_size_factor, self.num_blocks, self.get_region()
-            )
-        return iter(
-            (
-                (GPULoadStoreSpec, CPULoadStoreSpec, self._handlers.gpu_to_cpu_handler),
-                (CPULoadStoreSpec, GPULoadStoreSpec, self._handlers.cpu_to_gpu_handler),
-            )
-        )
+            region = self.get_region()
+            self._handlers = CpuGpuOffloadingHandlers(kv_caches, self.block_size_factor, self.num_blocks, region)
+        store = GPULoadStoreSpec, CPULoadStoreSpec, self._handlers.gpu_to_cpu_handler
+        load = CPULoadStoreSpec, GPULoadStoreSpec, self._handlers.cpu_to_gpu_handler
+        return iter((store, load))
 
     def shutdown(self) -> None:
-        """Shut down the handlers, the manager and the region; idempotent. Exceptions of the handlers and of the manager
-        are logged, and the others are still shut down.
-        """
+        """Shut down the handlers, the manager and the region, even if one raises, which is logged; idempotent."""
         if self._handlers is not None:
             self._handlers.shutdown()
         if self._manager is not None:

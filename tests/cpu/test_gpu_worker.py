@@ -23,7 +23,7 @@ from persistkv.base import (
 from persistkv.cpu import gpu_worker
 from persistkv.cpu.devices.base import CopyEngine, Direction
 from persistkv.cpu.devices.cuda import CUDACopyEngine, DriverBatchCopier
-from persistkv.cpu.gpu_worker import CpuGpuOffloadingHandlers, SingleDirectionOffloadingHandler
+from persistkv.cpu.gpu_worker import CpuGpuOffloadingHandlers
 from persistkv.cpu.layout import KVMemory, PageCopies, cell_bytes, group_layouts
 from persistkv.cpu.manager import CPULoadStoreSpec
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion, row_stride_bytes
@@ -271,13 +271,13 @@ class RaisingEngine(CopyEngine):
     def submit(self, job_id: int, copies: Sequence[PageCopies]) -> bool:
         return True
 
-    def finished(self) -> list[TransferResult]:
+    def get_finished(self) -> list[TransferResult]:
         return []
 
     def wait(self, job_ids: set[int]) -> None:
         raise RuntimeError("device lost")
 
-    def drain(self) -> None:
+    def shutdown(self) -> None:
         raise RuntimeError("device lost")
 
 
@@ -287,7 +287,7 @@ def test_handlers_shutdown_one_raises_other_is_released(
 ) -> None:
     caches = make_caches(GEOMETRIES["one group"], "cpu")
     with make_handlers(caches, 1, shared_memory) as (handlers, _):
-        broken = SingleDirectionOffloadingHandler(caches, RaisingEngine(KVMemory((), (), 1), direction))
+        broken = RaisingEngine(KVMemory((), (), 1), direction)
         blocks, rows = GPULoadStoreSpec([0], [1], [0]), CPULoadStoreSpec([0])
         if direction is Direction.STORE:
             replaced, handlers.gpu_to_cpu_handler = handlers.gpu_to_cpu_handler, broken

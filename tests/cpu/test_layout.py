@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,7 +14,6 @@ from persistkv.cpu.layout import (
     check_kv_caches,
     group_layouts,
     plan_copies,
-    row_addresses,
     tensor_offsets,
 )
 from persistkv.cpu.manager import CPULoadStoreSpec
@@ -125,18 +123,18 @@ def test_cell_bytes_zero_factor_raises() -> None:
 # Copies between pages and rows
 
 
-def caches_and_memory(factor: int) -> tuple[CanonicalKVCaches, KVMemory]:
+def make_memory(factor: int) -> KVMemory:
     """Return two tensors of 8 blocks, and 6 rows; group 0 uses both tensors, group 1 half of the second's pages."""
     tensors = [CanonicalKVCacheTensor(torch.zeros((8, page), dtype=torch.int8), page) for page in (16, 32)]
     refs = [[CanonicalKVCacheRef(0, 16), CanonicalKVCacheRef(1, 32)], [CanonicalKVCacheRef(1, 16)]]
     rows = tuple(torch.zeros((6, factor * page), dtype=torch.int8) for page in (16, 32))
-    return CanonicalKVCaches(tensors, refs), KVMemory(tuple(tensor.tensor for tensor in tensors), rows, factor)
+    return KVMemory(tuple(tensor.tensor for tensor in tensors), rows, factor, group_data_refs=refs)
 
 
 def plan(
     factor: int, blocks: list[int], sizes: list[int], indices: list[int], rows: list[int]
 ) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    copies = plan_copies(GPULoadStoreSpec(blocks, sizes, indices), CPULoadStoreSpec(rows), *caches_and_memory(factor))
+    copies = plan_copies(GPULoadStoreSpec(blocks, sizes, indices), CPULoadStoreSpec(rows), make_memory(factor))
     return {
         (part.tensor_idx, part.page_bytes): list(zip(part.blocks.tolist(), part.sub_blocks.tolist(), strict=True))
         for part in copies
@@ -177,15 +175,3 @@ def test_plan_copies_mismatched_blocks_or_rows_raises(
 ) -> None:
     with pytest.raises(ValueError, match=problem):
         plan(2, blocks, sizes, indices, rows)
-
-
-def test_row_addresses_tensor_with_gaps_uses_stride() -> None:
-    storage = torch.zeros((5, 100), dtype=torch.int8)
-    found = row_addresses(np.array([4, 0]), storage[:, 10:70])
-    assert found.tolist() == [storage.data_ptr() + 410, storage.data_ptr() + 10]
-
-
-@pytest.mark.parametrize("row", [-1, 2])
-def test_row_addresses_missing_row_raises(row: int) -> None:
-    with pytest.raises(ValueError, match=f"row {row} is not one of 2"):
-        row_addresses(np.array([0, row]), torch.zeros((2, 8), dtype=torch.int8))

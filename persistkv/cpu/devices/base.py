@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from enum import Enum
 
-from persistkv.base import TransferResult
-from persistkv.cpu.layout import KVMemory, PageCopies
+from persistkv.base import GPULoadStoreSpec, OffloadingHandler, TransferSpec
+from persistkv.cpu.layout import KVMemory, PageCopies, plan_copies
+from persistkv.cpu.manager import CPULoadStoreSpec
 
 
 class Direction(Enum):
@@ -17,29 +18,31 @@ class Direction(Enum):
     LOAD = "load"
 
 
-class CopyEngine(ABC):
-    """Runs the copies of one direction on a device, in order of submission. Called from one thread."""
+class CopyEngine(OffloadingHandler):
+    """Transfers in one direction on a device, in order of submission. Called from one thread. ``shutdown`` releases the
+    memory; after it, jobs are refused, and nothing is reported.
+    """
 
     def __init__(self, memory: KVMemory, direction: Direction) -> None:
         self.memory = memory
         self.direction = direction
 
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        if not self.memory.rows:
+            return False
+        gpu, cpu = spec if self.direction is Direction.STORE else spec[::-1]
+        if not (isinstance(gpu, GPULoadStoreSpec) and isinstance(cpu, CPULoadStoreSpec)):
+            media = f"{spec[0].medium()} to {spec[1].medium()}"
+            raise ValueError(f"a transfer from {media} is no {self.direction.value}")
+        return self.submit(job_id, plan_copies(gpu, cpu, self.memory))
+
     @abstractmethod
     def submit(self, job_id: int, copies: Sequence[PageCopies]) -> bool:
-        """Start the copies of a job. They see everything that the model computed before this call.
+        """Start the copies of a job. They see all work enqueued before on the caller's current stream.
 
         :returns: False if the job could not be started. Then it copies no further byte and is not reported, and the
             content of its destination is undefined.
         """
 
-    @abstractmethod
-    def finished(self) -> list[TransferResult]:
-        """Return the results of the jobs that ended since the last call, in the order of submission. Does not wait."""
-
-    @abstractmethod
-    def wait(self, job_ids: set[int]) -> None:
-        """Block until these jobs have ended; ids that are not in flight are ignored."""
-
-    @abstractmethod
-    def drain(self) -> None:
-        """Block until all submitted jobs have ended. The last call: no job may be submitted afterwards. Idempotent."""
+    def shutdown(self) -> None:
+        self.memory = KVMemory((), (), 1)

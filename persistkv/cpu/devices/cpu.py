@@ -42,7 +42,7 @@ class CPUCopyEngine(CopyEngine):
         self._jobs.append((job_id, self._thread.submit(self.run, job_id, copies)))
         return True
 
-    def finished(self) -> list[TransferResult]:
+    def get_finished(self) -> list[TransferResult]:
         results = []
         while self._jobs and self._jobs[0][1].done():
             results.append(self._jobs.popleft()[1].result())
@@ -51,8 +51,10 @@ class CPUCopyEngine(CopyEngine):
     def wait(self, job_ids: set[int]) -> None:
         futures.wait([future for job_id, future in self._jobs if job_id in job_ids])
 
-    def drain(self) -> None:
+    def shutdown(self) -> None:
         self._thread.shutdown(wait=True)
+        self._jobs.clear()
+        super().shutdown()
 
     def run(self, job_id: int, copies: Sequence[PageCopies]) -> TransferResult:
         """Copy on the caller's thread, and return when the copies have ended.
@@ -93,10 +95,7 @@ class CPUCopyEngine(CopyEngine):
                     _scatter(rectangle, pages, (index,))
 
     def _copy_buffered(self, pages: torch.Tensor, rows: torch.Tensor, blocks: IntArray, sub_blocks: IntArray) -> None:
-        """Copy between pages ``blocks`` and the places ``sub_blocks`` (see ``PageCopies``) through a buffer.
-
-        Each part of up to 8 MiB is gathered into the buffer, and then scattered from it.
-        """
+        """Gather each part of up to 8 MiB into a buffer, and scatter it from there."""
         page_bytes = pages.shape[1]
         step = max(1, BUFFER_BYTES // page_bytes)
         if self._buffer is None or len(self._buffer) < step * page_bytes:

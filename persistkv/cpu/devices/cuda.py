@@ -18,13 +18,10 @@ import torch
 
 from persistkv.base import TransferResult
 from persistkv.cpu.devices.base import CopyEngine, Direction
-from persistkv.cpu.layout import IntArray, KVMemory, PageCopies, row_addresses
+from persistkv.cpu.layout import IntArray, KVMemory, PageCopies
 
-DRIVER_LIBRARY = "libcuda.so.1"
 SOURCE_IN_STREAM_ORDER = 1
 """``CU_MEMCPY_SRC_ACCESS_ORDER_STREAM``: a store must read pages after the kernels that compute them."""
-PREFER_OVERLAP_WITH_COMPUTE = 1
-"""``CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE``"""
 
 # The symbol of CUDA 12.8, which later drivers keep. CUDA 13 added _v2, which does not report the failed copy.
 _FUNCTION = "cuMemcpyBatchAsync"
@@ -33,30 +30,19 @@ _NO_COPY = ctypes.c_size_t(-1).value  # the index that is reported if an error d
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Job:
-    job_id: int
-    num_bytes: int
-    begin: torch.cuda.Event
-    end: torch.cuda.Event
-
-
 class CUDACopyEngine(CopyEngine):
     """Copies on a separate stream, which waits for the caller's current stream at each job.
 
     A store must see computed pages, and a load must not overwrite pages that a kernel reads: both wait for that stream.
-
     An error that breaks the device, such as a failed assertion in a kernel of the model, fails the jobs in flight. No
     copy runs after it, and no method of this class raises it: the engine gets the error from its own kernels.
-
-    :param copier: None: a ``DriverBatchCopier`` if memory is pinned and a trial copy succeeds, else a ``TorchCopier``.
     """
 
     def __init__(self, memory: KVMemory, direction: Direction, copier: PageCopier | None = None) -> None:
         super().__init__(memory, direction)
         self._device = memory.pages[0].device
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[tuple[int, int, torch.cuda.Event, torch.cuda.Event]] = deque()  # id, bytes, begin, end
         if copier is None:
             copier = choose_copier(self._device, all(rows.is_pinned() for rows in memory.rows))
         self._copier = copier
@@ -73,33 +59,38 @@ class CUDACopyEngine(CopyEngine):
                 end.record(self._stream)
         except (OSError, RuntimeError):
             logger.exception("%s job %d could not be started", self.direction.value, job_id)
-            self.drain()  # enqueued copies must not access the rows after the job is reported as failed
+            self._synchronize()  # enqueued copies must not access the rows after the job is reported as failed
             return False
-        self._jobs.append(_Job(job_id, sum(part.num_bytes for part in copies), begin, end))
+        self._jobs.append((job_id, sum(part.num_bytes for part in copies), begin, end))
         return True
 
-    def finished(self) -> list[TransferResult]:
+    def get_finished(self) -> list[TransferResult]:
         results = []
         while self._jobs:
-            job = self._jobs[0]
+            job_id, num_bytes, begin, end = self._jobs[0]
             try:
-                if not job.end.query():  # type: ignore[no-untyped-call]
+                if not end.query():  # type: ignore[no-untyped-call]
                     break
-                seconds = job.begin.elapsed_time(job.end) / 1e3
-                results.append(TransferResult(job.job_id, success=True, num_bytes=job.num_bytes, seconds=seconds))
+                seconds = begin.elapsed_time(end) / 1e3
+                results.append(TransferResult(job_id, success=True, num_bytes=num_bytes, seconds=seconds))
             except RuntimeError:
-                logger.exception("%s job %d failed", self.direction.value, job.job_id)
-                results.append(TransferResult(job.job_id, success=False))
+                logger.exception("%s job %d failed", self.direction.value, job_id)
+                results.append(TransferResult(job_id, success=False))
             self._jobs.popleft()
         return results
 
     def wait(self, job_ids: set[int]) -> None:
-        for job in self._jobs:
-            if job.job_id in job_ids:
-                with contextlib.suppress(RuntimeError):  # reported by ``finished``
-                    job.end.synchronize()
+        for job_id, _, _, end in self._jobs:
+            if job_id in job_ids:
+                with contextlib.suppress(RuntimeError):  # reported by ``get_finished``
+                    end.synchronize()
 
-    def drain(self) -> None:
+    def shutdown(self) -> None:
+        self._synchronize()
+        self._jobs.clear()
+        super().shutdown()
+
+    def _synchronize(self) -> None:
         try:
             self._stream.synchronize()
         except RuntimeError:
@@ -108,15 +99,14 @@ class CUDACopyEngine(CopyEngine):
     def _batch(self, part: PageCopies) -> Batch:
         memory = self.memory
         pages, rows = memory.pages[part.tensor_idx], memory.rows[part.tensor_idx]
-        page_ptrs = row_addresses(part.blocks, pages)
         row, position = np.divmod(part.sub_blocks, memory.block_size_factor)
-        row_ptrs = row_addresses(row, rows) + position * (rows.shape[1] // memory.block_size_factor)
-        sides = (row_ptrs, page_ptrs, rows, pages)
-        targets, sources, target, source = (
-            sides if self.direction is Direction.STORE else (page_ptrs, row_ptrs, pages, rows)
-        )
+        sub_block_bytes = rows.shape[1] // memory.block_size_factor
+        page_ptrs = pages.data_ptr() + part.blocks * pages.stride(0)
+        row_ptrs = rows.data_ptr() + row * rows.stride(0) + position * sub_block_bytes
         registrations = row // memory.rows_per_registration if memory.rows_per_registration is not None else None
-        return Batch.of_pages(targets, sources, part.page_bytes, target, source, registrations)
+        if self.direction is Direction.STORE:
+            return Batch.of_pages(row_ptrs, page_ptrs, part.page_bytes, rows, pages, registrations)
+        return Batch.of_pages(page_ptrs, row_ptrs, part.page_bytes, pages, rows, registrations)
 
 
 def _timing_event() -> torch.cuda.Event:
@@ -125,14 +115,14 @@ def _timing_event() -> torch.cuda.Event:
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of memory copies between two tensors; copies that are adjacent on both sides are merged."""
+    """A batch of memory copies between two tensors; copies that are adjacent on both sides are merged.
+
+    For each copy: memory addresses of its destination and its source (in CPU or GPU memory), and its bytes.
+    """
 
     targets: IntArray
-    """Memory address of each copy's destination, in CPU or GPU memory."""
     sources: IntArray
-    """Memory address of each copy's source."""
     sizes: IntArray
-    """Bytes of each copy."""
     target: torch.Tensor
     """Tensor that contains all destinations: int8, two-dimensional."""
     source: torch.Tensor
@@ -148,8 +138,7 @@ class Batch:
         source: torch.Tensor,
         registrations: IntArray | None = None,
     ) -> Batch:
-        """Return a batch of copies of ``page_bytes`` bytes each, in which successive ones that are adjacent on both
-        sides are merged.
+        """Return a batch of copies of ``page_bytes`` bytes each, before the merge.
 
         :param registrations: for each copy, the number of the registration with CUDA that holds its host memory. Copies
             of different registrations are not merged: CUDA refuses a copy that touches two. None: there is only one.
@@ -163,24 +152,24 @@ class Batch:
 
 
 class PageCopier(ABC):
-    """Interface that runs a batch on a stream."""
+    """Runs a batch on a stream."""
 
     @abstractmethod
     def copy(self, batch: Batch, stream: torch.cuda.Stream) -> None:
-        """Enqueue the copies of a batch on a stream. The device and the stream must be the current ones.
+        """Enqueue the copies of a batch. The device and the stream must be the current ones.
 
         :raises RuntimeError: if CUDA refuses a copy; the copies before it may run.
         """
 
 
 class MemoryLocation(ctypes.Structure):
-    """C structure ``CUmemLocation`` of the CUDA driver, a member of ``CopyAttributes``."""
+    """C structure ``CUmemLocation`` of the CUDA driver."""
 
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
 class CopyAttributes(ctypes.Structure):
-    """C structure ``CUmemcpyAttributes`` of the CUDA driver: order of source accesses, and flags, of a batch."""
+    """C structure ``CUmemcpyAttributes`` of the CUDA driver."""
 
     _fields_ = (
         ("source_access_order", ctypes.c_int),
@@ -197,24 +186,20 @@ class DriverBatchCopier(PageCopier):
     It is called through ctypes with arrays of addresses. cuda-bindings takes lists; their conversion takes time per
     page and holds the GIL. The driver reads the arrays during the call.
 
-    :param library: file name of the driver's library.
-    :param flags: ``PREFER_OVERLAP_WITH_COMPUTE``, or 0.
     :raises OSError: if there is no driver.
     :raises AttributeError: if the driver is older than the function.
     """
 
-    def __init__(self, library: str = DRIVER_LIBRARY, flags: int = 0) -> None:
-        self._flags = flags
+    def __init__(self, library: str = "libcuda.so.1") -> None:
         self._function = getattr(ctypes.CDLL(library), _FUNCTION)
-        pointer = ctypes.c_void_p
-        count = ctypes.c_size_t
+        pointer, count = ctypes.c_void_p, ctypes.c_size_t
         # targets, sources, sizes, number of copies, attributes, first copy of each attribute, number of attributes,
         # failed copy, stream
         self._function.argtypes = (pointer, pointer, pointer, count, pointer, pointer, count, pointer, pointer)
         self._function.restype = ctypes.c_int
 
     def copy(self, batch: Batch, stream: torch.cuda.Stream) -> None:
-        attributes = CopyAttributes(source_access_order=SOURCE_IN_STREAM_ORDER, flags=self._flags)
+        attributes = CopyAttributes(source_access_order=SOURCE_IN_STREAM_ORDER)
         first_copy, failed = ctypes.c_size_t(0), ctypes.c_size_t(_NO_COPY)
         code = self._function(
             batch.targets.ctypes.data,
@@ -249,26 +234,19 @@ class TorchCopier(PageCopier):
 
 
 def choose_copier(device: torch.device, pinned: bool) -> PageCopier:
-    """Return a ``DriverBatchCopier`` if memory is pinned and a trial copy succeeds, else a ``TorchCopier``.
-
-    :param pinned: whether all CPU memory that will be copied is pinned.
-    """
-    if not pinned:
-        return TorchCopier()
-    try:
-        copier = DriverBatchCopier()
-        _try(copier, device)
-    except (OSError, AttributeError, RuntimeError) as error:
-        logger.info("no batched copies, one at a time instead: %s", error)
-        return TorchCopier()
-    return copier
+    """Return a ``DriverBatchCopier`` if all CPU memory is pinned and a trial copy succeeds, else a ``TorchCopier``."""
+    if pinned:
+        try:
+            copier = DriverBatchCopier()
+            _try(copier, device)
+            return copier
+        except (OSError, AttributeError, RuntimeError) as error:
+            logger.info("no batched copies, one at a time instead: %s", error)
+    return TorchCopier()
 
 
 def _try(copier: PageCopier, device: torch.device) -> None:
-    """Copy some bytes to the device and back as a trial.
-
-    :raises RuntimeError: the copies fail or do not preserve the bytes.
-    """
+    """Copy some bytes to the device and back; raise RuntimeError if that fails or changes them."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     sent = torch.arange(64, dtype=torch.int8).view(1, 64).pin_memory()
     received = torch.zeros(1, 64, dtype=torch.int8).pin_memory()

@@ -11,6 +11,7 @@ import logging
 import os
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,7 +73,8 @@ def engine_facts() -> dict[str, Any]:
     device = str(current_platform.device_type)
     facts: dict[str, Any] = {"name": "vllm", "release": release, "device": device}
     if device == "cpu":
-        with open("/proc/cpuinfo") as lines:
+        flags = ""
+        with suppress(OSError), open("/proc/cpuinfo") as lines:
             flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
         known = sorted(set(_CPU_FLAGS).intersection(flags.split()))
         facts["cpu"] = {"machine": platform.machine(), "flags": known}
@@ -128,10 +130,9 @@ def engine_identity(
 
     :param config: vLLM's ``VllmConfig``.
     :param offloading: vLLM's ``OffloadingConfig``.
-    :param facts: release and platform, see ``engine_facts``.
-    :param shared: the layout of rows, see ``shared_layout``; None makes the parallel sizes part of the identity.
+    :param facts: see ``engine_facts``.
+    :param shared: see ``shared_layout``; None makes the parallel sizes part of the identity.
     :param weights: a name that identifies the weights; None fingerprints their files.
-    :param adapters: a name that identifies the LoRA adapters.
     :raises ConfigurationError: the weights cannot be fingerprinted, or adapters are enabled and not named.
     """
     model, cache, parallel = config.model_config, config.cache_config, offloading.parallel
@@ -187,21 +188,18 @@ def _weights(model: Any, load: Any, name: str | None) -> str:
         return f"dummy:{getattr(model, 'seed', None)}"
     if load_format not in _READABLE_FORMATS:
         raise _unknown_weights(f"files of load format {load_format}")
-    directory = _directory(str(model.model), getattr(model, "revision", None), load)
+    directory = Path(str(model.model))
+    if not directory.is_dir():
+        from huggingface_hub import snapshot_download
+
+        revision, cache_dir = getattr(model, "revision", None), getattr(load, "download_dir", None)
+        try:
+            found = snapshot_download(str(model.model), revision=revision, cache_dir=cache_dir, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise _unknown_weights(f"no files on this machine ({str(error).partition(chr(10))[0]})") from error
+        directory = Path(found)
     logger.info("fingerprinting the weights in %s", directory)
     return fingerprint_checkpoint(directory)
-
-
-def _directory(model: str, revision: str | None, load: Any) -> Path:
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-
-    try:
-        cache_dir = getattr(load, "download_dir", None)
-        return Path(snapshot_download(model, revision=revision, cache_dir=cache_dir, local_files_only=True))
-    except (OSError, ValueError) as error:
-        raise _unknown_weights(f"no files on this machine ({str(error).partition(chr(10))[0]})") from error
 
 
 def _unknown_weights(what: str) -> ConfigurationError:

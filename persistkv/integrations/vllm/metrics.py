@@ -42,7 +42,7 @@ _BREAKER = {"half-open": 1.0, "open": 2.0}
 
 @dataclass
 class Observed:
-    """Those of ``COUNTERS`` that the tier itself counts in the engine, since its construction."""
+    """Counters of ``COUNTERS`` that the tier itself maintains in the engine, since its construction."""
 
     lookup_hits: int = 0
     lookup_misses: int = 0
@@ -54,7 +54,6 @@ class Observed:
 
 
 def metric_definitions() -> dict[str, Any]:
-    """Return vLLM's metadata of all counters and gauges of the tier, by full metric name."""
     from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
     counters = {PREFIX + name: OffloadingCounterMetadata(text, LABELS) for name, text in COUNTERS.items()}
@@ -118,7 +117,7 @@ def totals(observed: Observed, stats: StoreStats) -> dict[str, float]:
 
 
 def levels(stats: StoreStats, held_chunks: int) -> dict[str, float]:
-    """Return the gauges' values by name. Those of the store's process are missing until it has reported them."""
+    """Return the gauges' values by name. Gauges of the host process are missing until its first report."""
     found: dict[str, float] = {
         "queued_bytes": stats.queued_bytes,
         "held_chunks": held_chunks,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from math import gcd
-from typing import Any
+from typing import Any, TypeVar
 
 from persistkv.config import NumberLayout, VectorLayout
+
+T = TypeVar("T")
 
 _DTYPES: dict[str, tuple[Any, int]] = {
     "float32": ("float32", 4),
@@ -33,9 +35,7 @@ def number_layout(engine: Any, spec: Any, kv_cache: Any, *, device: str) -> Numb
     have different numbers because of scales that are calculated at run time, a state-space model or speculative drafts.
 
     :param engine: vLLM's ``VllmConfig``.
-    :param spec: vLLM's offloading spec.
     :param kv_cache: vLLM's ``KVCacheConfig``; None: unknown.
-    :param device: vLLM's device type, such as ``cuda``.
     """
     offloading, cache = spec.config, engine.cache_config
     parallel, layout = offloading.parallel, getattr(offloading, "kv_cache_layout", None)
@@ -79,13 +79,18 @@ def number_layout(engine: Any, spec: Any, kv_cache: Any, *, device: str) -> Numb
         groups[group.group_id] = VectorLayout(0, cells, ((blocks, strides["B"]), (tokens, token_stride)), length)
     if len(dtypes) != 1:
         return None
+    return NumberLayout(dtypes.pop(), by_group_index(groups))
+
+
+def by_group_index(groups: Mapping[int, T]) -> tuple[T, ...]:
+    """Return the value for each group index that a key may have; for a group that is not offloaded, the first one."""
     first = next(iter(groups.values()))
-    return NumberLayout(dtypes.pop(), tuple(groups.get(index, first) for index in range(max(groups) + 1)))
+    return tuple(groups.get(index, first) for index in range(max(groups) + 1))
 
 
 def _is_plain(spec: Any, tokens: int, device: str) -> bool:
     """Return whether a block of the group holds exactly one key and one value vector per token and head, unpadded."""
-    names: Sequence[str] = ("num_kv_heads", "head_size", "head_size_v", "block_size")
+    names = ("num_kv_heads", "head_size", "head_size_v", "block_size")
     if not all(isinstance(getattr(spec, name, None), int) for name in names) or spec.block_size != tokens:
         return False
     is_packed = getattr(spec, "state_content_bytes", None) is not None or getattr(spec, "tokens_per_state", 1) != 1

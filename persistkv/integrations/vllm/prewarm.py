@@ -40,8 +40,6 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]  # vLLM is n
     """Secondary tier that stores nothing: it promotes recently used contexts, listed by the first ``persistkv`` tier.
 
     Enabled by ``{"type": "persistkv-prewarm", "share": 0.5}`` in ``secondary_tiers``, after the ``persistkv`` tiers.
-
-    :raises ConfigurationError: an option is invalid, or there is no ``persistkv`` tier before it.
     """
 
     def __init__(
@@ -63,7 +61,7 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]  # vLLM is n
         self._context: ReqContext | None = None  # that is being promoted
         self._keys: list[OffloadKey] = []
         self._gives_up = 0.0
-        self._passed_over: list[int] = []
+        self._passed_over: list[JobResult] = []
 
     def serve_external_requests(self, parent: ParentManager) -> None:
         if self._context is None:
@@ -92,14 +90,14 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]  # vLLM is n
         return LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        self._passed_over.append(job_metadata.job_id)
+        self._passed_over.append(JobResult(job_metadata.job_id, True, transfer_bytes=0))
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         raise NotImplementedError("nothing was ever found here")
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         passed_over, self._passed_over = self._passed_over, []
-        return [JobResult(job_id, True, transfer_bytes=0) for job_id in passed_over]
+        return passed_over
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext(OffloadPolicy.CHUNK_LEVEL)

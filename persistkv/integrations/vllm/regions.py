@@ -51,8 +51,8 @@ def open_region(rows: memoryview) -> tuple[int, ...]:
     """
     fds: list[int] = []
     parts = _sources(address_of(rows), rows.nbytes)
-    for index, (source, size) in enumerate(parts):
-        fd = _open(source, size, is_last=index == len(parts) - 1)
+    for source, size in parts:
+        fd = _open(source, size, is_last=source is parts[-1][0])
         if fd is None:
             close_region(fds)
             return ()
@@ -112,7 +112,11 @@ def remove_leftovers(directory: str = SHARED_MEMORY_DIRECTORY, *, sees_all_proce
             is_old = time.time() - status.st_mtime > _SAFE_AGE_S
             if status.st_uid == os.geteuid() and (sees_all_processes or is_old):
                 left[path] = _file_id(status)
-    used = _used_files() if left else set()
+    used: set[FileId] = set()
+    for process in filter(str.isdigit, os.listdir("/proc") if left else ()):
+        with suppress(OSError):  # the process has ended, or is another user's, which cannot use a file of this user
+            used.update(mapping.file for mapping in _mappings(process))
+            used.update(file for _, file in _descriptors(process))
     removed = []
     for path, file in left.items():
         with suppress(OSError):
@@ -144,16 +148,6 @@ def _sources(address: int, num_bytes: int) -> list[tuple[_Mapping, int]]:
         if covered == end:
             return found
     return []
-
-
-def _used_files() -> set[FileId]:
-    """Return every file that a visible process maps or has open."""
-    used: set[FileId] = set()
-    for process in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):  # the process has ended, or is another user's, which cannot use a file of this user
-            used.update(mapping.file for mapping in _mappings(process))
-            used.update(file for _, file in _descriptors(process))
-    return used
 
 
 def _mappings(process: str) -> Iterator[_Mapping]:

@@ -92,8 +92,8 @@ def request_options(
     return options, prefetches
 
 
-class LiveRequest:
-    """Options and stored keys of one unfinished request. Keys may arrive in any order; they are sorted by position.
+class LiveRequest(RequestDescription):
+    """One unfinished request: its options and stored keys, which may arrive in any order and are sorted by position.
 
     :param group_tokens: for each KV cache group, the tokens of one chunk.
     :param labels: labels that the tier gives all requests; the request's own labels take precedence.
@@ -107,16 +107,27 @@ class LiveRequest:
         group_tokens: Sequence[int],
         labels: Mapping[str, str],
     ) -> None:
+        super().__init__(len(group_tokens), {**labels, **options.labels})
+        self.retention = options.retention
         self.options = options
-        self._position = position
-        self._description: _Description | None = _Description(group_tokens, {**labels, **options.labels})
-        self._description.retention = options.retention
-        self.context = ReqContext(req_id, description=self._description)
-        self._is_long: bool | None = None
         self.has_stored = False
         """Whether any chunk of the request was submitted to the store."""
         self.failed: set[OffloadKey] = set()
         """Keys that failed to load, which are misses for this request: an engine never retries one for ever."""
+        self._req_id = req_id
+        self._position = position
+        self._group_tokens = group_tokens
+        self._ends: dict[OffloadKey, int] = {}
+        self._lists_keys = True
+        self._is_long: bool | None = None
+
+    @property
+    def context(self) -> ReqContext:
+        return ReqContext(self._req_id, description=self if self._lists_keys else None)
+
+    def depth(self, key: OffloadKey) -> int | None:
+        end = self._ends.get(key)
+        return None if end is None else max(0, end // self._group_tokens[get_offload_group_idx(key)] - 1)
 
     def wants(self, keys: Sequence[OffloadKey], min_tokens: int) -> bool:
         """Return whether the chunks of ``keys`` must be stored: stores are enabled, and a chunk ends at token
@@ -134,40 +145,20 @@ class LiveRequest:
         the first key without a known position on, the context has no ``description`` and lists no keys.
         """
         self.has_stored = True
-        description = self._description
-        if description is None:
-            return self.context
-        for key in keys:
-            if key in description.ends:
+        for key in keys if self._lists_keys else ():
+            if key in self._ends:
                 continue
             end = self._position(key)
             if end is None:
-                self._description = None  # positions are only useful if all are known
-                self.context = ReqContext(self.context.req_id)
+                self._lists_keys = False  # positions are only useful if all are known
                 break
-            description.ends[key] = end
-            description.group_keys[get_offload_group_idx(key)].append(key)
-            description.num_tokens = max(description.num_tokens, end)
+            self._ends[key] = end
+            self.group_keys[get_offload_group_idx(key)].append(key)
+            self.num_tokens = max(self.num_tokens, end)
         return self.context
 
     def end(self) -> ReqContext:
         """Return the request's context with the keys of each group sorted by position."""
-        if self._description is not None:
-            for chain in self._description.group_keys:
-                chain.sort(key=self._description.ends.__getitem__)
+        for chain in self.group_keys:
+            chain.sort(key=self._ends.__getitem__)
         return self.context
-
-
-class _Description(RequestDescription):
-    """Keys of a request in any order. The depth of a key, the number of its group's blocks before it, follows from its
-    position.
-    """
-
-    def __init__(self, group_tokens: Sequence[int], labels: Mapping[str, str]) -> None:
-        super().__init__(len(group_tokens), labels)
-        self._group_tokens = group_tokens
-        self.ends: dict[OffloadKey, int] = {}
-
-    def depth(self, key: OffloadKey) -> int | None:
-        end = self.ends.get(key)
-        return None if end is None else max(0, end // self._group_tokens[get_offload_group_idx(key)] - 1)

@@ -73,8 +73,7 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is no
             canonical.tensor.view(canonical.tensor.shape[0], -1)[:, : canonical.page_size_bytes]
             for canonical in kv_caches.tensors
         )
-        memory = KVMemory(pages, tuple(rows), blocks_per_chunk)
-        self._kv_caches = kv_caches
+        memory = KVMemory(pages, tuple(rows), blocks_per_chunk, group_data_refs=kv_caches.group_data_refs)
         self._engines: dict[Direction, CPUCopyEngine] = {
             direction: CPUCopyEngine(memory, direction)
             if mappings is None
@@ -95,7 +94,7 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is no
         engine = self._engines.get(direction)
         if engine is None:
             return False
-        result = engine.run(job_id, plan_copies(blocks, chunks, self._kv_caches, engine.memory))
+        result = engine.run(job_id, plan_copies(blocks, chunks, engine.memory))
         self._results.append(TransferResult(job_id, result.success, result.num_bytes, result.seconds))
         return True
 

@@ -47,7 +47,7 @@ from persistkv.integrations.vllm.identity import (
     shared_layout,
 )
 from persistkv.integrations.vllm.metrics import MetricsReader, Observed, metric_definitions
-from persistkv.integrations.vllm.numbers import number_layout
+from persistkv.integrations.vllm.numbers import by_group_index, number_layout
 from persistkv.integrations.vllm.options import vllm_options
 from persistkv.integrations.vllm.regions import close_region, open_region
 from persistkv.integrations.vllm.requests import LiveRequest, Prefetch, request_options
@@ -60,6 +60,7 @@ from persistkv.tiering.persistent import PersistentTier
 
 logger = logging.getLogger(__name__)
 
+_TYPES = ("persistkv", "persistkv-prewarm", "PersistKVTier", "PersistKVPrewarm")
 _DRAIN_S = 60.0
 _NO_REQUEST = ours.ReqContext("prefetch")
 
@@ -93,7 +94,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         self.locality = Locality(self.options.locality or ("REMOTE" if is_remote else "LOCAL"))
         self._offloading = offloading_spec.config
         self._isolation = Isolation("tier persistkv")
-        self._group_tokens = _chunk_tokens(offloading_spec.config)
+        groups, blocks = offloading_spec.config.groups, offloading_spec.config.cache.blocks_per_chunk
+        self._group_tokens = by_group_index({group.group_id: group.tokens_per_block * blocks for group in groups})
         self._region_fds = open_region(primary_kv_view) if self.options.host == "process" else ()
         try:
             config = self._tier_config(offloading_spec, primary_kv_view)
@@ -105,7 +107,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         self._labels = {"model": str(offloading_spec.config.model.name), **self.options.labels}
         self._requests: dict[str, LiveRequest] = {}
         self._loads: dict[int, tuple[LiveRequest, Sequence[OffloadKey]]] = {}
-        self._passed_over: list[int] = []
+        self._passed_over: list[JobResult] = []  # store jobs that were not submitted
         self._observed = Observed()
         self._metrics = MetricsReader(scheme)
         self._tiers = persistent_tiers(offloading_spec)
@@ -158,7 +160,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         if request.wants(keys, self.options.min_tokens):
             self._tier.submit_store(_job(job_metadata, keys, request.learn(keys)))
         else:
-            self._passed_over.append(job_metadata.job_id)
+            self._passed_over.append(JobResult(job_metadata.job_id, True, transfer_bytes=0))
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         request = self._request(job_metadata.req_context)
@@ -171,8 +173,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         passed_over, self._passed_over = self._passed_over, []
-        finished = [JobResult(job_id, True, transfer_bytes=0) for job_id in passed_over]
-        return finished + [self._result(result) for result in self._tier.get_finished_jobs()]
+        return passed_over + [self._result(result) for result in self._tier.get_finished_jobs()]
 
     def _result(self, result: TierResult) -> JobResult:
         success = result.success and not result.failed_keys
@@ -293,24 +294,13 @@ def is_only_source(engine: Any) -> bool:
     if transfer is None or transfer.kv_connector != "OffloadingConnector":
         return False
     tiers = (transfer.kv_connector_extra_config or {}).get("secondary_tiers") or ()
-    names = ("persistkv", "persistkv-prewarm", "PersistKVTier", "PersistKVPrewarm")
-    return all(tier.get("type") in names for tier in tiers)
+    return all(tier.get("type") in _TYPES for tier in tiers)
 
 
 def persistent_tiers(offloading_spec: Any) -> list[PersistentTier]:
     """Return this engine's persistent tiers in the order of construction: a shared list, kept in the spec."""
     tiers: list[PersistentTier] = vars(offloading_spec).setdefault("_persistkv_tiers", [])
     return tiers
-
-
-def _chunk_tokens(offloading: Any) -> tuple[int, ...]:
-    """Return, for each group index that a key may have, the tokens of one chunk. An index without an offloaded group
-    gets the value of the first offloaded group.
-    """
-    chunk = offloading.cache.blocks_per_chunk
-    tokens: dict[int, int] = {group.group_id: group.tokens_per_block * chunk for group in offloading.groups}
-    first = next(iter(tokens.values()))
-    return tuple(tokens.get(index, first) for index in range(max(tokens) + 1))
 
 
 def _context_keys(

@@ -37,7 +37,6 @@ const size_t interface[] = {
     offsetof(CUmemcpyAttributes, flags),
     sizeof(CUdeviceptr),
     CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
-    CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE,
 };
 
 #define MAX_RANGES 1024

@@ -57,7 +57,7 @@ class Driver:
     @property
     def interface(self) -> list[int]:
         """Sizes, offsets and constants, in the order of ``driver.c``."""
-        return list((ctypes.c_size_t * 11).in_dll(self._functions, "interface"))
+        return list((ctypes.c_size_t * 10).in_dll(self._functions, "interface"))
 
     def cudaHostRegister(self, address: int, size: int, flags: int, /) -> int:
         return int(self._functions.register_range(address, size))

@@ -30,8 +30,8 @@ def run(memory: KVMemory, direction: Direction, blocks: list[int], sub_blocks: l
     engine = CPUCopyEngine(memory, direction)
     assert engine.submit(1, [PageCopies(0, PAGE, np.array(blocks), np.array(sub_blocks))])
     engine.wait({1})
-    assert [result.success for result in engine.finished()] == [True]
-    engine.drain()
+    assert [result.success for result in engine.get_finished()] == [True]
+    engine.shutdown()
 
 
 def arrangements() -> dict[str, tuple[list[int], list[int]]]:
@@ -109,9 +109,10 @@ def test_cpu_engine_any_page_size_copies_bytes(page: int) -> None:
     memory = KVMemory((pages,), (torch.zeros((6, page), dtype=torch.int8),), 1)
     engine = CPUCopyEngine(memory, Direction.STORE)
     engine.submit(1, [PageCopies(0, page, np.array([4, 1, 3, 0, 2]), np.arange(1, 6))])
-    engine.drain()
-    assert [result.success for result in engine.finished()] == [True]
+    engine.wait({1})
+    assert [result.success for result in engine.get_finished()] == [True]
     assert torch.equal(memory.rows[0][1:], pages[[4, 1, 3, 0, 2]])
+    engine.shutdown()
 
 
 def test_submit_missing_block_fails_job_and_next_job_runs(caplog: pytest.LogCaptureFixture) -> None:
@@ -120,12 +121,12 @@ def test_submit_missing_block_fails_job_and_next_job_runs(caplog: pytest.LogCapt
     engine.submit(1, [PageCopies(0, PAGE, np.array([NUM_BLOCKS + 1]), np.array([0]))])
     engine.submit(2, [PageCopies(0, PAGE, np.array([1]), np.array([0]))])
     engine.wait({1, 2})
-    assert [(result.job_id, result.success, result.num_bytes) for result in engine.finished()] == [
+    assert [(result.job_id, result.success, result.num_bytes) for result in engine.get_finished()] == [
         (1, False, 0),
         (2, True, PAGE),
     ]
     assert "store job 1 failed" in caplog.text
-    engine.drain()
+    engine.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ import torch
 from persistkv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 from persistkv.cpu.devices.base import Direction
 from persistkv.cpu.devices.cuda import (
-    PREFER_OVERLAP_WITH_COMPUTE,
     CUDACopyEngine,
     DriverBatchCopier,
     PageCopier,
@@ -38,7 +37,6 @@ DEVICE = torch.device("cuda", 0)
 LONG = 1_000_000_000  # cycles: about half a second
 COPIERS: dict[str, Callable[[], PageCopier]] = {
     "batch": DriverBatchCopier,
-    "batch during compute": lambda: DriverBatchCopier(flags=PREFER_OVERLAP_WITH_COMPUTE),
     "single": TorchCopier,
 }
 
@@ -70,7 +68,7 @@ def pinned_memory(num_blocks: int, num_rows: int, page: int, factor: int = 1, sl
 def run(engine: CUDACopyEngine, copies: list[PageCopies]) -> None:
     assert engine.submit(1, copies)
     engine.wait({1})
-    assert [result.success for result in engine.finished()] == [True]
+    assert [result.success for result in engine.get_finished()] == [True]
 
 
 @pytest.fixture
@@ -168,10 +166,10 @@ def test_cuda_engine_pending_copies_do_not_delay_kernels(copier: PageCopier) -> 
         assert load.submit(2, [PageCopies(0, 1 << 16, np.arange(32, 64), np.arange(32, 64))])
     values += 1
     torch.cuda.current_stream().synchronize()
-    assert store.finished() == load.finished() == []
+    assert store.get_finished() == load.get_finished() == []
     store.wait({1})
     load.wait({2})
-    results = [*store.finished(), *load.finished()]
+    results = [*store.get_finished(), *load.get_finished()]
     assert [(result.job_id, result.success) for result in results] == [(1, True), (2, True)]
     assert all(
         0 < result.seconds < 0.2 for result in results
@@ -185,7 +183,7 @@ def test_cuda_engine_many_jobs_finish_in_submission_order(copier: PageCopier) ->
         assert engine.submit(job, [PageCopies(0, 1 << 16, np.array([job]), np.array([job % 2]))])
     ended: list[int] = []
     while len(ended) < 64:
-        ended += [result.job_id for result in engine.finished()]
+        ended += [result.job_id for result in engine.get_finished()]
     assert ended == list(range(64))
     assert torch.equal(memory.rows[0], memory.pages[0][62:].cpu())
 
@@ -236,7 +234,7 @@ copies = [PageCopies(0, 4096, np.array([1, 3]), np.array([1, 3]))]
 engine = CUDACopyEngine(bad, Direction.STORE, DriverBatchCopier())
 if engine.submit(1, copies):
     engine.wait({1})
-    assert [result.success for result in engine.finished()] == [True]
+    assert [result.success for result in engine.get_finished()] == [True]
     assert torch.equal(bad.rows[0][[1, 3]], good.pages[0][[1, 3]].cpu())
     print("copied")
 else:

@@ -12,7 +12,6 @@ import torch
 from persistkv.base import TransferResult
 from persistkv.cpu.devices.base import Direction
 from persistkv.cpu.devices.cuda import (
-    PREFER_OVERLAP_WITH_COMPUTE,
     SOURCE_IN_STREAM_ORDER,
     Batch,
     CopyAttributes,
@@ -56,19 +55,15 @@ def test_copy_attributes_layout_matches_cuda_header(driver: Driver) -> None:
         CopyAttributes.flags.offset,
         np.dtype(np.int64).itemsize,
         SOURCE_IN_STREAM_ORDER,
-        PREFER_OVERLAP_WITH_COMPUTE,
     ]
     assert driver.interface == expected
 
 
-@pytest.mark.parametrize("flags", [0, PREFER_OVERLAP_WITH_COMPUTE])
-def test_cuda_engine_scattered_pages_reach_their_rows_in_three_copies(driver: Driver, flags: int) -> None:
+def test_cuda_engine_scattered_pages_reach_their_rows_in_three_copies(driver: Driver) -> None:
     pages, rows = make_pages(), torch.zeros((NUM_ROWS, PAGE), dtype=torch.int8)
-    engine = CUDACopyEngine(
-        KVMemory((pages,), (rows,), 1), Direction.STORE, DriverBatchCopier(driver.library, flags=flags)
-    )
+    engine = CUDACopyEngine(KVMemory((pages,), (rows,), 1), Direction.STORE, DriverBatchCopier(driver.library))
     assert engine.submit(1, copies([3, 4, 9, 0], [5, 6, 7, 1]))
-    assert engine.finished() == [TransferResult(1, success=True, num_bytes=4 * PAGE, seconds=1e-3)]
+    assert engine.get_finished() == [TransferResult(1, success=True, num_bytes=4 * PAGE, seconds=1e-3)]
     assert torch.equal(rows[[5, 6, 7, 1]], pages[[3, 4, 9, 0]])
     assert not rows[[0, 2, 3, 4, 8, 9]].any()
     assert driver.take_num_copies() == 3
@@ -136,7 +131,7 @@ def test_submit_rejected_copy_writes_nothing_and_next_job_runs(
         assert Stream.log[-1] == "synchronize"
         assert "store job 1 could not be started" in caplog.text
         assert engine.submit(2, copies([1], [1]))
-        assert [result.job_id for result in engine.finished()] == [2]
+        assert [result.job_id for result in engine.get_finished()] == [2]
         assert torch.equal(rows[1], pages[1])
         assert not rows[2].any()
     finally:
@@ -164,8 +159,8 @@ def test_cuda_engine_broken_device_fails_jobs_without_raising(
     assert engine.submit(2, copies([2], [3]))
     streams[0].broken = True
     engine.wait({1, 2})
-    assert engine.finished() == [TransferResult(1, success=False), TransferResult(2, success=False)]
-    assert engine.finished() == []
+    assert engine.get_finished() == [TransferResult(1, success=False), TransferResult(2, success=False)]
+    assert engine.get_finished() == []
     assert not engine.submit(3, copies([1], [2]))
-    engine.drain()
+    engine.shutdown()
     assert "store job 1 failed" in caplog.text

@@ -36,6 +36,10 @@ class KVGroupGeometry:
         """Bytes of keys and values of one token in all layers of the group."""
         return 2 * len(self.layers) * self.num_heads * self.head_dim * self.dtype.itemsize
 
+    def blocks(self, block_size: int) -> GroupGeometry:
+        """Return the group's division into blocks, which determines the blocks that a number of tokens needs."""
+        return GroupGeometry(KVCacheGroupSpec(block_size, self.sliding_window), factor=1)
+
 
 KVGeometry = tuple[KVGroupGeometry, ...]
 """A model's KV cache groups; each layer is in exactly one."""
@@ -102,8 +106,6 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
         self._buffer[0, :, :, start:stop] = key_states
         self._buffer[1, :, :, start:stop] = value_states
         self.set_length(stop)
-        if self.sliding_window is None:
-            return self.keys, self.values
         keys, values = self._buffer[:, :, :, self._first_visible(start) : stop]
         return keys, values
 
@@ -230,14 +232,13 @@ class GroupPages:
     """Device memory of one KV cache group. A page is one block: ``block_size`` tokens of all layers, contiguous.
 
     :ivar pages: shape (num_blocks, layers, 2, kv_heads, block_size, head_dim).
-    :ivar blocks: computes which blocks a request with a given number of tokens needs.
     """
 
     def __init__(self, geometry: KVGroupGeometry, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.page_bytes = geometry.token_bytes * block_size
         self.pool = BlockPool(num_blocks)
-        self.blocks = GroupGeometry(KVCacheGroupSpec(block_size, geometry.sliding_window), factor=1)
+        self.blocks = geometry.blocks(block_size)
         shape = (num_blocks, len(geometry.layers), 2, geometry.num_heads, block_size, geometry.head_dim)
         self.pages = torch.zeros(shape, dtype=geometry.dtype, device=geometry.device)
 

@@ -16,8 +16,7 @@ import torch
 
 from persistkv.base import OffloadKey, make_offload_key
 from persistkv.config import GroupLayout, RowLayout, store_url
-from persistkv.connector.common import KVCacheGroupSpec
-from persistkv.connector.matching import GroupBlocks, GroupGeometry, longest_match
+from persistkv.connector.matching import GroupBlocks, longest_match
 from persistkv.cpu.shared_offload_region import row_stride_bytes
 from persistkv.errors import ConfigurationError, StoreError
 from persistkv.integrations.transformers.kv_cache import KVGeometry, RequestCache
@@ -51,8 +50,7 @@ class PersistentCache(RequestCache):
         self.restored_tokens: Sequence[int] = ()
         self._url, self._identity, self._salt = url, Identity.of(identity), salt
         self._block_size: int = identity["block_size"]
-        specs = [KVCacheGroupSpec(self._block_size, group.sliding_window) for group in geometry]
-        self._groups = [GroupGeometry(spec, factor=1) for spec in specs]
+        self._groups = [group.blocks(self._block_size) for group in geometry]
         self._block_bytes = [group.token_bytes * self._block_size for group in geometry]
         self._first_present = [0] * len(geometry)
         """For each group, the index of the first block in the cache; earlier ones were outside of the window."""
@@ -105,9 +103,9 @@ class PersistentCache(RequestCache):
         with self._open_store(codec) as store:
             absent = [
                 (group, position)
-                for group, keys in enumerate(chains)
-                for position, key in enumerate(keys)
-                if position >= self._first_present[group] and not store.contains(key)
+                for group, keys in enumerate(present)
+                for position, key in enumerate(keys, self._first_present[group])
+                if not store.contains(key)
             ]
             for start in range(0, len(absent), len(store.rows)):
                 batch = absent[start : start + len(store.rows)]

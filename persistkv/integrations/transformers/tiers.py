@@ -25,7 +25,6 @@ _POLL_S = 0.0005  # far below the time of a forward pass, far above the time of 
 class Tiers:
     """Primary tier and persistent tiers, with the connector's scheduler and worker over them. Called from one thread.
 
-    :ivar scheduler: the connector's scheduler.
     :ivar persistent: the persistent tiers, in the order of the stores' URLs.
     :ivar num_blocks: number of rows of the primary tier; a row holds one block.
     """

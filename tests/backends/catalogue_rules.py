@@ -187,6 +187,20 @@ class CatalogueRules(BackendSuite):
         assert np.array_equal(rows[:, 0], stored[:, :50_000])
         assert not rows[:, 1].any()
 
+    def test_read_result_stays_valid_after_deletion_and_close(self, url: str) -> None:
+        backend = self.open(url)
+        namespace = backend.open_namespace(sample_identity()).id
+        pack = sample_pack(namespace, 1, blocks=8, block_bytes=100_000)
+        backend.commit(namespace, CommitBatch([pack]))
+        held = list(backend.changes(namespace, None).added)
+        bytes_read = read_pack(backend, namespace, pack.table)
+        backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))
+        for seed in range(2, 6):
+            backend.commit(namespace, CommitBatch([sample_pack(namespace, seed, blocks=8, block_bytes=100_000)]))
+        backend.close()
+        assert bytes_read == payload_of(pack)
+        assert list(held) == [pack.table]
+
     @pytest.mark.parametrize("is_scan", [False, True], ids=["read", "scan"])
     def test_read_random_spans_of_several_packs_returns_stored_bytes(
         self, backend: InspectableBackend, namespace: bytes, is_scan: bool

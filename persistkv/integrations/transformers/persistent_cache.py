@@ -94,7 +94,7 @@ class PersistentCache(RequestCache):
         self.set_length(length)
 
     def save(self, tokens: Sequence[int], labels: Mapping[str, str], codec: str) -> str:
-        """Store the full blocks of the sequence; parameters, result and errors as for the function ``save``."""
+        """See the function ``save``."""
         if tuple(tokens[: len(self.restored_tokens)]) != self.restored_tokens[: len(tokens)]:
             raise ConfigurationError("token_ids", f"{len(tokens)} tokens", "the tokens that the cache was loaded for")
         num_tokens = min(len(tokens), self.get_seq_length())
@@ -126,7 +126,7 @@ class PersistentCache(RequestCache):
         return request
 
     def _chains(self, tokens: Sequence[int]) -> list[list[OffloadKey]]:
-        """Return, for each KV cache group, the keys of the full blocks of ``tokens``."""
+        """Return the keys of the full blocks of ``tokens`` for each KV cache group."""
         hashes = BlockHashChain(self._block_size, self._salt).extend(tokens)
         return [[make_offload_key(block_hash, group) for block_hash in hashes] for group in range(len(self._groups))]
 
@@ -149,7 +149,7 @@ class PersistentCache(RequestCache):
         return self.buffers[group][:, :, :, position * self._block_size : (position + 1) * self._block_size]
 
     def _row(self, store: Store, row: int, group: int) -> torch.Tensor:
-        """Return a view of one row of the store's transfer memory, in the shape of a block of ``group``."""
+        """Return a view of a row of the transfer memory, in the shape of a block of ``group``."""
         stored = torch.from_numpy(store.rows.array[row, : self._block_bytes[group]])
         return stored.view(self.buffers[group].dtype).view(self._block(group, 0).shape)
 

@@ -336,20 +336,6 @@ class BackendConformance(BackendSuite):
             expected[offset] ^= 0xFF
         assert read_pack(backend, namespace, pack.table) == bytes(expected)
 
-    def test_read_result_stays_valid_after_deletion_and_close(self, url: str) -> None:
-        backend = self.open(url)
-        namespace = backend.open_namespace(sample_identity()).id
-        pack = sample_pack(namespace, 1, blocks=8, block_bytes=100_000)
-        backend.commit(namespace, CommitBatch([pack]))
-        held = list(backend.changes(namespace, None).added)
-        bytes_read = read_pack(backend, namespace, pack.table)
-        backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))
-        for seed in range(2, 6):
-            backend.commit(namespace, CommitBatch([sample_pack(namespace, seed, blocks=8, block_bytes=100_000)]))
-        backend.close()
-        assert bytes_read == payload_of(pack)
-        assert list(held) == [pack.table]
-
     def test_manifests_damaged_row_is_omitted_until_rewritten(
         self, backend: InspectableBackend, namespace: bytes, raw: RawStore
     ) -> None:

@@ -182,12 +182,6 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
     def medium() -> str:
         return "GPU"
 
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({self.block_ids.tolist()!r}, group_sizes={self.group_sizes!r}, "
-            f"block_indices={self.block_indices!r})"
-        )
-
 
 TransferSpec = tuple[LoadStoreSpec, LoadStoreSpec]
 """Source and destination of a transfer."""

@@ -28,14 +28,10 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     labels: dict[str, str] = {}
     """Names and values that are stored with the request's context and shown by ``persistkv ls``."""
     pin: bool = False
-    """Whether the stored context is kept until ``persistkv unpin`` or its ``ttl``: it is not evicted, and the store's
-    ttl does not apply."""
+    """See ``Retention``, as for ``priority``; ``persistkv unpin`` ends it."""
     ttl: str | None = None
-    """Duration such as ``30s`` or ``12h`` from the last use of the whole context to its expiry. A shorter ttl of the
-    store still applies, unless ``pin`` is set. None: the store's ttl only."""
+    """``Retention.ttl_s`` as a duration such as ``30s`` or ``12h``."""
     priority: Priority = "normal"
-    """``low``: the context is evicted before contexts of normal priority. Blocks that it shares with one of these are
-    not affected."""
 
     @property
     def retention(self) -> Retention:

@@ -27,7 +27,6 @@ from persistkv.storage.format.codec import RawCodec, ZstdCodec
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.format.pack_writer import PackWriter
-from persistkv.testing.conformance import Reader, read_spans
 from persistkv.testing.conformance.suite import BackendSuite, check_totals, read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_keys, sample_manifest, sample_pack, sample_segment
 
@@ -188,9 +187,23 @@ class CatalogueRules(BackendSuite):
         assert np.array_equal(rows[:, 0], stored[:, :50_000])
         assert not rows[:, 1].any()
 
-    @pytest.mark.parametrize("read", [read_spans, scan], ids=["read", "scan"])
+    def test_read_result_stays_valid_after_deletion_and_close(self, url: str) -> None:
+        backend = self.open(url)
+        namespace = backend.open_namespace(sample_identity()).id
+        pack = sample_pack(namespace, 1, blocks=8, block_bytes=100_000)
+        backend.commit(namespace, CommitBatch([pack]))
+        held = list(backend.changes(namespace, None).added)
+        bytes_read = read_pack(backend, namespace, pack.table)
+        backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))
+        for seed in range(2, 6):
+            backend.commit(namespace, CommitBatch([sample_pack(namespace, seed, blocks=8, block_bytes=100_000)]))
+        backend.close()
+        assert bytes_read == payload_of(pack)
+        assert list(held) == [pack.table]
+
+    @pytest.mark.parametrize("is_scan", [False, True], ids=["read", "scan"])
     def test_read_random_spans_of_several_packs_returns_stored_bytes(
-        self, backend: InspectableBackend, namespace: bytes, read: Reader
+        self, backend: InspectableBackend, namespace: bytes, is_scan: bool
     ) -> None:
         packs = [sample_pack(namespace, seed, blocks=5, block_bytes=300_001) for seed in range(4)]
         backend.commit(namespace, CommitBatch(packs))
@@ -205,7 +218,8 @@ class CatalogueRules(BackendSuite):
             buffers = [memoryview(bytearray(cut)), memoryview(bytearray(length - cut))]
             spans.append(ReadSpan(packs[which].pack_id, offset, buffers))
             expected.append(payloads[which][offset : offset + length])
-        assert read(backend, namespace, spans) == [True] * 60
+        filled = scan(backend, namespace, spans) if is_scan else backend.read(namespace, spans)
+        assert filled == [True] * 60
         assert [b"".join(span.buffers) for span in spans] == expected
 
     @pytest.mark.parametrize("numbers", [range(6), [1, 2, 5], [4], []])

@@ -24,7 +24,6 @@ class KVGroupGeometry:
     layers: tuple[int, ...]
     """Indices of the model's layers, ascending."""
     num_heads: int
-    """Number of KV heads of a layer."""
     head_dim: int
     sliding_window: int | None
     """Number of tokens that a token attends to, including itself; None: full attention."""
@@ -35,6 +34,10 @@ class KVGroupGeometry:
     def token_bytes(self) -> int:
         """Bytes of keys and values of one token in all layers of the group."""
         return 2 * len(self.layers) * self.num_heads * self.head_dim * self.dtype.itemsize
+
+    def blocks(self, block_size: int) -> GroupGeometry:
+        """Return the group's division into blocks."""
+        return GroupGeometry(KVCacheGroupSpec(block_size, self.sliding_window), factor=1)
 
 
 KVGeometry = tuple[KVGroupGeometry, ...]
@@ -59,7 +62,7 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
         self.set_buffer(buffer, 0)
 
     def set_buffer(self, buffer: torch.Tensor, length: int) -> None:
-        """Replace the buffer by one that holds the KV of the first ``length`` tokens."""
+        """Use a buffer that holds the KV of ``length`` tokens."""
         self._buffer = buffer.unsqueeze(1)
         self.set_length(length)
 
@@ -73,7 +76,6 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
         return 0 if self.sliding_window is None else max(0, length - self.sliding_window + 1)
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens in the layer, including those that have left the sliding window."""
         return self._length
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
@@ -90,7 +92,7 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
         self.set_length(min(self._length, max_length) if max_length >= 0 else max(0, self._length + max_length))
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the buffer is allocated already."""
+        pass  # the buffer is allocated already
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -102,8 +104,6 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
         self._buffer[0, :, :, start:stop] = key_states
         self._buffer[1, :, :, start:stop] = value_states
         self.set_length(stop)
-        if self.sliding_window is None:
-            return self.keys, self.values
         keys, values = self._buffer[:, :, :, self._first_visible(start) : stop]
         return keys, values
 
@@ -145,7 +145,7 @@ class RequestCache(Cache):  # type: ignore[misc]
         ]
 
     def set_length(self, length: int) -> None:
-        """Set the number of tokens whose KV every layer contains; the buffers must hold it already."""
+        """Set the number of tokens in every layer; the buffers must hold their KV already."""
         for layer in self.layers:
             layer.set_length(length)
 
@@ -167,7 +167,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Number of blocks that ``allocate`` could return: free blocks, and published blocks without references."""
+        """Number of blocks that ``allocate`` could return."""
         return len(self._free) + len(self._idle)
 
     def resident(self) -> dict[bytes, int]:
@@ -175,7 +175,6 @@ class BlockPool:
         return dict(self._by_hash)
 
     def holds(self, block_hash: bytes) -> bool:
-        """Return whether a block is published under this hash."""
         return block_hash in self._by_hash
 
     def acquire(self, block_hash: bytes) -> int | None:
@@ -230,14 +229,13 @@ class GroupPages:
     """Device memory of one KV cache group. A page is one block: ``block_size`` tokens of all layers, contiguous.
 
     :ivar pages: shape (num_blocks, layers, 2, kv_heads, block_size, head_dim).
-    :ivar blocks: computes which blocks a request with a given number of tokens needs.
     """
 
     def __init__(self, geometry: KVGroupGeometry, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.page_bytes = geometry.token_bytes * block_size
         self.pool = BlockPool(num_blocks)
-        self.blocks = GroupGeometry(KVCacheGroupSpec(block_size, geometry.sliding_window), factor=1)
+        self.blocks = geometry.blocks(block_size)
         shape = (num_blocks, len(geometry.layers), 2, geometry.num_heads, block_size, geometry.head_dim)
         self.pages = torch.zeros(shape, dtype=geometry.dtype, device=geometry.device)
 
@@ -269,9 +267,7 @@ class GroupPages:
 
 
 class PagedKVCache:
-    """The pages of all groups. Each group has a tensor of its own, with the same number of blocks, so no page on the
-    device is larger than its group needs.
-    """
+    """The pages of all groups, with the same number of blocks, but each in its own size."""
 
     def __init__(self, geometry: KVGeometry, num_blocks: int, block_size: int) -> None:
         self.geometry = geometry
@@ -281,11 +277,9 @@ class PagedKVCache:
 
     @property
     def block_bytes(self) -> int:
-        """Sum over all groups of the bytes of one block."""
         return sum(group.page_bytes for group in self.groups)
 
     def specs(self) -> list[KVCacheGroupSpec]:
-        """Return the block size and sliding window of each group, in the form that the connector takes."""
         return [group.blocks.spec for group in self.groups]
 
     def canonical(self) -> CanonicalKVCaches:

@@ -185,20 +185,19 @@ def model_identity(model: Any, checkpoint: Path | None, geometry: KVGeometry, bl
         "attention": str(getattr(model.config, "_attn_implementation", None)),
         "dtype": {"model": _dtype_name(model.dtype), "kv": _dtype_name(geometry[0].dtype)},
         "kv_layout": KV_LAYOUT,
-        "groups": [_group(group) for group in geometry],
+        "groups": [
+            {
+                "kind": "full_attention" if group.sliding_window is None else "sliding_attention",
+                "sliding_window": group.sliding_window,
+                "layers": list(group.layers),
+                "heads": group.num_heads,
+                "head_size": group.head_dim,
+            }
+            for group in geometry
+        ],
         "block_size": block_size,
         "world": {"tensor_parallel": 1, "pipeline_parallel": 1},
         "hash": HASH_NAME,
-    }
-
-
-def _group(group: KVGroupGeometry) -> dict[str, Any]:
-    return {
-        "kind": "full_attention" if group.sliding_window is None else "sliding_attention",
-        "sliding_window": group.sliding_window,
-        "layers": list(group.layers),
-        "heads": group.num_heads,
-        "head_size": group.head_dim,
     }
 
 

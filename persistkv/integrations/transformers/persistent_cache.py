@@ -16,8 +16,7 @@ import torch
 
 from persistkv.base import OffloadKey, make_offload_key
 from persistkv.config import GroupLayout, RowLayout, store_url
-from persistkv.connector.common import KVCacheGroupSpec
-from persistkv.connector.matching import GroupBlocks, GroupGeometry, longest_match
+from persistkv.connector.matching import GroupBlocks, longest_match
 from persistkv.cpu.shared_offload_region import row_stride_bytes
 from persistkv.errors import ConfigurationError, StoreError
 from persistkv.integrations.transformers.kv_cache import KVGeometry, RequestCache
@@ -51,8 +50,7 @@ class PersistentCache(RequestCache):
         self.restored_tokens: Sequence[int] = ()
         self._url, self._identity, self._salt = url, Identity.of(identity), salt
         self._block_size: int = identity["block_size"]
-        specs = [KVCacheGroupSpec(self._block_size, group.sliding_window) for group in geometry]
-        self._groups = [GroupGeometry(spec, factor=1) for spec in specs]
+        self._groups = [group.blocks(self._block_size) for group in geometry]
         self._block_bytes = [group.token_bytes * self._block_size for group in geometry]
         self._first_present = [0] * len(geometry)
         """For each group, the index of the first block in the cache; earlier ones were outside of the window."""
@@ -96,7 +94,7 @@ class PersistentCache(RequestCache):
         self.set_length(length)
 
     def save(self, tokens: Sequence[int], labels: Mapping[str, str], codec: str) -> str:
-        """Store the full blocks of the sequence; parameters, result and errors as for the function ``save``."""
+        """See the function ``save``."""
         if tuple(tokens[: len(self.restored_tokens)]) != self.restored_tokens[: len(tokens)]:
             raise ConfigurationError("token_ids", f"{len(tokens)} tokens", "the tokens that the cache was loaded for")
         num_tokens = min(len(tokens), self.get_seq_length())
@@ -105,9 +103,9 @@ class PersistentCache(RequestCache):
         with self._open_store(codec) as store:
             absent = [
                 (group, position)
-                for group, keys in enumerate(chains)
-                for position, key in enumerate(keys)
-                if position >= self._first_present[group] and not store.contains(key)
+                for group, keys in enumerate(present)
+                for position, key in enumerate(keys, self._first_present[group])
+                if not store.contains(key)
             ]
             for start in range(0, len(absent), len(store.rows)):
                 batch = absent[start : start + len(store.rows)]
@@ -128,7 +126,7 @@ class PersistentCache(RequestCache):
         return request
 
     def _chains(self, tokens: Sequence[int]) -> list[list[OffloadKey]]:
-        """Return, for each KV cache group, the keys of the full blocks of ``tokens``."""
+        """Return the keys of the full blocks of ``tokens`` for each KV cache group."""
         hashes = BlockHashChain(self._block_size, self._salt).extend(tokens)
         return [[make_offload_key(block_hash, group) for block_hash in hashes] for group in range(len(self._groups))]
 
@@ -151,7 +149,7 @@ class PersistentCache(RequestCache):
         return self.buffers[group][:, :, :, position * self._block_size : (position + 1) * self._block_size]
 
     def _row(self, store: Store, row: int, group: int) -> torch.Tensor:
-        """Return a view of one row of the store's transfer memory, in the shape of a block of ``group``."""
+        """Return a view of a row of the transfer memory, in the shape of a block of ``group``."""
         stored = torch.from_numpy(store.rows.array[row, : self._block_bytes[group]])
         return stored.view(self.buffers[group].dtype).view(self._block(group, 0).shape)
 

@@ -88,7 +88,7 @@ class Sampler:
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def choose(self, logits: torch.Tensor) -> int:
-        """Return the id of the next token, given logits of shape (vocabulary,)."""
+        """Return the id of the next token; ``logits`` has shape (vocabulary,)."""
         if not self._temperature:
             return int(logits.argmax())
         ordered, order = (logits.float() / self._temperature).softmax(-1).sort(descending=True)
@@ -152,22 +152,18 @@ class Request:
         return GenerateResult(self._req_id, tokens, first_logits.to("cpu", copy=True), kept, self._stats)
 
     def release(self) -> None:
-        """Drop the request's references to its device blocks."""
+        """Drop the references to the device blocks."""
         self._truncate(0)
 
     def _announce(self, token_ids: Sequence[int], num_tokens: int) -> None:
-        """Append tokens to the block hashes, and report the keys of the blocks that became full to the connector, with
-        the number of tokens of the request, ``token_ids`` included.
-        """
+        """Report the next tokens, up to ``num_tokens`` in all, and the keys of the blocks that became full."""
         hashes = self._chain.extend(token_ids)
         for group in range(len(self.tables)):
             keys = [make_offload_key(block_hash, group) for block_hash in hashes]
             self._tiers.scheduler.update_keys(self._req_id, group, keys, num_tokens)
 
     def _restore(self, num_tokens: int) -> int:
-        """Restore the longest prefix of the prompt's first ``num_tokens - 1`` tokens from device and tiers. Return its
-        length in tokens.
-        """
+        """Restore the longest prefix of ``num_tokens - 1`` tokens from device and tiers; return its length."""
         on_device = self._stats.device_tokens = self._acquire_resident(num_tokens - 1)
         matched = self._tiers.match(self._req_id, on_device)
         begin = time.perf_counter()
@@ -187,8 +183,8 @@ class Request:
         return on_device + loaded
 
     def _acquire_resident(self, limit: int) -> int:
-        """Reference the device's blocks of the longest prefix that every group can restore from the device. Return the
-        length of the prefix, at most ``limit`` tokens.
+        """Reference the device's blocks of the longest prefix up to ``limit`` tokens that every group can restore from
+        the device; return its length.
         """
         hashes = self._chain.hashes
         groups = [GroupBlocks(group.blocks, hashes, group.pool.holds) for group in self._device.groups]
@@ -235,9 +231,7 @@ class Request:
         self._tiers.step()
 
     def _allocate(self, pool: BlockPool, count: int) -> list[int]:
-        """Return ``count`` device blocks to write. If too few are available, wait for transfers of earlier requests;
-        if too few are available after that, raise ``PersistKVError``.
-        """
+        """Return device blocks to write; if too few are available, wait for transfers of earlier requests first."""
         for _ in range(3):
             if (allocated := pool.allocate(count)) is not None:
                 return allocated
@@ -259,7 +253,6 @@ class Request:
 
     @property
     def _num_blocks(self) -> int:
-        """Length of the request's block tables, the same for each group."""
         return len(self.tables[0])
 
     def _groups(self) -> Iterable[tuple[GroupPages, list[int | None]]]:

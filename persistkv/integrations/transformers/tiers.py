@@ -25,7 +25,6 @@ _POLL_S = 0.0005  # far below the time of a forward pass, far above the time of 
 class Tiers:
     """Primary tier and persistent tiers, with the connector's scheduler and worker over them. Called from one thread.
 
-    :ivar scheduler: the connector's scheduler.
     :ivar persistent: the persistent tiers, in the order of the stores' URLs.
     :ivar num_blocks: number of rows of the primary tier; a row holds one block.
     """
@@ -43,8 +42,6 @@ class Tiers:
     ) -> None:
         """Build the tiers behind a paged cache. If one part cannot be built, the others are released.
 
-        :param identity: identity of the KV bytes, as JSON values.
-        :param cpu_bytes: size of the primary tier, rounded down to whole rows.
         :param options: options of ``PersistentTier``. They and the other parameters are those of ``Engine.open``.
         :raises ConfigurationError: if the primary tier is too small for one block, or an option is invalid.
         """
@@ -82,9 +79,7 @@ class Tiers:
         self._live: dict[str, Callable[[], None]] = {}
 
     def prewarm(self) -> None:
-        """Promote the stores' most recently used contexts until ``prewarm_share`` of the primary tier is full, or all
-        are promoted. After one minute, return with those promoted by then.
-        """
+        """Wait up to one minute for the promotions that the option ``prewarm_share`` asks for."""
         deadline = time.monotonic() + _PREWARM_S
         while self._tiering and self._tiering.has_pending_work() and time.monotonic() < deadline:
             self.step()

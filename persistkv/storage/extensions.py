@@ -105,6 +105,25 @@ class InspectableBackend(Backend):
         handle has read; a remote store reads those of other processes with a delay.
         """
 
+    def scan(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
+        """Read as ``read`` does, for large amounts that are read only once: drivers may keep them out of caches.
+
+        Fastest if the spans are in ``scan_order``, and offsets, lengths and buffer addresses multiples of 4 KiB.
+        """
+        return self.read(namespace, spans)
+
+    def scan_order(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[bytes]:
+        """Return these ids, held or not, in the order in which ``scan`` of their packs is fastest."""
+        return list(pack_ids)
+
+    def delete_quarantined(self) -> int:
+        """Delete the directories in ``BackendStats.quarantined``; return the bytes that they took on disk.
+
+        :raises StoreError: the store is open read-only, or a directory cannot be deleted. Other directories may have
+            been deleted before.
+        """
+        return 0
+
 
 @runtime_checkable
 class SupportsNamespaceLookup(Protocol):
@@ -116,7 +135,6 @@ class SupportsNamespaceLookup(Protocol):
 
         :raises StoreError: the medium failed later.
         """
-        ...
 
 
 @runtime_checkable
@@ -130,7 +148,6 @@ class SupportsNotes(Protocol):
 
         :raises StoreError: the medium failed.
         """
-        ...
 
     def put_note(self, namespace: bytes, name: str, content: bytes) -> None:
         """Write a note, replacing the one with the same name. It is durable on return.
@@ -151,7 +168,6 @@ class SupportsIndexFile(Protocol):
         The file is a cache: it may be deleted at any time, and is not part of ``BackendStats.disk_bytes``. None: a
         remote store has not answered since it was opened, so there is no file yet.
         """
-        ...
 
 
 @runtime_checkable
@@ -173,25 +189,6 @@ class SupportsStatus(Protocol):
 
     def statuses(self) -> dict[str, bytes]:
         """Return the rows of all engines, by name, unverified. The rows of killed engines remain."""
-        ...
-
-
-@runtime_checkable
-class SupportsScan(Protocol):
-    """A medium on which large amounts are read faster in a certain order of the packs."""
-
-    def scan(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-        """Read like ``Backend.read``, for large amounts that are read only once. The data does not displace that of
-        other readers from caches. Spans that are neighbours in the order of ``scan_order`` are read with one call.
-
-        Return for each span whether it was filled. Fastest if offsets, lengths and buffer addresses are multiples of
-        4 KiB.
-        """
-        ...
-
-    def scan_order(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[bytes]:
-        """Return these ids, held or not, in the order in which ``scan`` of their packs is fastest."""
-        ...
 
 
 @runtime_checkable
@@ -223,12 +220,10 @@ class SupportsCounters(Protocol):
     @property
     def requests(self) -> Mapping[str, int]:
         """Number of requests sent since the store was opened, by HTTP method or other kind; empty if not counted."""
-        ...
 
     @property
     def breaker_state(self) -> str:
         """State of the circuit breaker: ``closed``, ``open`` (no requests are sent) or ``half-open``."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -276,14 +271,12 @@ class SupportsPolicy(Protocol):
 
         :raises ConfigurationError: an option is invalid.
         """
-        ...
 
     def policy(self) -> Policy:
         """Return the store's recorded policy.
 
         :raises StoreError: the medium failed.
         """
-        ...
 
     def set_policy(self, policy: Policy) -> None:
         """Record another capacity and ttl. Open handles in all processes apply them from their next commit on.
@@ -293,20 +286,6 @@ class SupportsPolicy(Protocol):
         :raises ConfigurationError: a value is out of range, or the placement differs; nothing changed.
         :raises StoreError: the store is open read-only, or the medium failed; nothing changed.
         """
-        ...
-
-
-@runtime_checkable
-class SupportsQuarantine(Protocol):
-    """A store that renames damaged files instead of deleting them (``BackendStats.quarantined``)."""
-
-    def delete_quarantined(self) -> int:
-        """Delete the renamed directories; return the bytes that they took on disk.
-
-        :raises StoreError: the store is open read-only, or a directory cannot be deleted. Other directories may have
-            been deleted before.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -339,7 +318,6 @@ class SupportsCompaction(Protocol):
 
     def free_space(self) -> FreeSpace:
         """Return the free space within the store."""
-        ...
 
     def compact(self) -> Iterator[CompactProgress]:
         """Return as much free space as possible to the medium. Each step of the iterator does part of the work.
@@ -349,7 +327,6 @@ class SupportsCompaction(Protocol):
 
         :raises StoreFullError: a step has no room to move packs; the steps before it stay in effect.
         """
-        ...
 
 
 class PlainMedium(ABC):
@@ -378,19 +355,6 @@ class SupportsPlainMedium(Protocol):
 
         :raises ConfigurationError: an option is invalid.
         """
-        ...
-
-
-def scan(backend: Backend, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-    """Fill the spans' buffers with ``SupportsScan.scan``, or with ``Backend.read`` if the backend lacks it; return for
-    each span whether it was filled.
-    """
-    return backend.scan(namespace, spans) if isinstance(backend, SupportsScan) else backend.read(namespace, spans)
-
-
-def scan_order(backend: Backend, namespace: bytes, pack_ids: Sequence[bytes]) -> list[bytes]:
-    """Return packs in the order in which ``scan`` is fastest; in the given order if the backend has no preference."""
-    return backend.scan_order(namespace, pack_ids) if isinstance(backend, SupportsScan) else list(pack_ids)
 
 
 def statuses(backend: Backend) -> dict[str, bytes]:

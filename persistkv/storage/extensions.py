@@ -1,8 +1,7 @@
 """Optional capabilities of drivers: small interfaces in addition to ``Backend``. Callers test them with ``isinstance``.
 
-As in ``Backend``, a failure of the medium raises a ``StoreError``, never an exception of the vendor. ``scan`` and
-``read_frames`` may be called from any thread, concurrently with each other and with any other call. Only one thread at
-a time may call the other methods.
+As in ``Backend``, a failure of the medium raises a ``StoreError``, never an exception of the vendor. Any thread may call
+``scan`` and ``read_frames``, concurrently with any other call. Only one thread at a time may call the other methods.
 """
 
 from __future__ import annotations
@@ -67,21 +66,17 @@ class BackendStats:
 
 
 class InspectableBackend(Backend):
-    """A backend that lists its requests, their use and totals. The ``persistkv`` command needs one.
-
-    The head of a manifest (``RequestManifest``) describes the request; the keys (``ManifestKeys``) are read separately.
-    """
+    """A backend that lists its requests, their use and totals. The ``persistkv`` command needs one."""
 
     @abstractmethod
     def manifests(self, namespace: bytes) -> Iterable[RequestManifest]:
-        """Iterate over the heads of all manifests, in any order, except damaged ones.
-
-        Manifests that are written or deleted during the iteration may be included or not: no snapshot is held.
+        """Iterate over the heads of all manifests, in any order, except damaged ones. No snapshot is held: manifests
+        that are written or deleted meanwhile may be included or not.
         """
 
     @abstractmethod
     def manifest_keys(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[ManifestKeys | None]:
-        """Return the keys of each manifest, in the order of the ids; None for keys that are damaged or not held."""
+        """Return the keys of each manifest, in order; None for keys that are damaged or not held."""
 
     @abstractmethod
     def manifests_naming(self, namespace: bytes, packs: Sequence[bytes]) -> list[RequestManifest]:
@@ -89,15 +84,13 @@ class InspectableBackend(Backend):
 
     @abstractmethod
     def chain(self, namespace: bytes, manifest_id: str) -> list[bytes] | None:
-        """Return the ids of the packs that a manifest names (its chain), from the beginning of the context on; None if
-        the manifest is not held.
+        """Return the ids of the packs that a manifest names, from the beginning of the context on; None if it is not
+        held.
         """
 
     @abstractmethod
     def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
-        """Return the use of each request, in the order of the ids; None for a request that is not held or whose use is
-        unknown.
-        """
+        """Return the use of each request, in order; None for a request that is not held or whose use is unknown."""
 
     @abstractmethod
     def stats(self) -> BackendStats:
@@ -139,15 +132,10 @@ class SupportsNamespaceLookup(Protocol):
 
 @runtime_checkable
 class SupportsNotes(Protocol):
-    """A store that keeps small records (notes) about a namespace, durably. Notes are never evicted, and are no part of
-    the counts in ``BackendStats``.
-    """
+    """A store that keeps small records (notes) about a namespace. They are never evicted, nor part of ``BackendStats``."""
 
     def note(self, namespace: bytes, name: str) -> bytes | None:
-        """Return the content of a note; None if there is none, or if it is known to be damaged.
-
-        :raises StoreError: the medium failed.
-        """
+        """Return the content of a note; None if there is none, or if it is known to be damaged."""
 
     def put_note(self, namespace: bytes, name: str, content: bytes) -> None:
         """Write a note, replacing the one with the same name. It is durable on return.
@@ -235,8 +223,7 @@ class Policy:
     ttl_s: float | None
     """Seconds from their last use until packs and requests expire; None: they never expire."""
     placement: str | None = None
-    """How payloads are stored: one of ``Capabilities.placements``, which ``set_policy`` cannot change. None: the driver
-    has only one way."""
+    """One of ``Capabilities.placements``, which ``set_policy`` cannot change. None: the driver has only one."""
 
     def __post_init__(self) -> None:
         """:raises ConfigurationError: capacity or ttl is not positive."""
@@ -246,10 +233,7 @@ class Policy:
             raise ConfigurationError("ttl", self.ttl_s, "a positive duration such as 7d, or none")
 
     def contradictions(self, given: Policy) -> str:
-        """Describe the values of a URL that differ from this recorded policy, with both values; empty if none differs.
-
-        :param given: the URL's policy, with None for each value that it leaves out.
-        """
+        """Describe the values of a URL (None if left out) that differ from this recorded policy; empty if none does."""
         found = []
         for name, ours, theirs, unit in (
             ("capacity", self.capacity, given.capacity, " bytes"),
@@ -273,15 +257,11 @@ class SupportsPolicy(Protocol):
         """
 
     def policy(self) -> Policy:
-        """Return the store's recorded policy.
-
-        :raises StoreError: the medium failed.
-        """
+        """Return the store's recorded policy."""
 
     def set_policy(self, policy: Policy) -> None:
-        """Record another capacity and ttl. Open handles in all processes apply them from their next commit on.
-
-        This call evicts nothing: the next commits evict and expire according to the new policy.
+        """Record another capacity and ttl. Open handles in all processes apply them from their next commit on; this call
+        evicts nothing.
 
         :raises ConfigurationError: a value is out of range, or the placement differs; nothing changed.
         :raises StoreError: the store is open read-only, or the medium failed; nothing changed.

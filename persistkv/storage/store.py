@@ -75,7 +75,6 @@ class Store:
 
         This object then owns and closes the backend; if this raises, the caller still owns it.
 
-        :param rows: the primary tier, from which blocks are stored and into which they are loaded.
         :param url: URL of the store, for messages only.
         :param executor: runs the blocking calls; by default they run on the caller's thread. The caller closes it.
         :raises ConfigurationError: ``options`` has an invalid codec or durability; nothing was written.
@@ -89,15 +88,13 @@ class Store:
         self.rows = rows
         self.counters = StoreCounters()
         self.notice = _notice(backend, identity, options, url)
-        """If the namespace is new and the store has others: message with the fields in which its identity differs from
-        the most similar one. Otherwise empty."""
+        """If the namespace is new and the store has others: in which fields it differs from the nearest. Else empty."""
         backend.open_namespace(identity)
         self.namespace = identity.digest
         executor = executor or Executor()
         self.catalogue = NamespaceView(backend, self.namespace, executor, self.counters, rows.layout, options)
         self.canary: Canary | None = None
-        """Compares and serves the namespace of another engine release; None if blocks cannot or must not be compared.
-        """
+        """Compares and serves another engine release's namespace; None if blocks cannot or must not be compared."""
         if rows.layout.numbers is not None and options.adopt == "canary":
             self.canary = Canary(self.catalogue, identity, rows, options)
         self._writable = backend.capabilities.writable
@@ -119,8 +116,7 @@ class Store:
         self._when_committed: list[Callable[[], None]] = []
         self._committed_at = self._refreshed = time.monotonic()
         self.ended_packs = 0
-        """Number of accepted packs that became durable or were dropped since this object was created. Keys leave
-        ``in_flight`` only when it changes."""
+        """Number of accepted packs that became durable or were dropped. ``in_flight`` shrinks only when it changes."""
 
     # Index
 
@@ -139,7 +135,7 @@ class Store:
         return [key for key in self.index.absent(keys) if key not in self._staging]
 
     def in_flight(self, keys: Iterable[bytes]) -> set[bytes]:
-        """Return those of the keys whose blocks are still to be written from their rows. These rows must not change."""
+        """Return the keys whose blocks are still to be written from their rows. These rows must not change."""
         return self._flying.intersection(keys)
 
     # Writing
@@ -222,7 +218,7 @@ class Store:
 
     @property
     def has_room(self) -> bool:
-        """Whether memory is left for another ``put`` or ``end_request``. Neither checks this: callers must wait."""
+        """Whether memory is left for another ``put`` or ``end_request``, which do not check this."""
         next_one = min(DIRECT_BYTES, self._shares.staged)
         return self._staging.fits(next_one) and self._ends_bytes < self._shares.ends
 
@@ -233,8 +229,8 @@ class Store:
             self._ended(writer, False)
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Record a use of blocks, for the order of eviction; the next commit stores it. Ignored for keys that are not
-        held, in a read-only store, and while 4,096 packs with a use wait for the commit.
+        """Record a use of blocks, for the order of eviction; the next commit stores it. Ignored in a read-only store,
+        and while 4,096 packs with a use wait for the commit.
         """
         candidates = self.catalogue.index.first_candidates(list(keys))
         self._touch({pack_id: None for pack_id in candidates if pack_id is not None})
@@ -485,7 +481,7 @@ class Store:
 
     @property
     def staged_bytes(self) -> int:
-        """Raw bytes of staged copies, including those that a transaction is writing."""
+        """Raw bytes of staged copies, also of those that a transaction is writing."""
         return self._staging.num_bytes
 
     @property

@@ -1,7 +1,7 @@
-"""Optional capabilities of drivers: small interfaces in addition to ``Backend``. Callers test them with ``isinstance``.
+"""Optional capabilities of drivers: interfaces in addition to ``Backend``. Callers test them with ``isinstance``.
 
-As in ``Backend``, a failure of the medium raises a ``StoreError``, never an exception of the vendor. Any thread may call
-``scan`` and ``read_frames``, concurrently with any other call. Only one thread at a time may call the other methods.
+As in ``Backend``, a failure of the medium raises a ``StoreError``, never an exception of the vendor. Any thread may
+call ``scan`` and ``read_frames``, concurrently with any other call; only one thread at a time the other methods.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class SupportsNamespaceLookup(Protocol):
 
 @runtime_checkable
 class SupportsNotes(Protocol):
-    """A store that keeps small records (notes) about a namespace. They are never evicted, nor part of ``BackendStats``."""
+    """A store that keeps small records (notes) about a namespace. They are not evicted, and not in ``BackendStats``."""
 
     def note(self, namespace: bytes, name: str) -> bytes | None:
         """Return the content of a note; None if there is none, or if it is known to be damaged."""
@@ -260,8 +260,8 @@ class SupportsPolicy(Protocol):
         """Return the store's recorded policy."""
 
     def set_policy(self, policy: Policy) -> None:
-        """Record another capacity and ttl. Open handles in all processes apply them from their next commit on; this call
-        evicts nothing.
+        """Record another capacity and ttl. Open handles in all processes apply them from their next commit on. This
+        call evicts nothing.
 
         :raises ConfigurationError: a value is out of range, or the placement differs; nothing changed.
         :raises StoreError: the store is open read-only, or the medium failed; nothing changed.

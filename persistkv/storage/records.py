@@ -74,8 +74,8 @@ class StoreCounters(msgspec.Struct):
 
 
 class News(msgspec.Struct, array_like=True, tag=True):
-    """Changes of the store's keys and requests since the last ``take_news``. ``stored``, ``removed`` and ``lost`` are set
-    only if ``StoreOptions.events`` is.
+    """Changes of the store's keys and requests since the last ``take_news``. The first three are set only if
+    ``StoreOptions.events`` is.
     """
 
     stored: list[bytes] = []

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
 
@@ -182,7 +182,7 @@ class Store:
         try:
             holders = await self.catalogue.holders(keys)
             held = {key for key, pack in zip(keys, holders, strict=True) if pack is not None}
-            self._touch({pack.pack_id: None for pack in holders if pack is not None})
+            self._touch(pack.pack_id for pack in holders if pack is not None)
         except StoreError as error:  # probably held
             self.catalogue.log_failure(error)
             held = set(keys).difference(self.catalogue.index.absent(keys))
@@ -232,13 +232,11 @@ class Store:
         """Record a use of blocks, for the order of eviction; the next commit stores it. Ignored in a read-only store,
         and while 4,096 packs with a use wait for the commit.
         """
-        candidates = self.catalogue.index.first_candidates(list(keys))
-        self._touch({pack_id: None for pack_id in candidates if pack_id is not None})
+        self._touch(self.index.first_candidates(list(keys)))
 
-    def _touch(self, pack_ids: Mapping[bytes, None]) -> None:
-        if not self._writable:
-            return
-        self._touched.update(dict.fromkeys(islice(pack_ids, _MAX_TOUCHED - len(self._touched))))
+    def _touch(self, pack_ids: Iterable[bytes | None]) -> None:
+        used = dict.fromkeys(pack_id for pack_id in pack_ids if pack_id is not None and self._writable)
+        self._touched.update(dict.fromkeys(islice(used, _MAX_TOUCHED - len(self._touched))))
 
     def end_request(self, end: RequestEnd) -> None:
         """End a request: the next commit writes its staged blocks and its manifest.
@@ -349,8 +347,8 @@ class Store:
                 manifests = [make_manifest(end, pack_of, catalogue.block_bytes) for end in ends]
                 seen = catalogue.cursor if retries_left else None
                 written = [manifest for manifest, _ in manifests if manifest is not None]
-                pinned = {end.manifest_id for end in ends if end.retention.pin}
-                pins = [(write.manifest.id, True) for write in written if write.manifest.id in pinned]
+                made = zip(ends, manifests, strict=True)
+                pins = [(end.manifest_id, True) for end, (write, _) in made if write is not None and end.retention.pin]
                 memory = self._shares.transaction
                 batch = CommitBatch(writers, written, touches=uses, pins=pins, seen=seen, memory=memory)
                 result = await catalogue.commit(batch)
@@ -458,7 +456,7 @@ class Store:
         bounds = (part_size, self._shares.part)
         parts, missing = plan_reads(holders, self.rows, keys, block_ids, *bounds, streams=self._streams)
         if catalogue is self.catalogue:
-            self._touch({read.pack.pack_id: None for part in parts for read in part})
+            self._touch(read.pack.pack_id for part in parts for read in part)
         where = catalogue.backend, catalogue.namespace, self.rows, self._scratch
         return [partial(read_part, *where, part) for part in parts], missing
 

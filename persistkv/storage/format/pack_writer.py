@@ -42,7 +42,7 @@ class BlockSource(Protocol):
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive blocks of one group that a pack will contain. Unrelated to the segment files of an LMDB store."""
+    """Consecutive blocks of one group that a pack will contain."""
 
     group: int
     block_bytes: int
@@ -178,8 +178,6 @@ class PackWriter(NewPack):
     def table(self) -> PackTable:
         """The pack's table. The checksums of raw frames are computed at the first access, so that a backend with its
         own threads can write the frames at the same time.
-
-        :raises ValueError: the stream has not run to its end.
         """
         self._finish()
         if self._table is None:

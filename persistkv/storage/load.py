@@ -1,9 +1,9 @@
 """Read path of promotions: find the frames that hold the keys, read them with few calls, verify them, fill the rows.
 
-A job is cut into parts of some MiB, which are read concurrently. Adjacent frames of a pack form one span. Raw frames
-are read straight into the rows, and whole encoded frames are decoded straight into consecutive rows. All other frames
-pass through temporary buffers (scratch memory). The thread that read a part verifies and decodes it, while other
-threads continue to read.
+A job is cut into parts of some MiB, which are read concurrently. Adjacent frames of a pack form one span. Frames of
+which all blocks are wanted are read straight into the rows if they are raw, and decoded straight into consecutive rows
+if they are encoded; other frames pass through temporary buffers (scratch memory). The thread that read a part verifies
+and decodes it, while other threads continue to read.
 
 A call to a store with ``SupportsFrames`` has high latency, so one call reads all adjacent encoded frames. They share a
 buffer of the size of the largest frame, and are decoded as they arrive.
@@ -304,8 +304,9 @@ def _decode(read: FrameRead, stored: memoryview, rows: Rows, raw: memoryview) ->
     if len(places) == 1:
         decode_frame(codec, frame, stored, places[0])
         return
-    out = raw[: frame.raw_length]
-    decode_frame(codec, frame, stored, out)
+    out = raw[: frame.raw_length] if frame.encoded else stored
+    if frame.encoded:
+        decode_frame(codec, frame, stored, out)
     wanted = [position for position, row in enumerate(read.rows) if row != _UNWANTED]
     blocks = np.frombuffer(out, dtype=np.uint8).reshape(frame.block_count, frame.block_bytes)
     rows.scatter(frame.group, [read.rows[position] for position in wanted], blocks[wanted])

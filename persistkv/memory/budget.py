@@ -1,8 +1,7 @@
 """Memory budget of a host process: the division of ``staging_bytes``, which bounds all its memory except the index.
 
-Half of the budget holds staged blocks, including those that a transaction is writing. A quarter bounds the data of one
-transaction, which the medium may keep in memory until the transaction ends (LMDB keeps changed pages). The rest is for
-read buffers, frames that are encoded ahead, messages and the allocator. The module also controls garbage collection.
+The medium may keep the data of one transaction in memory until it ends (LMDB keeps changed pages). What the shares
+leave is for read buffers, frames that are encoded ahead, messages and the allocator.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ class MemoryShares(NamedTuple):
     """Memory limits in bytes, one per use."""
 
     staged: int
-    """Limit of the raw bytes of staged blocks, which wait to be written or are being written."""
+    """Raw bytes of staged blocks, which wait to be written or are being written."""
     ends: int
-    """Limit of the keys of ended requests whose manifests are not written yet."""
+    """Keys of ended requests whose manifests are not written yet."""
     transaction: int
-    """Limit of the raw bytes of all packs in one transaction, and of one pack."""
+    """Raw bytes of all packs in one transaction, and of one pack."""
     part: int
-    """Limit of the stored bytes that one part of a load job reads into buffers instead of directly into rows."""
+    """Stored bytes that one part of a load job reads into buffers instead of directly into rows."""
 
     @classmethod
     def of(cls, bound: int) -> MemoryShares:
@@ -57,19 +56,15 @@ def no_collections() -> Iterator[None]:
 
 
 def keep_out_of_collections() -> None:
-    """Exclude all present objects from garbage collection, for the rest of the process.
-
-    Only for the host process. Without this call, a full collection delays the first job after a start by 2 to 5 ms.
+    """Exclude all present objects from garbage collection, for the rest of the process: a full collection delays the
+    first job after a start by 2 to 5 ms.
     """
     gc.collect()
     gc.freeze()
 
 
 def trim_heap() -> None:
-    """Return freed memory to the operating system with ``malloc_trim``, if the C library has it.
-
-    Freed memory between live objects may stay with the process.
-    """
+    """Return freed memory to the operating system with ``malloc_trim``, if the C library has it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,8 +1,7 @@
 """Path from the blocks of jobs to transactions: cut blocks into packs, stage them, divide packs into transactions.
 
-Staging copies the blocks of small packs to memory until enough of them can be written together. The depth of a block is
-the number of blocks of its group before it in the context. If depths are known, packs are cut at fixed depths: two
-engines that store the same prefix then cut the same packs, under the same names.
+The depth of a block is the number of blocks of its group before it in the context. If depths are known, packs are cut
+at fixed depths: two engines that store the same prefix then cut the same packs, under the same names.
 """
 
 from __future__ import annotations
@@ -69,10 +68,7 @@ class Staging:
         return self.num_bytes + num_bytes <= self._max_bytes
 
     def add(self, request: str, segments: Iterable[Segment], *, whole: bool = False) -> None:
-        """Copy blocks; their rows are free on return.
-
-        :param whole: the blocks form a pack of their own; if False, they are added to the request's open pack.
-        """
+        """Copy blocks to a pack of their own (``whole``) or to the request's open pack. Their rows are free then."""
         pack = StagedPack(request, time.monotonic(), closed=whole)
         if not whole:
             pack = self._open.setdefault(request, pack)
@@ -129,7 +125,7 @@ class Staging:
 
 
 def _joined(segments: Iterable[Segment]) -> list[Segment]:
-    """Join segments with consecutive depths, so that they share frames: generated tokens are staged block by block."""
+    """Join segments with consecutive depths, so that blocks that were staged one by one share frames."""
     runs: list[list[Segment]] = []
     expected = None
     for segment in sorted(segments, key=attrgetter("group", "depth")):
@@ -147,7 +143,7 @@ def _joined(segments: Iterable[Segment]) -> list[Segment]:
 
 
 def _deeper(depth: int, blocks: int) -> int:
-    """Return the depth of a block that is ``blocks`` blocks after one of this depth; UNKNOWN_DEPTH if ``depth`` is."""
+    """Return the depth that is ``blocks`` blocks after this one; UNKNOWN_DEPTH if it is not known."""
     return depth if depth == UNKNOWN_DEPTH else depth + blocks
 
 
@@ -165,10 +161,8 @@ class Transaction(NamedTuple):
 
 
 def divide(writers: Iterable[PackWriter], ends: Sequence[RequestEnd], max_bytes: int) -> deque[Transaction]:
-    """Divide packs in order into at least one transaction, each as large as the bound allows. The last one also commits
-    the ends of requests.
-
-    :param max_bytes: bound on the raw bytes of one transaction; a larger pack gets a transaction of its own.
+    """Divide packs in order into at least one transaction, each of at most ``max_bytes`` raw bytes or one larger pack.
+    The last one also commits the ends of requests.
     """
     slices: list[list[PackWriter]] = [[]]
     size = 0
@@ -187,11 +181,9 @@ class Blocks(NamedTuple):
 
     keys: Sequence[bytes]
     groups: Sequence[int]
-    """For each block, the number of its KV cache group."""
     rows: Sequence[int]
-    """For each block, the number of its row in the primary tier."""
     depths: Sequence[int]
-    """For each block, the number of blocks of its group before it in the context; UNKNOWN_DEPTH if not known."""
+    """UNKNOWN_DEPTH for blocks whose depth is not known."""
 
 
 def blocks_per_pack(rows: Rows, max_bytes: int = TARGET_PACK_BYTES) -> int:

@@ -28,8 +28,7 @@ Flow = Coroutine[Any, None, None]
 
 
 class Executor:
-    """Runs blocking calls for flows: coroutines that await ``write`` and ``read``, and share one thread, the owner's.
-    All methods except ``ahead`` must be called on that thread.
+    """Runs blocking calls for flows. All methods except ``ahead`` must be called on the owner's thread.
 
     :param threads: number of ``read`` and ``ahead`` calls that can run at once; ``write`` has a thread of its own. 0:
         all calls run on the owner's thread, and a flow has ended when ``begin`` returns.
@@ -50,7 +49,7 @@ class Executor:
         self._readers = ThreadPool(threads, "persistkv-reader")
 
     async def write(self, call: Callable[[], T]) -> T:
-        """Run a call and return its result, or raise its exception. Calls of ``write`` run one at a time, in order."""
+        """Run a call and return its result, or raise its exception."""
         return (await _results([self._writer.submit(self._run, call)]))[0] if self.threads else call()
 
     async def read(self, calls: Sequence[Callable[[], T]]) -> list[T]:
@@ -63,8 +62,8 @@ class Executor:
         return [call() for call in calls]
 
     def ahead(self, call: Callable[[], T]) -> Callable[[], T]:
-        """Start a call that may run concurrently with the caller. Return a function that waits for the call, and
-        returns its result or raises its exception. Without threads, this function runs the call. Thread-safe.
+        """Start a call that may run concurrently with the caller. Return a function that waits for it, and returns its
+        result or raises its exception. Without threads, this function runs the call. Thread-safe.
         """
         return self._readers.submit(self._run, call).result if self.threads else call
 
@@ -221,8 +220,7 @@ def _run_calls(queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None])
 def _results(futures: list[Future[T]]) -> Generator[list[Future[T]], None, list[T]]:
     """Yield futures to the executor, which resumes this coroutine when all are done; return their results in order.
 
-    The list is emptied. Otherwise an exception would be in a reference cycle with its traceback, which would keep the
-    rows of its call alive.
+    The list is emptied, so that an exception is in no reference cycle that keeps the rows of its call alive.
     """
     try:
         yield futures

@@ -1,8 +1,7 @@
-"""Optional capabilities of drivers: small interfaces in addition to ``Backend``. Callers test them with ``isinstance``.
+"""Optional capabilities of drivers: interfaces in addition to ``Backend``. Callers test them with ``isinstance``.
 
-As in ``Backend``, a failure of the medium raises a ``StoreError``, never an exception of the vendor. ``scan`` and
-``read_frames`` may be called from any thread, concurrently with each other and with any other call. Only one thread at
-a time may call the other methods.
+As in ``Backend``, a failure of the medium raises a ``StoreError``, never an exception of the vendor. Any thread may
+call ``scan`` and ``read_frames``, concurrently with any other call; only one thread at a time the other methods.
 """
 
 from __future__ import annotations
@@ -67,21 +66,17 @@ class BackendStats:
 
 
 class InspectableBackend(Backend):
-    """A backend that lists its requests, their use and totals. The ``persistkv`` command needs one.
-
-    The head of a manifest (``RequestManifest``) describes the request; the keys (``ManifestKeys``) are read separately.
-    """
+    """A backend that lists its requests, their use and totals. The ``persistkv`` command needs one."""
 
     @abstractmethod
     def manifests(self, namespace: bytes) -> Iterable[RequestManifest]:
-        """Iterate over the heads of all manifests, in any order, except damaged ones.
-
-        Manifests that are written or deleted during the iteration may be included or not: no snapshot is held.
+        """Iterate over the heads of all manifests, in any order, except damaged ones. No snapshot is held: manifests
+        that are written or deleted meanwhile may be included or not.
         """
 
     @abstractmethod
     def manifest_keys(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[ManifestKeys | None]:
-        """Return the keys of each manifest, in the order of the ids; None for keys that are damaged or not held."""
+        """Return the keys of each manifest, in order; None for keys that are damaged or not held."""
 
     @abstractmethod
     def manifests_naming(self, namespace: bytes, packs: Sequence[bytes]) -> list[RequestManifest]:
@@ -89,21 +84,38 @@ class InspectableBackend(Backend):
 
     @abstractmethod
     def chain(self, namespace: bytes, manifest_id: str) -> list[bytes] | None:
-        """Return the ids of the packs that a manifest names (its chain), from the beginning of the context on; None if
-        the manifest is not held.
+        """Return the ids of the packs that a manifest names, from the beginning of the context on; None if it is not
+        held.
         """
 
     @abstractmethod
     def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
-        """Return the use of each request, in the order of the ids; None for a request that is not held or whose use is
-        unknown.
-        """
+        """Return the use of each request, in order; None for a request that is not held or whose use is unknown."""
 
     @abstractmethod
     def stats(self) -> BackendStats:
         """Return the totals over all namespaces, without a scan of the packs. They are exact for all commits that this
         handle has read; a remote store reads those of other processes with a delay.
         """
+
+    def scan(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
+        """Read as ``read`` does, for large amounts that are read only once: drivers may keep them out of caches.
+
+        Fastest if the spans are in ``scan_order``, and offsets, lengths and buffer addresses multiples of 4 KiB.
+        """
+        return self.read(namespace, spans)
+
+    def scan_order(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[bytes]:
+        """Return these ids, held or not, in the order in which ``scan`` of their packs is fastest."""
+        return list(pack_ids)
+
+    def delete_quarantined(self) -> int:
+        """Delete the directories in ``BackendStats.quarantined``; return the bytes that they took on disk.
+
+        :raises StoreError: the store is open read-only, or a directory cannot be deleted. Other directories may have
+            been deleted before.
+        """
+        return 0
 
 
 @runtime_checkable
@@ -116,21 +128,14 @@ class SupportsNamespaceLookup(Protocol):
 
         :raises StoreError: the medium failed later.
         """
-        ...
 
 
 @runtime_checkable
 class SupportsNotes(Protocol):
-    """A store that keeps small records (notes) about a namespace, durably. Notes are never evicted, and are no part of
-    the counts in ``BackendStats``.
-    """
+    """A store that keeps small records (notes) about a namespace. They are not evicted, and not in ``BackendStats``."""
 
     def note(self, namespace: bytes, name: str) -> bytes | None:
-        """Return the content of a note; None if there is none, or if it is known to be damaged.
-
-        :raises StoreError: the medium failed.
-        """
-        ...
+        """Return the content of a note; None if there is none, or if it is known to be damaged."""
 
     def put_note(self, namespace: bytes, name: str, content: bytes) -> None:
         """Write a note, replacing the one with the same name. It is durable on return.
@@ -151,7 +156,6 @@ class SupportsIndexFile(Protocol):
         The file is a cache: it may be deleted at any time, and is not part of ``BackendStats.disk_bytes``. None: a
         remote store has not answered since it was opened, so there is no file yet.
         """
-        ...
 
 
 @runtime_checkable
@@ -173,25 +177,6 @@ class SupportsStatus(Protocol):
 
     def statuses(self) -> dict[str, bytes]:
         """Return the rows of all engines, by name, unverified. The rows of killed engines remain."""
-        ...
-
-
-@runtime_checkable
-class SupportsScan(Protocol):
-    """A medium on which large amounts are read faster in a certain order of the packs."""
-
-    def scan(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-        """Read like ``Backend.read``, for large amounts that are read only once. The data does not displace that of
-        other readers from caches. Spans that are neighbours in the order of ``scan_order`` are read with one call.
-
-        Return for each span whether it was filled. Fastest if offsets, lengths and buffer addresses are multiples of
-        4 KiB.
-        """
-        ...
-
-    def scan_order(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[bytes]:
-        """Return these ids, held or not, in the order in which ``scan`` of their packs is fastest."""
-        ...
 
 
 @runtime_checkable
@@ -223,12 +208,10 @@ class SupportsCounters(Protocol):
     @property
     def requests(self) -> Mapping[str, int]:
         """Number of requests sent since the store was opened, by HTTP method or other kind; empty if not counted."""
-        ...
 
     @property
     def breaker_state(self) -> str:
         """State of the circuit breaker: ``closed``, ``open`` (no requests are sent) or ``half-open``."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -240,8 +223,7 @@ class Policy:
     ttl_s: float | None
     """Seconds from their last use until packs and requests expire; None: they never expire."""
     placement: str | None = None
-    """How payloads are stored: one of ``Capabilities.placements``, which ``set_policy`` cannot change. None: the driver
-    has only one way."""
+    """One of ``Capabilities.placements``, which ``set_policy`` cannot change. None: the driver has only one."""
 
     def __post_init__(self) -> None:
         """:raises ConfigurationError: capacity or ttl is not positive."""
@@ -251,10 +233,7 @@ class Policy:
             raise ConfigurationError("ttl", self.ttl_s, "a positive duration such as 7d, or none")
 
     def contradictions(self, given: Policy) -> str:
-        """Describe the values of a URL that differ from this recorded policy, with both values; empty if none differs.
-
-        :param given: the URL's policy, with None for each value that it leaves out.
-        """
+        """Describe the values of a URL (None if left out) that differ from this recorded policy; empty if none does."""
         found = []
         for name, ours, theirs, unit in (
             ("capacity", self.capacity, given.capacity, " bytes"),
@@ -276,37 +255,17 @@ class SupportsPolicy(Protocol):
 
         :raises ConfigurationError: an option is invalid.
         """
-        ...
 
     def policy(self) -> Policy:
-        """Return the store's recorded policy.
-
-        :raises StoreError: the medium failed.
-        """
-        ...
+        """Return the store's recorded policy."""
 
     def set_policy(self, policy: Policy) -> None:
-        """Record another capacity and ttl. Open handles in all processes apply them from their next commit on.
-
-        This call evicts nothing: the next commits evict and expire according to the new policy.
+        """Record another capacity and ttl. Open handles in all processes apply them from their next commit on. This
+        call evicts nothing.
 
         :raises ConfigurationError: a value is out of range, or the placement differs; nothing changed.
         :raises StoreError: the store is open read-only, or the medium failed; nothing changed.
         """
-        ...
-
-
-@runtime_checkable
-class SupportsQuarantine(Protocol):
-    """A store that renames damaged files instead of deleting them (``BackendStats.quarantined``)."""
-
-    def delete_quarantined(self) -> int:
-        """Delete the renamed directories; return the bytes that they took on disk.
-
-        :raises StoreError: the store is open read-only, or a directory cannot be deleted. Other directories may have
-            been deleted before.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -339,7 +298,6 @@ class SupportsCompaction(Protocol):
 
     def free_space(self) -> FreeSpace:
         """Return the free space within the store."""
-        ...
 
     def compact(self) -> Iterator[CompactProgress]:
         """Return as much free space as possible to the medium. Each step of the iterator does part of the work.
@@ -349,7 +307,6 @@ class SupportsCompaction(Protocol):
 
         :raises StoreFullError: a step has no room to move packs; the steps before it stay in effect.
         """
-        ...
 
 
 class PlainMedium(ABC):
@@ -378,19 +335,6 @@ class SupportsPlainMedium(Protocol):
 
         :raises ConfigurationError: an option is invalid.
         """
-        ...
-
-
-def scan(backend: Backend, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-    """Fill the spans' buffers with ``SupportsScan.scan``, or with ``Backend.read`` if the backend lacks it; return for
-    each span whether it was filled.
-    """
-    return backend.scan(namespace, spans) if isinstance(backend, SupportsScan) else backend.read(namespace, spans)
-
-
-def scan_order(backend: Backend, namespace: bytes, pack_ids: Sequence[bytes]) -> list[bytes]:
-    """Return packs in the order in which ``scan`` is fastest; in the given order if the backend has no preference."""
-    return backend.scan_order(namespace, pack_ids) if isinstance(backend, SupportsScan) else list(pack_ids)
 
 
 def statuses(backend: Backend) -> dict[str, bytes]:

@@ -1,8 +1,5 @@
-"""The index of one namespace: which packs may hold a key. It keeps no keys, only their 64-bit hashes (fingerprints) and
-pack numbers.
-
-The fingerprints are in shared anonymous memory of fixed size (a sealed memfd), which the host process writes and the
-engine maps read-only (``LookupTable``).
+"""The index of one namespace: which packs may hold a key. It keeps only 64-bit hashes of keys (fingerprints), in a
+sealed memfd that the host process writes and the engine maps read-only (``LookupTable``), and pack numbers.
 
 1. The memory is a hash table (slots with open addressing and linear probing), then the number of entries. An entry
    never moves within its table. ``_EMPTY`` ends a probe; ``_GONE`` replaces a removed entry that probes must pass. At
@@ -12,9 +9,8 @@ engine maps read-only (``LookupTable``).
 4. A reader needs no lock: a slot is written with one 8-byte instruction. A probe that races with a write may miss.
 5. Hints are entries without a pack: keys of another namespace, for readers of the table only. They make a key readable
    (``in``), but the methods that return packs do not find them.
-6. A large index is saved when its store closes, because loading the file takes a fifth of the time of reading the whole
-   catalogue. The file is a cache: it names a position in the change log, and is used only if the log still has all
-   later changes.
+6. A large index is saved when its store closes: loading the file takes a fifth of the time of reading the catalogue.
+   It names a position in the change log, and is used only if the log still has all later changes.
 """
 
 from __future__ import annotations
@@ -67,7 +63,6 @@ _fingerprint = xxhash.xxh3_64_intdigest  # of a whole key, in 40 ns
 
 
 def _stored_fingerprints(keys: Sequence[bytes]) -> Fps:
-    """Return the fingerprints of keys, as a table stores them."""
     return _stored(np.fromiter(map(_fingerprint, keys), np.uint64, len(keys)))
 
 
@@ -92,9 +87,8 @@ class LookupTable:
         self._table: tuple[memoryview, int] = (memoryview(bytes(16)).cast("Q"), 1)
 
     def map(self, fd: int, slots: int) -> None:
-        """Map a table that the host sent, and use it instead of the previous one, which ``release_some`` releases.
+        """Map a table that the host sent, in place of the previous one, which ``release_some`` releases; close ``fd``.
 
-        :param fd: descriptor of the memfd; this method always closes it.
         :raises StoreError: the memfd is not sealed or too small, or cannot be mapped; the previous table stays in use.
         """
         try:
@@ -148,9 +142,7 @@ class LookupTable:
     contains = __contains__
 
     def __len__(self) -> int:
-        """Number of blocks in all packs of the host's index, and of usable blocks of an adopted namespace; a block in
-        two packs counts twice.
-        """
+        """``len`` of the host's index."""
         table, slots = self._table
         return table[slots]
 
@@ -171,8 +163,8 @@ class LookupTable:
         return held.index(False) if False in held else len(held)
 
     def set_collided(self, keys: Mapping[bytes, bool]) -> None:
-        """Remember (True) or forget (False) that keys are not held although other keys have their fingerprints. Lookups
-        do not find remembered keys. Only the last 4,096 are remembered; a load of an older one fails as a miss.
+        """Remember (True) or forget (False) that keys are not held although other keys have their fingerprints. Of more
+        than 4,096, the oldest are forgotten: a load of one fails as a miss.
         """
         set_bounded(self._collided, keys)
 
@@ -214,7 +206,7 @@ def _next(place: Ints, which: Ints, slots: int) -> None:
 
 
 class _Table:
-    """Hash table: slots of fingerprints in a memfd, and in private memory the pack number of each slot."""
+    """Hash table: fingerprints in a memfd, and in private memory the pack number of each slot."""
 
     def __init__(self, keys: int) -> None:
         """:param keys: number of keys to expect; the table has about twice as many slots."""
@@ -245,7 +237,7 @@ class _Table:
         return int(self.slots * fill) - self.used
 
     def insert(self, fingerprints: Fps, packs: npt.NDArray[np.uint32]) -> Ints:
-        """Add an entry for each pair of fingerprint and pack number; return their slots."""
+        """Add an entry for each pair; return their slots."""
         place = _homes(fingerprints, self.slots)
         left = np.arange(len(fingerprints))
         while len(left):
@@ -388,7 +380,7 @@ class Index:
         self._last = 0
         self._hints = 0
         self.reloads = 0
-        """Number of calls of ``reload``, which delete all hints."""
+        """Number of calls of ``reload``."""
         self.version = 0
         """Increases when the table is replaced: readers must map the new one."""
 
@@ -413,7 +405,7 @@ class Index:
         return [pack_id for number in numbers if (pack_id := self._packs.id(number)) is not None]
 
     def first_candidates(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """Return, for each key, the id of one pack that may hold it; None if no pack holds it."""
+        """Return ``candidates`` of each key, but only the first; None if no pack holds it."""
         if len(keys) < _FEW:
             return [next(iter(self.candidates(key)), None) for key in keys]
         table = self._table
@@ -429,7 +421,7 @@ class Index:
         return first
 
     def absent(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Return the keys that are in no pack, in order. Keys with the same fingerprint as a held key are omitted."""
+        """Return the keys, in order, whose fingerprints no pack has."""
         keys = list(keys)
         return [key for key, pack in zip(keys, self.first_candidates(keys), strict=True) if pack is None]
 
@@ -646,13 +638,13 @@ class Index:
 
     def share(self) -> tuple[int, int]:
         """Return a new descriptor of the table, which the caller must close, and the number of slots. From now on,
-        replaced tables are kept until ``release_retired``, because a reader may map them.
+        replaced tables are kept until ``release_retired``.
         """
         self._shared = True
         return os.dup(self._table.fd), self._table.slots
 
     def release_retired(self) -> None:
-        """Let ``replace_some`` release replaced tables. Call this when the reader has mapped the present table."""
+        """Let ``replace_some`` release replaced tables, because the reader has mapped the present one."""
         self._unmapped += self._retired
         self._retired = []
 

@@ -1,9 +1,9 @@
 """Read path of promotions: find the frames that hold the keys, read them with few calls, verify them, fill the rows.
 
-A job is cut into parts of some MiB, which are read concurrently. Adjacent frames of a pack form one span. Raw frames
-are read straight into the rows, and whole encoded frames are decoded straight into consecutive rows. All other frames
-pass through temporary buffers (scratch memory). The thread that read a part verifies and decodes it, while other
-threads continue to read.
+A job is cut into parts of some MiB, which are read concurrently. Adjacent frames of a pack form one span. Frames of
+which all blocks are wanted are read straight into the rows if they are raw, and decoded straight into consecutive rows
+if they are encoded; other frames pass through temporary buffers (scratch memory). The thread that read a part verifies
+and decodes it, while other threads continue to read.
 
 A call to a store with ``SupportsFrames`` has high latency, so one call reads all adjacent encoded frames. They share a
 buffer of the size of the largest frame, and are decoded as they arrive.
@@ -90,7 +90,7 @@ class ReadOutcome:
     """Result of a load job, or of one of its parts."""
 
     failed: list[bytes] = field(default_factory=list)
-    """Keys whose blocks were not read and verified."""
+    """Keys whose blocks were not read and verified; the content of their rows is undefined."""
     suspects: dict[bytes, HeldPack] = field(default_factory=dict)
     """Packs with a frame that failed verification, and packs that are absent or too short, by id."""
     bad_frames: int = 0
@@ -99,7 +99,6 @@ class ReadOutcome:
     """Raw bytes of the blocks that were verified and put into rows."""
 
     def add(self, other: ReadOutcome) -> None:
-        """Add the result of another part to this one."""
         self.failed += other.failed
         self.suspects.update(other.suspects)
         self.bad_frames += other.bad_frames
@@ -108,18 +107,15 @@ class ReadOutcome:
 
 @dataclass(slots=True)
 class FrameRead:
-    """One frame, and the rows into which its blocks are read."""
+    """One frame, and for each of its blocks the key and the row to fill; ``_UNWANTED`` for other blocks."""
 
     pack: HeldPack
     frame: Frame
     keys: Sequence[bytes]
-    """Keys of all blocks of the frame."""
     rows: list[int]
-    """For each block of the frame, the row to fill; ``_UNWANTED`` (-1) if the job does not want the block."""
 
     @property
     def whole(self) -> bool:
-        """Whether all blocks of the frame are wanted."""
         return _UNWANTED not in self.rows
 
     @property
@@ -129,7 +125,6 @@ class FrameRead:
 
     @property
     def wanted(self) -> list[bytes]:
-        """Keys of the blocks that the job wants."""
         return [key for key, row in zip(self.keys, self.rows, strict=True) if row != _UNWANTED]
 
 
@@ -148,7 +143,6 @@ def plan_reads(
     A key is missing if no pack holds it, or if the size of its block is not that of ``rows``.
 
     :param holders: for each key, a pack that holds it; None if it is not held.
-    :param block_ids: for each key, the row into which its block is read.
     :param part_bytes: bound on the stored bytes of a part. Each pack starts a new part, unless the current one has
         fewer than ``scratch_bytes``.
     :param scratch_bytes: bound on the bytes of a part that are not read straight into rows.
@@ -202,7 +196,6 @@ def _cut(run: Sequence[FrameRead], part_bytes: int) -> Iterator[list[FrameRead]]
 
 
 def _frames(pack: HeldPack, row_of: Mapping[bytes, int]) -> Iterator[FrameRead]:
-    """Return the frames of the pack that hold any of the keys, in the order of the pack."""
     rows = [row_of.get(key, _UNWANTED) for key in pack.keys]
     start = 0
     for frame in pack.table.frames:
@@ -233,10 +226,7 @@ def _parts(reads: Iterable[FrameRead], part_bytes: int, scratch_bytes: int) -> I
 def read_part(
     backend: Backend, namespace: bytes, rows: Rows, scratch: Scratch, part: Sequence[FrameRead]
 ) -> ReadOutcome:
-    """Read, verify and decode one part into its rows. Thread-safe.
-
-    Raises no errors: the keys that an error affects are in ``ReadOutcome.failed``.
-    """
+    """Read, verify and decode one part into its rows. Thread-safe. Raises no errors: see ``ReadOutcome.failed``."""
     outcome, left = ReadOutcome(), dict(enumerate(part))
     try:
         with scratch.lend() as take:
@@ -290,7 +280,6 @@ def _finish(
 ) -> None:
     """Verify the frame, put its blocks into their rows and add the result to ``outcome``.
 
-    :param stored: the frame's buffers, which the medium has filled.
     :param raw: temporary memory for one decoded frame.
     """
     frame = read.frame
@@ -315,8 +304,9 @@ def _decode(read: FrameRead, stored: memoryview, rows: Rows, raw: memoryview) ->
     if len(places) == 1:
         decode_frame(codec, frame, stored, places[0])
         return
-    out = raw[: frame.raw_length]
-    decode_frame(codec, frame, stored, out)
+    out = raw[: frame.raw_length] if frame.encoded else stored
+    if frame.encoded:
+        decode_frame(codec, frame, stored, out)
     wanted = [position for position, row in enumerate(read.rows) if row != _UNWANTED]
     blocks = np.frombuffer(out, dtype=np.uint8).reshape(frame.block_count, frame.block_bytes)
     rows.scatter(frame.group, [read.rows[position] for position in wanted], blocks[wanted])

@@ -38,9 +38,7 @@ _MOST_RECENT_KEYS = 16_384  # keys of the packs whose tables are kept: 2 MB
 _READ_AT_ONCE = 4
 """Number of tables of a local store up to which the caller's thread reads them, in 0.1 to 0.3 ms. Another thread would
 begin 0.2 to 1.8 ms later, or after all parts of queued load jobs."""
-SHORTENED_AT_ONCE = 64
-"""Maximum number of manifests that one commit shortens. If more manifests name a bad pack, several commits shorten
-them, and the last of these commits deletes the pack."""
+SHORTENED_AT_ONCE = 64  # maximum number of manifests that one commit shortens
 
 T = TypeVar("T")
 
@@ -59,8 +57,6 @@ class NamespaceView:
     ) -> None:
         """Read the catalogue into the index, on the caller's thread. Its keys are not reported as news.
 
-        :param executor: runs the blocking calls of the backend, except those of this constructor.
-        :param counters: the store's counters, to which this object adds.
         :raises StoreError: the catalogue could not be read; the backend stays open.
         """
         self.backend = backend
@@ -79,8 +75,8 @@ class NamespaceView:
         self._recent_keys = 0
         self._collided: dict[bytes, None] = {}
         self._distrusted: dict[bytes, PackTable] = {}
-        """Packs that were removed from the index because a read of them failed, by id. They stay here until the backend
-        reports their removal or replacement, or ``quarantine`` decides about them."""
+        """Packs, by id, that were removed from the index because a read of them failed, until the backend reports their
+        removal or replacement, or ``quarantine`` decides about them."""
         self._failure_logged_at: float | None = None
         self._dropped = False
         """Whether packs were removed from the index that the store may still hold."""
@@ -108,9 +104,7 @@ class NamespaceView:
         return changes
 
     def close(self) -> None:
-        """Close the backend, then save the index for the next opening, unless it may lack packs that the store holds. A
-        failure to save is logged. Idempotent.
-        """
+        """Close the backend, then save the index, unless it may lack packs that the store holds. Idempotent."""
         self.backend.close()
         is_whole = self.backend.capabilities.writable and not self._distrusted and not self._dropped
         if self._file is not None and is_whole and self.cursor is not None and self.cursor != self._saved:
@@ -126,9 +120,7 @@ class NamespaceView:
         return self.executor.write(_translated()(call))
 
     def commit(self, batch: CommitBatch) -> Awaitable[CommitResult]:
-        """Run ``Backend.commit`` as ``call`` does. When it has ended, even with an error, no thread reads the blocks of
-        its packs any more.
-        """
+        """Run ``Backend.commit`` as ``call`` does. When it has ended, no thread reads the blocks of its packs."""
         return self.call(partial(_commit, self.backend, self.namespace, batch))
 
     def log_failure(self, error: StoreError) -> None:
@@ -140,10 +132,7 @@ class NamespaceView:
             logger.warning("%s (%s): new blocks are dropped", kind, str(error))  # str: the error references rows
 
     async def refresh(self) -> None:
-        """Apply the changes that other processes committed.
-
-        :raises StoreError: the medium failed; the index is unchanged.
-        """
+        """Apply the changes of other processes. If this raises a ``StoreError``, the index is unchanged."""
         self._learn(await self.call(partial(_changes, self.backend, self.namespace, self.cursor)))
 
     async def refresh_or_log(self) -> None:
@@ -233,10 +222,7 @@ class NamespaceView:
             self.executor.begin_write(self._drop_unread(unread))
 
     async def _packs(self, pack_ids: Iterable[bytes]) -> dict[bytes, HeldPack]:
-        """Return these packs by id, without those whose tables are missing or damaged.
-
-        :raises StoreError: the medium failed.
-        """
+        """Return these packs by id, without those whose tables are missing or damaged."""
         numbers = {pack_id: self.index.number_of(pack_id) for pack_id in pack_ids}
         found = {pack_id: self._recent[number] for pack_id, number in numbers.items() if number in self._recent}
         unread = [pack_id for pack_id in numbers if pack_id not in found]
@@ -312,11 +298,11 @@ class NamespaceView:
         self._distrusted.update(bad)
 
     async def quarantine(self) -> None:
-        """Refresh, and delete the packs that ``distrust`` removed from the index and that no process has removed or
-        replaced since, if the store is writable.
+        """Refresh, and delete the distrusted packs that no process has removed or replaced since, if the store is
+        writable. Manifests that name them are shortened to the part before.
 
-        Manifests that name a deleted pack are shortened to the part before it. If the refresh fails, all distrusted
-        packs are restored to the index: a later read decides. If a deletion fails, they stay out of the index.
+        If the refresh fails, all distrusted packs are restored to the index: a later read decides. If a deletion fails,
+        they stay out of the index.
         """
         for _ in range(_QUARANTINE_ATTEMPTS):
             try:
@@ -332,9 +318,8 @@ class NamespaceView:
                 return
 
     async def _delete(self, bad: Sequence[bytes]) -> bool:
-        """Delete packs. Return False, and delete none of them, if another process has committed since the last refresh:
-        it may have replaced them. Otherwise return True, also if the store failed: that is logged, and the packs stay
-        in ``_distrusted``.
+        """Delete packs. Return False, and delete none, if another process has committed since the last refresh: it may
+        have replaced them. If the store fails, the packs stay in ``_distrusted``.
         """
         try:
             if (batch := await self._shorten(bad)) is None:
@@ -373,10 +358,7 @@ class NamespaceView:
         return batch
 
     async def pack_of(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
-        """Return the id of a pack that holds it for each durable key of these.
-
-        :raises StoreError: the key tables could not be read.
-        """
+        """Return the ids of packs that hold these keys, without keys that are not held. Raises as ``holders``."""
         holders = zip(keys, await self.holders(keys), strict=True) if keys else ()
         return {key: pack.pack_id for key, pack in holders if pack is not None}
 
@@ -449,7 +431,7 @@ def make_manifest(
 
 
 class NamedRequest(NamedTuple):
-    """A stored request: its manifest, its keys and its pin."""
+    """A stored request."""
 
     manifest: RequestManifest
     keys: ManifestKeys
@@ -459,11 +441,7 @@ class NamedRequest(NamedTuple):
 def read_requests(
     backend: InspectableBackend, namespace: bytes, heads: Sequence[RequestManifest]
 ) -> list[NamedRequest]:
-    """Read the keys and pins of stored requests; skip requests whose keys are missing or damaged.
-
-    :param heads: manifests of the requests.
-    :raises StoreError: the medium failed.
-    """
+    """Read the keys and pins of these requests, except those whose keys are missing or damaged."""
     names = [head.id for head in heads]
     rows = zip(heads, backend.manifest_keys(namespace, names), backend.uses(namespace, names), strict=True)
     return [NamedRequest(head, keys, use is not None and use.pinned) for head, keys, use in rows if keys is not None]
@@ -478,7 +456,6 @@ def shortened(
     Numbers of tokens are estimated from the present manifests. For a request of few blocks they may be too high.
 
     :param pack_of: as for ``make_manifest``, without the keys of bad packs.
-    :param seen: ``Changes.cursor`` of the last known changes: newer ones make the commit stale. None: do not check.
     """
     shorter: list[ManifestWrite] = []
     pins: list[tuple[str, bool]] = []

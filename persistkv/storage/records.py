@@ -21,15 +21,13 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     codec: str = "raw"
     """Codec of new packs, such as ``raw`` or ``zstd:3`` (``parse_codec``). Packs of any codec are read."""
     staging_bytes: int = 256 << 20  # 256 MiB
-    """Bound in bytes on all memory of the host process except its index and the primary tier; see
-    ``persistkv.memory.budget``."""
+    """Bound in bytes on all memory of the host process except its index and the primary tier."""
     max_age_s: float = 2.0
     """Age in seconds at which the write of staged blocks starts: blocks of small packs (below 4 MiB), copied to memory
     to be written together with others. Ignored with ``interval:`` durability."""
     durability: str = "commit"
     """``commit``: each pack is written when it is large enough, at the end of its request, or at ``max_age_s``.
-    ``interval:5s``: accepted blocks are written together when the oldest is 5 s old. See
-    ``persistkv.config.parse_durability``."""
+    ``interval:5s``: accepted blocks are written together when the oldest is 5 s old."""
     io_threads: int = 2
     """Number of threads that read and decode frames, and encode those of new packs. A remote store uses 8 instead."""
     refresh_s: float = 1.0
@@ -76,10 +74,8 @@ class StoreCounters(msgspec.Struct):
 
 
 class News(msgspec.Struct, array_like=True, tag=True):
-    """Changes of the store's keys and requests since the last ``take_news``, as the host process sends them to the
-    engine.
-
-    ``stored``, ``removed`` and ``lost`` are set only if ``StoreOptions.events`` is.
+    """Changes of the store's keys and requests since the last ``take_news``. The first three are set only if
+    ``StoreOptions.events`` is.
     """
 
     stored: list[bytes] = []
@@ -96,10 +92,7 @@ class News(msgspec.Struct, array_like=True, tag=True):
     miss. False: it was stored since, so the engine can trust the lookup table again."""
 
     def add(self, *, stored: Sequence[bytes] = (), removed: Sequence[bytes] = ()) -> None:
-        """Add keys to both lists. A key that was stored and then removed is only in ``removed``.
-
-        If the lists have more than 65,536 keys in all, both are cleared and ``lost`` is set.
-        """
+        """Add keys to both lists. A key that was stored and then removed is only in ``removed``."""
         gone = set(removed)
         if gone and not gone.isdisjoint(self.stored):
             self.stored = [key for key in self.stored if key not in gone]
@@ -118,7 +111,6 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Labels that the contexts have, with these values; ignored if ``request`` is set. Empty: all contexts."""
 
     def includes(self, head: RequestManifest) -> bool:
-        """Return whether the filter includes the context of this manifest."""
         if self.request is not None:
             return head.id.startswith(self.request)
         return self.labels.items() <= head.labels.items()
@@ -128,7 +120,6 @@ class RequestEnd(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """End of a request. The engine sends it to the host process after the request's last store job."""
 
     request: str
-    """The engine's request id."""
     manifest_id: str
     """Id of the manifest to write, unique across restarts of the engine."""
     group_keys: tuple[list[bytes], ...]
@@ -140,7 +131,6 @@ class RequestEnd(msgspec.Struct, frozen=True, array_like=True, tag=True):
     ordered: bool = True
     """Whether the keys are in the order of the context; False: in order of arrival."""
     labels: dict[str, str] = {}
-    """Name-value pairs to store in the manifest; ``Choice`` selects by them."""
     retention: Retention = Retention()
     """How long the context is kept, from the commit that writes the manifest on."""
 

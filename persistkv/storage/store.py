@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
 
@@ -75,7 +75,6 @@ class Store:
 
         This object then owns and closes the backend; if this raises, the caller still owns it.
 
-        :param rows: the primary tier, from which blocks are stored and into which they are loaded.
         :param url: URL of the store, for messages only.
         :param executor: runs the blocking calls; by default they run on the caller's thread. The caller closes it.
         :raises ConfigurationError: ``options`` has an invalid codec or durability; nothing was written.
@@ -89,15 +88,13 @@ class Store:
         self.rows = rows
         self.counters = StoreCounters()
         self.notice = _notice(backend, identity, options, url)
-        """If the namespace is new and the store has others: message with the fields in which its identity differs from
-        the most similar one. Otherwise empty."""
+        """If the namespace is new and the store has others: in which fields it differs from the nearest. Else empty."""
         backend.open_namespace(identity)
         self.namespace = identity.digest
         executor = executor or Executor()
         self.catalogue = NamespaceView(backend, self.namespace, executor, self.counters, rows.layout, options)
         self.canary: Canary | None = None
-        """Compares and serves the namespace of another engine release; None if blocks cannot or must not be compared.
-        """
+        """Compares and serves another engine release's namespace; None if blocks cannot or must not be compared."""
         if rows.layout.numbers is not None and options.adopt == "canary":
             self.canary = Canary(self.catalogue, identity, rows, options)
         self._writable = backend.capabilities.writable
@@ -119,8 +116,7 @@ class Store:
         self._when_committed: list[Callable[[], None]] = []
         self._committed_at = self._refreshed = time.monotonic()
         self.ended_packs = 0
-        """Number of accepted packs that became durable or were dropped since this object was created. Keys leave
-        ``in_flight`` only when it changes."""
+        """Number of accepted packs that became durable or were dropped. ``in_flight`` shrinks only when it changes."""
 
     # Index
 
@@ -139,7 +135,7 @@ class Store:
         return [key for key in self.index.absent(keys) if key not in self._staging]
 
     def in_flight(self, keys: Iterable[bytes]) -> set[bytes]:
-        """Return those of the keys whose blocks are still to be written from their rows. These rows must not change."""
+        """Return the keys whose blocks are still to be written from their rows. These rows must not change."""
         return self._flying.intersection(keys)
 
     # Writing
@@ -186,7 +182,7 @@ class Store:
         try:
             holders = await self.catalogue.holders(keys)
             held = {key for key, pack in zip(keys, holders, strict=True) if pack is not None}
-            self._touch({pack.pack_id: None for pack in holders if pack is not None})
+            self._touch(pack.pack_id for pack in holders if pack is not None)
         except StoreError as error:  # probably held
             self.catalogue.log_failure(error)
             held = set(keys).difference(self.catalogue.index.absent(keys))
@@ -222,7 +218,7 @@ class Store:
 
     @property
     def has_room(self) -> bool:
-        """Whether memory is left for another ``put`` or ``end_request``. Neither checks this: callers must wait."""
+        """Whether memory is left for another ``put`` or ``end_request``, which do not check this."""
         next_one = min(DIRECT_BYTES, self._shares.staged)
         return self._staging.fits(next_one) and self._ends_bytes < self._shares.ends
 
@@ -233,16 +229,14 @@ class Store:
             self._ended(writer, False)
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Record a use of blocks, for the order of eviction; the next commit stores it. Ignored for keys that are not
-        held, in a read-only store, and while 4,096 packs with a use wait for the commit.
+        """Record a use of blocks, for the order of eviction; the next commit stores it. Ignored in a read-only store,
+        and while 4,096 packs with a use wait for the commit.
         """
-        candidates = self.catalogue.index.first_candidates(list(keys))
-        self._touch({pack_id: None for pack_id in candidates if pack_id is not None})
+        self._touch(self.index.first_candidates(list(keys)))
 
-    def _touch(self, pack_ids: Mapping[bytes, None]) -> None:
-        if not self._writable:
-            return
-        self._touched.update(dict.fromkeys(islice(pack_ids, _MAX_TOUCHED - len(self._touched))))
+    def _touch(self, pack_ids: Iterable[bytes | None]) -> None:
+        used = dict.fromkeys(pack_id for pack_id in pack_ids if pack_id is not None and self._writable)
+        self._touched.update(dict.fromkeys(islice(used, _MAX_TOUCHED - len(self._touched))))
 
     def end_request(self, end: RequestEnd) -> None:
         """End a request: the next commit writes its staged blocks and its manifest.
@@ -353,8 +347,8 @@ class Store:
                 manifests = [make_manifest(end, pack_of, catalogue.block_bytes) for end in ends]
                 seen = catalogue.cursor if retries_left else None
                 written = [manifest for manifest, _ in manifests if manifest is not None]
-                pinned = {end.manifest_id for end in ends if end.retention.pin}
-                pins = [(write.manifest.id, True) for write in written if write.manifest.id in pinned]
+                made = zip(ends, manifests, strict=True)
+                pins = [(end.manifest_id, True) for end, (write, _) in made if write is not None and end.retention.pin]
                 memory = self._shares.transaction
                 batch = CommitBatch(writers, written, touches=uses, pins=pins, seen=seen, memory=memory)
                 result = await catalogue.commit(batch)
@@ -462,7 +456,7 @@ class Store:
         bounds = (part_size, self._shares.part)
         parts, missing = plan_reads(holders, self.rows, keys, block_ids, *bounds, streams=self._streams)
         if catalogue is self.catalogue:
-            self._touch({read.pack.pack_id: None for part in parts for read in part})
+            self._touch(read.pack.pack_id for part in parts for read in part)
         where = catalogue.backend, catalogue.namespace, self.rows, self._scratch
         return [partial(read_part, *where, part) for part in parts], missing
 
@@ -485,7 +479,7 @@ class Store:
 
     @property
     def staged_bytes(self) -> int:
-        """Raw bytes of staged copies, including those that a transaction is writing."""
+        """Raw bytes of staged copies, also of those that a transaction is writing."""
         return self._staging.num_bytes
 
     @property

@@ -20,8 +20,6 @@ from persistkv.storage.extensions import (
     SupportsFrames,
     SupportsNotes,
     SupportsStatus,
-    scan,
-    scan_order,
 )
 from persistkv.storage.format.codec import RawCodec, ZstdCodec
 from persistkv.storage.format.manifest import RequestManifest
@@ -218,7 +216,7 @@ class CatalogueRules(BackendSuite):
             buffers = [memoryview(bytearray(cut)), memoryview(bytearray(length - cut))]
             spans.append(ReadSpan(packs[which].pack_id, offset, buffers))
             expected.append(payloads[which][offset : offset + length])
-        filled = scan(backend, namespace, spans) if is_scan else backend.read(namespace, spans)
+        filled = backend.scan(namespace, spans) if is_scan else backend.read(namespace, spans)
         assert filled == [True] * 60
         assert [b"".join(span.buffers) for span in spans] == expected
 
@@ -255,7 +253,7 @@ class CatalogueRules(BackendSuite):
         backend.commit(namespace, CommitBatch(packs))
         backend.commit(namespace, CommitBatch(deletions=[packs[4].pack_id]))
         payloads = {pack.pack_id: payload_of(pack) for pack in packs}
-        order = scan_order(backend, namespace, [*payloads, bytes(16)])
+        order = backend.scan_order(namespace, [*payloads, bytes(16)])
         assert sorted(order) == sorted([*payloads, bytes(16)])
         wanted = [pack_id for pack_id in order if pack_id in payloads]
         memory = memoryview(mmap.mmap(-1, sum(map(len, payloads.values()))))
@@ -264,7 +262,7 @@ class CatalogueRules(BackendSuite):
             begin, end = end, end + len(payloads[pack_id])
             spans.append(ReadSpan(pack_id, 0, [memory[begin:end]]))
         present = [pack_id != packs[4].pack_id for pack_id in wanted]
-        assert scan(backend, namespace, spans) == present
+        assert backend.scan(namespace, spans) == present
         found = [bytes(span.buffers[0]) for span, filled in zip(spans, present, strict=True) if filled]
         assert found == [payloads[pack_id] for pack_id in wanted if pack_id != packs[4].pack_id]
 

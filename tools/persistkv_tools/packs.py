@@ -17,7 +17,7 @@ import msgspec
 
 from persistkv.errors import CorruptPackError
 from persistkv.storage.backend import ReadSpan
-from persistkv.storage.extensions import InspectableBackend, scan
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.manifest import ManifestKeys
 from persistkv.storage.format.pack import Frame, PackTable, align, decode_frame, frame_seed, pack_id, verify_frame
 
@@ -219,7 +219,7 @@ def check_pack(
     findings: list[Finding] = []
     for piece in pieces(table, BATCH_BYTES):
         buffer = memoryview(mmap.mmap(-1, piece.length or 1))[: piece.length]
-        if all(scan(backend, table.namespace, [ReadSpan(table.pack_id, piece.start, [buffer])])):
+        if all(backend.scan(table.namespace, [ReadSpan(table.pack_id, piece.start, [buffer])])):
             findings += check_piece(piece, buffer)
         else:
             detail = f"bytes {piece.start:,} to {piece.start + piece.length:,} are missing"

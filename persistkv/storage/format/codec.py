@@ -167,7 +167,7 @@ _CODECS: Mapping[str, Callable[..., Codec]] = MappingProxyType(
 def parse_codec(text: str) -> Codec:
     """Return the codec for a text such as ``raw``, ``zstd:3`` or ``planes``.
 
-    :raises ConfigurationError: the codec does not exist or does not take this argument; the error names valid values.
+    :raises ConfigurationError: the codec does not exist or does not take this argument.
     """
     name, _, argument = text.partition(":")
     if name not in _CODECS:
@@ -182,10 +182,7 @@ def parse_codec(text: str) -> Codec:
 
 
 def stored_codec(text: str) -> Codec:
-    """Return the codec that a pack's table names.
-
-    :raises CorruptPackError: this release does not know the codec.
-    """
+    """Return the codec that a pack's table names; raise CorruptPackError if this release does not know it."""
     try:
         return parse_codec(text)
     except ConfigurationError as error:

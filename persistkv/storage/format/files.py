@@ -16,9 +16,8 @@ _LEFT_S = 3600.0
 def replace_file(target: Path, pieces: Iterable[bytes | bytearray | memoryview]) -> None:
     """Replace a file atomically: readers see the whole old or the whole new content. Missing directories are created.
 
-    Only the user can access the file (mode 0600). It is not synced: after a power loss it may have the old content, the
-    new content, or be empty. A process that is killed meanwhile leaves a file ``.NAME.*.tmp``; calls for the
-    same target delete it when it is an hour old.
+    The file has mode 0600 and is not synced: after a power loss it may have the old content, the new content, or be
+    empty. A process that is killed meanwhile leaves a file ``.NAME.*.tmp``, which a call after an hour deletes.
 
     :raises OSError: the file cannot be written; the old file is unchanged.
     """

@@ -112,10 +112,9 @@ def _cut(data: bytes, length: int) -> list[bytes]:
 
 
 class Frame(NamedTuple):
-    """Consecutive blocks of one group: the unit of codec and checksum."""
+    """Consecutive blocks of one KV cache group: the unit of codec and checksum."""
 
     group: int
-    """Number of the KV cache group."""
     block_count: int
     block_bytes: int
     """Raw bytes of one block."""
@@ -165,10 +164,7 @@ def pack_id(namespace: bytes, keys: PackedKeys, codec: str) -> bytes:
 
 
 def table_lengths(data: Buffer) -> tuple[int, int]:
-    """Return the raw length and the payload length that an encoded table claims; 0 and 0 if ``data`` is too short.
-
-    Fast, for listings: nothing is verified.
-    """
+    """Return the raw length and the payload length that an encoded table claims, unverified; 0 if it is too short."""
     if len(data) < _HEADER.size:
         return 0, 0
     _, _, _, _, _, payload, raw, _, _ = _HEADER.unpack_from(data)
@@ -233,10 +229,9 @@ class PackTable(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse_stored(cls, data: Buffer) -> PackTable:
-        """Parse a table that was valid when it was stored. Only its checksum and lengths are verified, which takes half
-        the time of ``parse``.
+        """Parse a table that was valid when it was stored: verify only checksum and lengths, in half of the time.
 
-        :raises CorruptPackError: checksum or lengths are wrong; the error names the field.
+        :raises CorruptPackError: as ``parse``.
         """
         table = _checked_table(data)
         version, key_length, frame_count, block_count, codec_length, payload, raw, namespace, name = (

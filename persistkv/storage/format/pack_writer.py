@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -42,7 +42,7 @@ class BlockSource(Protocol):
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive blocks of one group that a pack will contain. Unrelated to the segment files of an LMDB store."""
+    """Consecutive blocks of one group that a pack will contain."""
 
     group: int
     block_bytes: int
@@ -77,38 +77,28 @@ Ahead = Callable[[Callable[[], _StoredFrame]], Callable[[], _StoredFrame]]
 """Starts a call in another thread; returns a function that waits for the call and returns its result."""
 
 
+@dataclass(eq=False, repr=False)
 class NewPack(ABC):
     """A pack that a commit writes. The backend reads its payload from ``stream``, and reads it again if the commit is
     retried.
     """
 
-    def __init__(
-        self,
-        namespace: bytes,
-        pack_id: bytes,
-        keys: PackedKeys,
-        raw_length: int,
-        frame_count: int,
-        payload_bound: int,
-        *,
-        encodes: bool,
-    ) -> None:
-        self.namespace = namespace
-        """16 bytes: the digest of the identity."""
-        self.pack_id = pack_id
-        """16 bytes: the pack's name."""
-        self.keys = keys
-        """The keys of all blocks, frame after frame."""
-        self.raw_length = raw_length
-        """Bytes of all blocks before the codec."""
-        self.frame_count = frame_count
-        self.payload_bound = payload_bound
-        """Upper bound of the payload in bytes, padding included: its size if the codec makes no frame shorter."""
-        self.encodes = encodes
-        """Whether ``stream`` allocates the bytes that it yields; if not, it yields views of existing memory."""
-        self.written = False
-        """Whether ``stream`` has run to its end since the last ``restart``. It stays False if the backend already holds
-        the pack."""
+    namespace: bytes
+    """16 bytes: the digest of the identity."""
+    pack_id: bytes
+    """16 bytes: the pack's name."""
+    keys: PackedKeys
+    """The keys of all blocks, frame after frame."""
+    raw_length: int
+    """Bytes of all blocks before the codec."""
+    frame_count: int
+    payload_bound: int
+    """Upper bound of the payload in bytes, padding included: its size if the codec makes no frame shorter."""
+    encodes: bool
+    """Whether ``stream`` allocates the bytes that it yields; if not, it yields views of existing memory."""
+    written: bool = field(default=False, init=False)
+    """Whether ``stream`` has run to its end since the last ``restart``. It stays False if the backend already holds the
+    pack."""
 
     @property
     @abstractmethod
@@ -125,9 +115,7 @@ class NewPack(ABC):
         """
 
     def restart(self) -> None:
-        """Prepare for an attempt to commit: call ``settle``, and set ``written`` to False. An attempt in which the
-        backend already holds the pack does not call ``stream``, so ``written`` stays False.
-        """
+        """Prepare for an attempt to commit: call ``settle``, and set ``written`` to False."""
         self.settle()
         self.written = False
 
@@ -190,8 +178,6 @@ class PackWriter(NewPack):
     def table(self) -> PackTable:
         """The pack's table. The checksums of raw frames are computed at the first access, so that a backend with its
         own threads can write the frames at the same time.
-
-        :raises ValueError: the stream has not run to its end.
         """
         self._finish()
         if self._table is None:

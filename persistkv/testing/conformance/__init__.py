@@ -31,7 +31,7 @@ from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError, StoreError, StoreFullError, StoreUnavailableError
 from persistkv.memory.rows import StagedBlocks
 from persistkv.storage.backend import CommitBatch, ReadSpan
-from persistkv.storage.extensions import InspectableBackend, scan
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.codec import RawCodec
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.testing.conformance.suite import (
@@ -320,7 +320,7 @@ class BackendConformance(BackendSuite):
             ReadSpan(pack.pack_id, 1 << 40, [memoryview(bytearray(1))]),
             ReadSpan(pack.pack_id, len(payload) - 4, [memoryview(bytearray(2)), memoryview(bytearray(3))]),
         ]
-        filled = scan(backend, namespace, spans) if is_scan else backend.read(namespace, spans)
+        filled = backend.scan(namespace, spans) if is_scan else backend.read(namespace, spans)
         assert filled == [False, False, True, False, False, False, False]
         assert hit == payload
 

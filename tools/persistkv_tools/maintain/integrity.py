@@ -33,7 +33,7 @@ from persistkv.memory.budget import no_collections
 from persistkv.memory.pages import huge_memory
 from persistkv.storage.backend import ReadSpan
 from persistkv.storage.executor import ThreadPool
-from persistkv.storage.extensions import InspectableBackend, scan, scan_order
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.manifest import ManifestKeys
 from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv_tools import options
@@ -224,7 +224,7 @@ class Verifier:
         """Prepare the next portion, unless one is in progress. With threads, start to read it; see ``packs``."""
         if self._portion is None and (portion := next(self._portions, None)) is not None:
             self._portion, space = portion, portion[0][0]
-            order = scan_order(self._backend, space.namespace, [name for _, name in portion])
+            order = self._backend.scan_order(space.namespace, [name for _, name in portion])
             tables = (space.tables[name] for name in order if name in space.tables)
             parts = chain.from_iterable(pieces(table, self._batch_bytes) for table in tables)
             batches = _cut(parts, attrgetter("length"), self._batch_bytes)  # for one read each
@@ -268,7 +268,7 @@ class Verifier:
         for piece in batch:
             begin, end = end, end + piece.length
             spans.append(ReadSpan(piece.table.pack_id, piece.start, [memory[begin:end]]))
-        filled = scan(self._backend, batch[0].table.namespace, spans)
+        filled = self._backend.scan(batch[0].table.namespace, spans)
         return [
             is_filled and _is_good(piece, span.buffers[0])
             for piece, span, is_filled in zip(batch, spans, filled, strict=True)

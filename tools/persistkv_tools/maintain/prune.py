@@ -32,7 +32,6 @@ from persistkv.storage.extensions import (
     InspectableBackend,
     RequestUse,
     SupportsCompaction,
-    SupportsQuarantine,
 )
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackTable
@@ -361,7 +360,7 @@ class Prune:
                     self._count_requests(backend, usage)
                 raise
             self._count_requests(backend, usage)
-        if self.quarantined.directories and isinstance(backend, SupportsQuarantine):
+        if self.quarantined.directories:
             self.quarantined.deleted_bytes = backend.delete_quarantined()
         return self.done
 

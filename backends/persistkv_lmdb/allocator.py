@@ -180,8 +180,8 @@ class Allocator:
                 self.free_now([extent])
 
     def resize(self, segment: int, before: int, pages: int) -> None:
-        """Record that a segment has ``pages`` pages instead of ``before``. Added pages become free; removed ones must
-        be free.
+        """Record that a segment has ``pages`` pages instead of ``before``. Added pages become free; removed ones are
+        free.
         """
         self._rows.put(SEGMENTS, _SEGMENT.pack(segment), _PAGES.pack(pages))
         self.total += pages - before
@@ -295,8 +295,7 @@ class Payloads:
         self._is_inline = placement is Placement.INLINE
 
     def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
-        """Store a payload of up to ``at_most`` bytes. The stream's buffers are in use until ``SegmentFiles.sync``
-        returns.
+        """Store a payload of up to ``at_most`` bytes, whose buffers are in use until ``SegmentFiles.sync`` returns.
 
         :raises StoreFullError: too few pages are free, and the limit or the disk keeps the segments from growing.
         """
@@ -328,7 +327,7 @@ class Payloads:
 
     def lower(self, name: bytes, length: int) -> bool:
         """Move a pack's payload of ``length`` bytes to free pages nearer to the start of the segments. Return False,
-        with nothing changed, if too few pages are free there, or the payload cannot be read.
+        with nothing changed, if there are too few, or if the payload cannot be read.
         """
         extents = read_extents(self._rows, name)
         taken = self.allocator.take_before(_pages_of(length), max(extents)) if extents else []
@@ -344,10 +343,8 @@ class Payloads:
         return True
 
     def shrink(self, limit: int) -> None:
-        """Release free pages at the ends of segments until all together have at most ``limit`` bytes, as far as
-        possible.
-
-        A later transaction truncates the files, because this one may be aborted.
+        """Release free pages at the ends of segments, down to ``limit`` bytes in all. A later transaction truncates the
+        files, because this one may be aborted.
         """
         excess = self.allocator.total - limit // PAGE_BYTES
         if excess <= 0 or not self.allocator.free:
@@ -381,12 +378,11 @@ class Payloads:
             wanted -= count
 
     def _step(self, most: int, pages: int) -> int:
-        """Return the number of pages by which to grow the segments: few in a small store, to keep its files small.
+        """Return the number of pages by which to grow the segments, which may have ``most`` pages: few in a small
+        store.
 
-        A large pack raises the step to four times its size, within the bounds: the next packs are likely to be large,
-        too, and a commit that grows a file takes half a millisecond longer, regardless of the step.
-
-        :param most: limit on the pages of all segments.
+        A large pack raises the step to four times its size: the next ones are likely to be large, too, and a commit
+        that grows a file takes half a millisecond longer, regardless of the step.
         """
         least, largest = (number // PAGE_BYTES for number in _STEP_BYTES)
         ahead = 4 * pages if pages * PAGE_BYTES >= _LARGE_BYTES else 0

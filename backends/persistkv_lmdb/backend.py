@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 import os
 import time
@@ -17,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -51,17 +51,6 @@ _STATUS_FORGOTTEN_S = 86_400.0  # one day: killed engines leave their files
 _STATUS_BYTES = 64 << 10  # 64 KiB: longer files are truncated when read
 
 
-class Reads(enum.Enum):
-    """How payloads in extents are read if the page cache does not hold them."""
-
-    DIRECT = "direct"
-    """With O_DIRECT, straight into CPU memory: at the disk's speed, without displacing pages from the page cache. Where
-    the file system refuses O_DIRECT: through the page cache."""
-    CACHED = "cached"
-    """Through the page cache: payloads that one or several engines read repeatedly are read from a slow disk once, as
-    long as the cache holds them."""
-
-
 class LmdbOptions(msgspec.Struct, frozen=True):
     """Options in the URL of a store."""
 
@@ -72,8 +61,9 @@ class LmdbOptions(msgspec.Struct, frozen=True):
     """Time after its last use until content of a new store expires, a duration such as ``7d``. None: never."""
     placement: Placement | None = None
     """Where a new store puts payloads. None: ``extents``."""
-    reads: Reads = Reads.DIRECT
-    """How payloads in extents are read if the page cache does not hold them: ``direct`` (O_DIRECT) or ``cached``."""
+    reads: Literal["direct", "cached"] = "direct"
+    """How payloads in extents are read if the page cache does not hold them. ``direct``: with O_DIRECT where possible,
+    at the disk's speed. ``cached``: through the page cache, so that repeated reads spare a slow disk."""
 
     def __post_init__(self) -> None:
         if (given := self.given).capacity is not None and not is_capacity(given.capacity):
@@ -108,12 +98,12 @@ class LmdbBackend(CatalogBackend):
     capabilities = Capabilities(placements=tuple(placement.value for placement in Placement))
     status_interval_s: float | None = 2.0
 
-    def __init__(self, shared: Environment, *, read_only: bool, reads: Reads = Reads.DIRECT) -> None:
+    def __init__(self, shared: Environment, *, read_only: bool, cached: bool) -> None:
         self._shared: Environment | None = shared
         self._path = shared.path
         self._read_only = read_only
         self.capabilities = replace(type(self).capabilities, writable=not read_only)
-        self._direct = False if reads is Reads.CACHED else None
+        self._direct = False if cached else None
 
     @property
     def environment(self) -> Environment:
@@ -141,7 +131,7 @@ class LmdbBackend(CatalogBackend):
             raise ConfigurationError("url", f"lmdb://{url.location}", expected)
         prepare_directory(path, read_only=read_only)
         shared = ENVIRONMENTS.acquire(path, options.policy, read_only=read_only)
-        backend = cls(shared, read_only=read_only, reads=options.reads)
+        backend = cls(shared, read_only=read_only, cached=options.reads == "cached")
         if not read_only and (differences := backend.policy().contradictions(options.given)):
             message = "%s: the URL says %s; the store keeps its recorded policy (persistkv set lmdb://%s changes it)"
             logger.warning(message, path, differences, path)

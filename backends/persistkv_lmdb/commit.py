@@ -97,9 +97,8 @@ class BatchCommit:
             return CommitResult(self._batch.seen or b"", stale=True)
 
     def _write(self) -> CommitResult:
-        """Write the batch in one transaction.
-
-        If many manifests name a pack that the batch deletes, short transactions delete these manifests first.
+        """Write the batch in one transaction, after short ones that delete manifests if many name a pack that the batch
+        deletes.
         """
         environment, batch = self._environment, self._batch
         self._drop_shared_manifests(_EVICTED_AT_ONCE)
@@ -153,7 +152,6 @@ class BatchCommit:
         """Call ``step`` until it returns False. If the disk is too full for a transaction, retry with one deletion.
 
         :param step: runs one transaction with at most the given number of deletions; returns whether more are needed.
-        :param most: maximum number of transactions.
         :raises StoreFullError: not even one deletion fits.
         """
         at_most = _EVICTED_AT_ONCE
@@ -185,9 +183,8 @@ class BatchCommit:
             self._seen = commit.cursor
 
     def _drop_shared_manifests(self, shared_by: int) -> None:
-        """Delete, in short transactions, manifests that name packs which the batch deletes.
-
-        :param shared_by: skip packs that at most this many manifests name: the batch's own transaction handles them.
+        """Delete, in short transactions, manifests that name packs which the batch deletes, except packs that at most
+        ``shared_by`` manifests name: the batch's own transaction handles them.
         """
         for pack_ids, alone in ((self._batch.deletions, False), (self._batch.bad, True)):
             for pack_id in self._shared(pack_ids, shared_by) if pack_ids else ():
@@ -281,9 +278,7 @@ class Room:
         return self.payloads.allocator.total * PAGE_BYTES
 
     def used(self) -> Amount:
-        """Return the bytes of the pages in use, without freed pages that are not reusable yet: evicting more would not
-        make these reusable.
-        """
+        """Return the bytes in use, without freed pages: those not reusable yet would not become so by more eviction."""
         return Amount(self._transaction.used_bytes(), self.payloads.allocator.used * PAGE_BYTES)
 
     def need_of(self, packs: Sequence[NewPack], batch: CommitBatch) -> Amount:
@@ -329,10 +324,7 @@ class Room:
         return StoreFullError(f"{path}: {sum(self.need)} bytes do not fit a capacity of {capacity}")
 
     def low_watermark(self) -> Amount:
-        """Return the used bytes down to which a commit evicts: ``limit`` less a reserve for later commits.
-
-        In the segments, the reserve is at most the largest number of bytes that a recent commit of this process took.
-        """
+        """Return the used bytes down to which a commit evicts: ``limit`` less a reserve for later commits."""
         catalogue, payload = self.limit
         ahead = min(payload // 16, max(self._environment.taken, default=0), _MAX_AHEAD)
         rewritten = 0 if self._is_inline else min((catalogue - MIN_CATALOGUE) // 2, CATALOGUE_AHEAD)
@@ -352,9 +344,8 @@ class Room:
 def compact(environment: Environment) -> Iterator[CompactProgress]:
     """Return free space of the segments to the file system while engines use the store; yield after each step.
 
-    Packs at the end of the segments are moved, byte for byte, to free extents before them, a few per step and
-    transaction; then the free ends of the files are truncated. At most four passes do this, until no pack can be moved.
-    A killed compaction leaves a valid store; the next one continues.
+    Packs at the end of the segments are moved, byte for byte, to free extents before them, until no pack can be moved;
+    then the free ends of the files are truncated. A killed compaction leaves a valid store; the next one continues.
 
     :raises StoreFullError: the catalogue has no space for the rows; packs that were moved stay moved.
     """
@@ -383,9 +374,8 @@ def compact(environment: Environment) -> Iterator[CompactProgress]:
 
 
 def _packs_by_place(environment: Environment) -> list[tuple[bytes, int]]:
-    """Return (namespace id and pack id, payload bytes) of each pack in the segments.
-
-    The order is that of each pack's last extent: ascending segment, then ascending page.
+    """Return (namespace id and pack id, payload bytes) of each pack in the segments, in the order of their last
+    extents.
     """
     with environment.transaction() as transaction:
         found = []
@@ -397,10 +387,8 @@ def _packs_by_place(environment: Environment) -> list[tuple[bytes, int]]:
 
 
 def _truncate(environment: Environment) -> None:
-    """Remove free pages at the ends of the segments, and truncate the files.
-
-    First wait up to 5 s for readers that still see freed pages; pages that they see afterwards stay. Do nothing if the
-    disk has no space for a transaction.
+    """Remove free pages at the ends of the segments, and truncate the files, unless the disk has no space for a
+    transaction. First wait up to 5 s for readers that still see freed pages; pages that they see afterwards stay.
     """
     try:
         environment.wait_for_readers(environment.age(), _COMPACTION_PATIENCE_S)

@@ -123,9 +123,8 @@ class Environment:
         self._map_lock = _MapLock()
         self._stuck = 0  # a wait for readers with a snapshot of this transaction, or of an older one, timed out
         self._is_open = False
-        self._fitted: Shares | None = None
-        self.map_bytes = 0
-        """Present bound of ``data.mdb``. Valid within a write transaction."""
+        self.shares = Shares(0, Placement.EXTENTS, 0)  # these two are valid within a write transaction
+        self.map_bytes = 0  # present bound of ``data.mdb``
         self._guard = None if read_only else Guard(path)
         self._policy = policy
         with ExitStack() as undone:  # undoes each step if a later one fails
@@ -184,13 +183,6 @@ class Environment:
                 begun()
         raise StoreError(f"{self.path}: no transaction could begin in {_BEGIN_ATTEMPTS} attempts")
 
-    @property
-    def shares(self) -> Shares:
-        """Division of the capacity. Valid within a write transaction; a StoreError in a read-only environment."""
-        if self._fitted is None:
-            raise StoreError(f"{self.path} is open read-only")
-        return self._fitted
-
     def set_policy(self, policy: Policy) -> None:
         """Record another capacity and ttl, and apply them. The next commits remove content that exceeds them."""
         with self.transaction(write=True) as transaction:
@@ -227,8 +219,8 @@ class Environment:
         return min(left, max(segments, whole - LOCK_FILE_BYTES - wanted_catalogue_bytes(transaction, whole)))
 
     def limit_bytes(self, *, as_it_is: bool = False) -> int:
-        """Return the bound on the used bytes of ``data.mdb`` after a commit that adds content: the catalogue's bound or
-        what the disk allows, less a reserve for deletions, because LMDB writes new pages to free old ones.
+        """Return the bound on the used bytes of ``data.mdb`` after a commit that adds content: the catalogue's or the
+        disk's, less a reserve for deletions, because LMDB writes new pages to free old ones.
 
         :param as_it_is: assume that the file cannot grow: a quota may prevent it, or free pages are fragmented.
         """
@@ -242,9 +234,8 @@ class Environment:
         return int((self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"])
 
     def wait_for_readers(self, number: int, timeout_s: float) -> bool:
-        """Wait until no reader of any process has a snapshot before transaction ``number``; return False on timeout.
-
-        If a reader that caused an earlier timeout still runs, return False at once.
+        """Wait until no reader of any process has a snapshot before transaction ``number``; return False on timeout, or
+        at once if a reader that caused an earlier timeout still runs.
         """
         deadline = time.monotonic() + timeout_s
         while (oldest := self._oldest_snapshot(number)) < number:
@@ -255,11 +246,9 @@ class Environment:
         return True
 
     def _oldest_snapshot(self, newest: int) -> int:
-        """Return the number of the oldest transaction whose snapshot a reader of any process holds, at most ``newest``.
-
-        LMDB's list has a header line, then process, thread and transaction per reader; ``-`` for an idle one.
-        """
+        """Return the number of the oldest transaction whose snapshot a reader of any process holds, at most ``newest``."""
         for is_checked in (False, True):
+            # A header line, then process, thread and transaction per reader; ``-`` for an idle one.
             numbers = [line.split()[-1] for line in self._env.readers().splitlines()[1:]]
             found = min([newest, *(int(number) for number in numbers if number.isdecimal())])
             if found == newest or is_checked:
@@ -268,8 +257,8 @@ class Environment:
         return found
 
     def age(self) -> int:
-        """Commit a transaction that changes no content; return its number. The next one can reuse pages that the
-        previous one freed.
+        """Commit a transaction without changes; return its number. The next one can reuse pages that the previous one
+        freed.
         """
         with self.transaction(write=True) as transaction:
             write_clock(transaction, *read_clock(transaction))
@@ -359,8 +348,8 @@ class Environment:
             self._fit_map()
 
     def _fit_map(self) -> None:
-        """Set the size of the memory map to the recorded bound of ``data.mdb``; if the file is larger, to its size plus
-        a reserve for deletions.
+        """Set the map size to the recorded bound of ``data.mdb``, or to the file's size plus a reserve for deletions if
+        larger.
         """
         self._env.set_mapsize(0)  # adopts the size that other processes have written
         with self._env.begin(buffers=True) as txn:
@@ -368,10 +357,10 @@ class Environment:
         allowed, held = shares.catalogue_bytes, self.file_bytes()
         self.map_bytes = allowed if held <= allowed else held + _headroom_bytes(held)
         self._env.set_mapsize(self.map_bytes)
-        self._fitted = shares
+        self.shares = shares
 
     def _begin(self, write: bool) -> lmdb.Transaction[memoryview] | Callable[[], None]:
-        """Begin an LMDB transaction. If LMDB must be remapped or reopened first, return a function that does so, to be
+        """Begin an LMDB transaction. If LMDB must be remapped or reopened first, return a function for that, to be
         called without the map lock.
         """
         if not self._is_open:
@@ -386,7 +375,7 @@ class Environment:
             return begun
         try:
             self._revert_failed_commit(begun)
-            fits = _read_shares(Transaction(begun, self._databases)) == self._fitted
+            fits = _read_shares(Transaction(begun, self._databases)) == self.shares
         except BaseException:
             begun.abort()  # not left to garbage collection: it holds LMDB's write lock
             raise
@@ -468,13 +457,13 @@ def file_id(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-class _Slot:
-    """Open environments of one store directory, and the lock for opening and closing them."""
+class _Slot(NamedTuple):
+    """The lock for opening and closing the environments of one store directory, and the open ones: more than one if
+    another process replaced the open files with those of another store.
+    """
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.environments: list[Environment] = []
-        """More than one if another process replaced the open files with those of another store."""
+    lock: threading.Lock
+    environments: list[Environment]
 
 
 class Environments:
@@ -494,7 +483,7 @@ class Environments:
         with translated_at_open(path):
             status = path.stat()
         with self._lock:
-            slot = self._slots.setdefault((status.st_dev, status.st_ino), _Slot())
+            slot = self._slots.setdefault((status.st_dev, status.st_ino), _Slot(threading.Lock(), []))
         patience_s = files.OPENING_PATIENCE_S
         if not slot.lock.acquire(timeout=patience_s):
             raise StoreBusyError(

@@ -57,8 +57,8 @@ class OtherReleaseError(CorruptStoreError):
 
 
 class Transaction(Rows):
-    """One running LMDB transaction; each table is an LMDB database. Buffers that it returns are in mapped pages: they
-    are invalid after its next change of a row, and after it ends.
+    """One running LMDB transaction; tables are LMDB databases. Returned buffers are valid until its next change of a
+    row.
     """
 
     def __init__(self, txn: lmdb.Transaction[memoryview], databases: Mapping[str, _Database]) -> None:

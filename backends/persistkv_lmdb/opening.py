@@ -122,7 +122,7 @@ class Guard:
             self._share()
 
     def recover(self) -> None:
-        """Make an interrupted commit durable before the next transaction starts. The caller must hold the writer lock.
+        """Make an interrupted commit durable before the next transaction. The caller must hold the writer lock.
 
         :raises StoreError: the disk refuses the write.
         """
@@ -133,9 +133,7 @@ class Guard:
         self.lock.mark(begun=False)
 
     def suspect(self) -> None:
-        """Have the next process that opens the store for writing, while no other one has it open, check it. Ignore
-        write errors.
-        """
+        """Have the next process that opens the store for writing alone check it first. Ignore write errors."""
         with suppress(OSError):
             self._write(_State.SUSPECT)
 
@@ -154,18 +152,14 @@ class Guard:
         self.forget()
 
     def forget(self) -> None:
-        """Close both files without recording a clean shutdown; idempotent. A forked child does so with the files of its
-        parent.
-        """
+        """Close both files without recording a clean shutdown, for a forked child; idempotent."""
         self.lock.close()
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
 
     def _open_alone(self, opened: Callable[[], None]) -> None:
-        """Open the environment while this process excludes all other writers: after an unclean shutdown check it, and
-        quarantine it if it is damaged. On failure, the recorded state is the one from before the call.
-        """
+        """Open the environment while this process excludes all other writers. On failure, restore the recorded state."""
         before, exists = self._read(), (self._directory / DATA_FILE).exists()
         if before in (_State.OPEN, _State.SUSPECT) and exists:
             found = inspect(self._directory)
@@ -250,8 +244,8 @@ class Guard:
         return True
 
     def _share(self) -> None:
-        """Take a shared lock on the guard file and record that the store is open: a process that closed it meanwhile
-        may have recorded a clean shutdown.
+        """Take a shared lock on the guard file, and record again that the store is open: another process may have
+        closed it.
         """
         deadline = time.monotonic() + CLOSING_PATIENCE_S
         while not self._locked(fcntl.LOCK_SH):
@@ -357,10 +351,7 @@ def quarantined(store: Path) -> list[Quarantined]:
 
 
 def delete_quarantined(store: Path) -> int:
-    """Delete the quarantined environments of a store; return the bytes on disk that they took.
-
-    :raises StoreError: one cannot be deleted; those before it have been deleted.
-    """
+    """Delete the quarantined environments of a store, oldest first; return the bytes on disk that they took."""
     for entry in (found := quarantined(store)):
         with translated_io(entry.directory):
             shutil.rmtree(entry.directory)

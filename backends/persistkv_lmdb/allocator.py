@@ -5,8 +5,7 @@ transactions as the rows of packs.
 2. Free extents never touch: neighbours are merged.
 3. Extents freed by a transaction age first, because readers may still see them and the transaction may be aborted. A
    later transaction makes them free, once no snapshot is older than the transaction that freed them.
-4. A payload is in extents or in chunked values of LMDB (inline). The recorded placement applies to new packs; existing
-   packs are read and deleted where they are stored.
+4. The payloads of a store are all in extents, or all in chunked values of LMDB (inline): the placement never changes.
 5. The transaction that publishes a pack allocates its extents, and their bytes are durable before it commits.
 """
 
@@ -288,7 +287,6 @@ class Payloads:
     def __init__(self, transaction: Transaction, placement: Placement, files: SegmentFiles, limit: int) -> None:
         self.limit = limit
         self.allocator = Allocator(transaction)
-
         self._rows = transaction
         self._files = files
         self._inline = RowPayloads(transaction)

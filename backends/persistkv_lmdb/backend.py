@@ -21,7 +21,7 @@ from typing import Literal
 import msgspec
 
 from persistkv.config import PAGE_BYTES, StoreUrl, convert_options, parse_duration, parse_size
-from persistkv.errors import ConfigurationError, StoreError, StoreFullError
+from persistkv.errors import ConfigurationError, StoreError
 from persistkv.storage.backend import Capabilities, CommitBatch, CommitResult, ReadSpan
 from persistkv.storage.catalog import CatalogBackend, Rows
 from persistkv.storage.catalog.backend import check_batch
@@ -36,7 +36,6 @@ from persistkv_lmdb.files import (
     STATUS_DIRECTORY,
     STORE_FILES,
     allocated_bytes,
-    map_is_full,
     open_regular,
     prepare_directory,
     translated_io,
@@ -147,12 +146,7 @@ class LmdbBackend(CatalogBackend):
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
         environment = self._writable()
         check_batch(namespace, batch)
-        try:
-            return BatchCommit(environment, namespace, batch).run()
-        except StoreFullError as error:
-            if map_is_full(error):
-                environment.suspect()
-            raise
+        return BatchCommit(environment, namespace, batch).run()
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
         return self._read(namespace, spans, self._direct)

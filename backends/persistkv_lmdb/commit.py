@@ -95,6 +95,10 @@ class BatchCommit:
                 return self._write_after_eviction(error)
         except _StaleError:  # the changes since ``seen`` include packs evicted meanwhile
             return CommitResult(self._batch.seen or b"", stale=True)
+        except StoreFullError as error:
+            if map_is_full(error):
+                self._environment.suspect()
+            raise
 
     def _write(self) -> CommitResult:
         """Write the batch in one transaction, after short ones that delete manifests if many name a pack that the batch
@@ -114,7 +118,8 @@ class BatchCommit:
             if commit.grew:
                 environment.taken.append(room.need.payload)
                 room.widen(Amount(0, 0))
-                room.evict(commit, room.low_watermark(), _EVICTED_AT_ONCE)
+                goal = room.low_watermark()
+                commit.evict(lambda: room.used().within(goal), _EVICTED_AT_ONCE)
             commit.finish()
             if commit.grew and not room.used().within(room.limit):  # checked while the disk writes
                 raise room.full()
@@ -235,7 +240,8 @@ class BatchCommit:
                 self._goal = Amount(min(catalogue - need.catalogue, most), payload - need.payload)
             if not need.within(room.limit):
                 raise _NothingLeftError(str(room.full()))
-            ended = room.evict(commit, self._goal, at_most)
+            goal = self._goal
+            ended = commit.evict(lambda: room.used().within(goal), at_most)
             too_much = not room.used().plus(need).within(room.limit)
             if ended is Evicted.ALL and (too_much or not (self._evicted or commit.evicted)):
                 raise _NothingLeftError(str(room.full()))
@@ -329,16 +335,6 @@ class Room:
         ahead = min(payload // 16, max(self._environment.taken, default=0), _MAX_AHEAD)
         rewritten = 0 if self._is_inline else min((catalogue - MIN_CATALOGUE) // 2, CATALOGUE_AHEAD)
         return Amount(catalogue - max(rewritten, min(catalogue // 16, _MAX_AHEAD)), payload - ahead)
-
-    def evict(self, commit: CatalogTransaction, goal: Amount, at_most: int) -> Evicted:
-        """Evict until no more than the bytes of ``goal`` are used; see ``CatalogTransaction.evict``. If only the
-        segments are too full, skip inline packs.
-        """
-
-        def helps(pack: bytes) -> bool:
-            return self.used().catalogue > goal.catalogue or read_extents(self._transaction, pack) is not None
-
-        return commit.evict(lambda: self.used().within(goal), at_most, helps)
 
 
 def compact(environment: Environment) -> Iterator[CompactProgress]:

@@ -28,7 +28,7 @@ from persistkv.storage.catalog.order import read_clock, write_clock
 from persistkv.storage.extensions import Policy
 from persistkv_lmdb import files
 from persistkv_lmdb.allocator import Payloads, read_space
-from persistkv_lmdb.files import DATA_FILE, translated, translated_at_open
+from persistkv_lmdb.files import DATA_FILE, translated, translated_at_open, translated_io
 from persistkv_lmdb.layout import (
     Placement,
     Transaction,
@@ -70,17 +70,14 @@ class Shares(NamedTuple):
     """Capacity of the store in bytes."""
     placement: Placement
     catalogue_bytes: int
-    """Bound of ``data.mdb`` in bytes. With placement ``inline``, the catalogue may use everything except the present
-    segments, which no longer grow. With ``extents``, the bound is recorded, and at least a fixed share."""
+    """Bound of ``data.mdb`` in bytes. With placement ``extents`` it is recorded, and at least a fixed share."""
 
 
 def _read_shares(transaction: Transaction) -> Shares:
     capacity, placement = read_capacity(transaction), read_placement(transaction)
-    whole = capacity - LOCK_FILE_BYTES
-    if placement is Placement.INLINE:
-        bound = whole - read_space(transaction).total * PAGE_BYTES
-    else:
-        bound = min(whole, max(_catalogue_share(capacity) - LOCK_FILE_BYTES, read_catalogue_bytes(transaction)))
+    bound = capacity - LOCK_FILE_BYTES
+    if placement is Placement.EXTENTS:
+        bound = min(bound, max(_catalogue_share(capacity) - LOCK_FILE_BYTES, read_catalogue_bytes(transaction)))
     return Shares(capacity, placement, bound // PAGE_BYTES * PAGE_BYTES)
 
 
@@ -202,15 +199,14 @@ class Environment:
             self.files.fit(payloads.allocator.segments())  # an aborted transaction of a dead process may have grown it
             if payloads.allocator.aging:
                 payloads.allocator.free_aged(self._oldest_snapshot(transaction.txn.id() - 1))
-            inline = placement is Placement.INLINE
-            payloads.shrink(0 if inline else self.shares.capacity - LOCK_FILE_BYTES - self.map_bytes)
+            payloads.shrink(self.shares.capacity - LOCK_FILE_BYTES - self.map_bytes)
             self._payloads = payloads
         return self._payloads
 
     def _segment_limit_bytes(self, transaction: Transaction) -> int:
-        """Return the bound on the bytes of all segments: the capacity less the bound on ``data.mdb``.
-        If the disk is too small for the capacity: what the present ``data.mdb`` leaves of the disk. In both cases,
-        segments do not grow into the expected size of the catalogue; those that exist may exceed it.
+        """Return the bound on the bytes of all segments: what the bound on ``data.mdb`` leaves of the capacity; if the
+        disk is too small for it, what the present ``data.mdb`` leaves of the disk. Segments do not grow into the
+        expected size of the catalogue; those that exist may exceed it.
         """
         held, segments, capacity = self.file_bytes(), read_space(transaction).total * PAGE_BYTES, self.shares.capacity
         disk = LOCK_FILE_BYTES + held + segments + files.free_disk_bytes(self.path)
@@ -246,7 +242,7 @@ class Environment:
         return True
 
     def _oldest_snapshot(self, newest: int) -> int:
-        """Return the number of the oldest transaction whose snapshot a reader of any process holds, at most ``newest``."""
+        """Return the number of the oldest transaction that a reader of any process may see, at most ``newest``."""
         for is_checked in (False, True):
             # A header line, then process, thread and transaction per reader; ``-`` for an idle one.
             numbers = [line.split()[-1] for line in self._env.readers().splitlines()[1:]]
@@ -394,10 +390,8 @@ class Environment:
         if self._guard is None or self._env.info()["last_txnid"] < begun.id():
             return
         self._guard.lock.mark(begun=True)
-        try:
+        with translated_io(self.path, full=StoreError):  # evicting would not help
             files.disown(self.path, begun.id(), int(self._env.stat()["psize"]))
-        except OSError as error:  # including a full disk: evicting would not help
-            raise StoreError(f"{self.path}: {error.strerror or error}") from error
         with suppress(StoreError):
             self._guard.lock.mark(begun=False)
 

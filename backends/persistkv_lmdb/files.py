@@ -95,12 +95,12 @@ def translated_at_open(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def translated_io(path: Path) -> Iterator[None]:
-    """Translate ``OSError`` into ``StoreFullError`` (full disk, quota or file size limit) or ``StoreError``."""
+def translated_io(path: Path, full: type[StoreError] = StoreFullError) -> Iterator[None]:
+    """Translate ``OSError`` into ``full`` (full disk, quota or file size limit) or ``StoreError``."""
     try:
         yield
     except OSError as error:
-        kind = StoreFullError if error.errno in _FULL_CODES else StoreError
+        kind = full if error.errno in _FULL_CODES else StoreError
         raise kind(f"{path}: {error.strerror or error}") from error
 
 

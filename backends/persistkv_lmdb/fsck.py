@@ -139,7 +139,7 @@ def inspect(directory: Path) -> Finding:
 
 
 def main(directory: str, parent: int) -> NoReturn:
-    """Check the environment in the child of the process ``parent``: write one line, and exit with the verdict's value."""
+    """Check the environment in the child of the process ``parent``: write one line, exit with the verdict's value."""
     end_with(parent)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     verdict, reason = examine(Path(directory))

@@ -126,10 +126,8 @@ class Guard:
 
         :raises StoreError: the disk refuses the write.
         """
-        try:
+        with translated_io(self._directory, full=StoreError):  # eviction would not help
             self._sync_leftover()
-        except OSError as error:  # also ENOSPC: eviction would not help
-            raise StoreError(f"{self._directory}: {error.strerror or error}") from error
         self.lock.mark(begun=False)
 
     def suspect(self) -> None:
@@ -159,7 +157,7 @@ class Guard:
             os.close(fd)
 
     def _open_alone(self, opened: Callable[[], None]) -> None:
-        """Open the environment while this process excludes all other writers. On failure, restore the recorded state."""
+        """Open the environment while this process excludes other writers. On failure, restore the recorded state."""
         before, exists = self._read(), (self._directory / DATA_FILE).exists()
         if before in (_State.OPEN, _State.SUSPECT) and exists:
             found = inspect(self._directory)

@@ -427,8 +427,7 @@ def read_all(fd: int, buffers: Sequence[memoryview], offset: int, unit: int = 1)
         done = os.preadv(fd, rest[:_MOST_BUFFERS], offset)
         if not done or done % unit:
             return False
-        if len(rest) <= _MOST_BUFFERS and done == sum(map(len, rest)):
-            return True
+
         rest = after_bytes(rest, done)
         offset += done
     return True

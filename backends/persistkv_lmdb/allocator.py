@@ -19,7 +19,7 @@ from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptStoreError, StoreFullError
 from persistkv.storage.catalog.rows import META, RowPayloads, Rows
 from persistkv.storage.format.codec import Buffer
-from persistkv_lmdb.layout import AGING, EXTENTS, FREE, SEGMENTS, SIZES, SPACE_ROW, Placement, Transaction
+from persistkv_lmdb.layout import AGING, EXTENTS, FREE, SEGMENTS, SIZES, SPACE_ROW, Transaction
 from persistkv_lmdb.segments import Extent, SegmentFiles
 
 _EXTENT = struct.Struct("<III")
@@ -36,8 +36,6 @@ _MOST_SEGMENTS = 64
 segments."""
 _STEPS = 16  # a file grows by 1/16 of the present size, at most by 1/16 of the limit
 _STEP_BYTES = (1 << 20, 128 << 20)  # 1 MiB to 128 MiB: bounds of a step
-_LARGE_BYTES = 16 << 20  # 16 MiB
-_LEAST_STEP_BYTES = 1 << 16  # 64 KiB: smallest step, used if the limit is below 16 MiB
 
 
 def decode_extents(row: Buffer) -> list[Extent]:
@@ -280,17 +278,17 @@ class Allocator:
 class Payloads:
     """Payload storage of one write transaction. Implements ``persistkv.storage.catalog.Payloads``.
 
-    :param placement: where payloads of new packs are stored.
+    :param inline: whether payloads are stored in LMDB.
     :param limit: bound on the bytes of all segments.
     """
 
-    def __init__(self, transaction: Transaction, placement: Placement, files: SegmentFiles, limit: int) -> None:
+    def __init__(self, transaction: Transaction, files: SegmentFiles, limit: int, *, inline: bool) -> None:
         self.limit = limit
         self.allocator = Allocator(transaction)
         self._rows = transaction
         self._files = files
         self._inline = RowPayloads(transaction)
-        self._is_inline = placement is Placement.INLINE
+        self._is_inline = inline
 
     def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
         """Store a payload of up to ``at_most`` bytes, whose buffers are in use until ``SegmentFiles.sync`` returns.
@@ -358,9 +356,11 @@ class Payloads:
 
         :raises StoreFullError: the disk is full, and fewer than ``pages`` pages are free.
         """
-        most = self.limit // PAGE_BYTES
+        most, total = self.limit // PAGE_BYTES, self.allocator.total
         full = max(SEGMENT_BYTES // PAGE_BYTES, -(-most // _MOST_SEGMENTS))
-        wanted = min(max(self._step(most, pages), pages), most - self.allocator.total)
+        least, largest = (number // PAGE_BYTES for number in _STEP_BYTES)
+        step = min(max(total // _STEPS, least), largest, most // _STEPS)
+        wanted = min(max(step, pages), most - total)
         while wanted > 0:
             segments = self.allocator.segments()  # truncated ones grow before a new one is created
             number = next((number for number, held in segments.items() if held < full), max(segments, default=-1) + 1)
@@ -374,18 +374,6 @@ class Payloads:
                 return
             self.allocator.resize(number, held, held + count)
             wanted -= count
-
-    def _step(self, most: int, pages: int) -> int:
-        """Return the number of pages by which to grow the segments, which may have ``most`` pages: few in a small
-        store.
-
-        A large pack raises the step to four times its size: the next ones are likely to be large, too, and a commit
-        that grows a file takes half a millisecond longer, regardless of the step.
-        """
-        least, largest = (number // PAGE_BYTES for number in _STEP_BYTES)
-        ahead = 4 * pages if pages * PAGE_BYTES >= _LARGE_BYTES else 0
-        step = min(max(self.allocator.total // _STEPS, least, ahead), largest, most // _STEPS)
-        return max(step, _LEAST_STEP_BYTES // PAGE_BYTES)
 
 
 def _extent_at(item: Sequence[Buffer]) -> Extent:

@@ -40,7 +40,7 @@ from persistkv_lmdb.files import (
     prepare_directory,
     translated_io,
 )
-from persistkv_lmdb.layout import DEFAULT_CAPACITY, Placement, is_capacity, read_policy
+from persistkv_lmdb.layout import DEFAULT_CAPACITY, PLACEMENTS, is_capacity, read_policy
 from persistkv_lmdb.opening import delete_quarantined, quarantined
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class LmdbOptions(msgspec.Struct, frozen=True):
     recorded capacity, ttl and placement."""
     ttl: str | None = None
     """Time after its last use until content of a new store expires, a duration such as ``7d``. None: never."""
-    placement: Placement | None = None
+    placement: Literal["extents", "inline"] | None = None
     """Where a new store puts payloads. None: ``extents``."""
     reads: Literal["direct", "cached"] = "direct"
     """How payloads in extents are read if the page cache does not hold them. ``direct``: with O_DIRECT where possible,
@@ -77,15 +77,14 @@ class LmdbOptions(msgspec.Struct, frozen=True):
         return Policy(
             None if self.capacity is None else parse_size(self.capacity, name="lmdb option capacity"),
             None if self.ttl is None else parse_duration(self.ttl, name="lmdb option ttl"),
-            None if self.placement is None else self.placement.value,
+            self.placement,
         )
 
     @property
     def policy(self) -> Policy:
         """Policy of a store that is created with these options, with defaults."""
         given = self.given
-        placement = given.placement or Placement.EXTENTS.value
-        return replace(given, capacity=given.capacity or DEFAULT_CAPACITY, placement=placement)
+        return replace(given, capacity=given.capacity or DEFAULT_CAPACITY, placement=given.placement or "extents")
 
 
 class LmdbBackend(CatalogBackend):
@@ -94,7 +93,7 @@ class LmdbBackend(CatalogBackend):
     Any thread may call ``read``, ``scan`` and ``tables``; only one thread at a time may call the other methods.
     """
 
-    capabilities = Capabilities(placements=tuple(placement.value for placement in Placement))
+    capabilities = Capabilities(placements=PLACEMENTS)
     status_interval_s: float | None = 2.0
 
     def __init__(self, shared: Environment, *, read_only: bool, cached: bool) -> None:
@@ -174,8 +173,8 @@ class LmdbBackend(CatalogBackend):
         return replace(
             super().stats(),
             capacity=self.policy().capacity,
-            quarantined=tuple(str(entry.directory) for entry in damaged),
-            quarantined_bytes=sum(entry.num_bytes for entry in damaged),
+            quarantined=tuple(map(str, damaged)),
+            quarantined_bytes=sum(damaged.values()),
         )
 
     def disk_bytes(self) -> int:

@@ -38,7 +38,7 @@ from persistkv_lmdb.environment import (
     wanted_catalogue_bytes,
 )
 from persistkv_lmdb.files import map_is_full
-from persistkv_lmdb.layout import Placement, Transaction, read_ttl, write_catalogue_bytes
+from persistkv_lmdb.layout import Transaction, read_ttl, write_catalogue_bytes
 
 _EVICTED_AT_ONCE = 512  # packs and manifests that one transaction evicts or deletes, in tens of milliseconds
 _TRANSACTIONS = 8
@@ -271,7 +271,7 @@ class Room:
         self._environment = environment
         self._transaction = transaction
         self.payloads = environment.payloads(transaction)
-        self._is_inline = environment.shares.placement is Placement.INLINE
+        self._is_inline = environment.shares.inline
         segments = read_space(transaction).total * PAGE_BYTES if as_it_is else self.payloads.limit
         self.limit = Amount(environment.limit_bytes(as_it_is=as_it_is), _NO_LIMIT if self._is_inline else segments)
         """Upper bound on ``used()`` after a commit that adds content."""

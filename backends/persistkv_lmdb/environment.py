@@ -30,7 +30,7 @@ from persistkv_lmdb import files
 from persistkv_lmdb.allocator import Payloads, read_space
 from persistkv_lmdb.files import DATA_FILE, translated, translated_at_open, translated_io
 from persistkv_lmdb.layout import (
-    Placement,
+    INLINE,
     Transaction,
     create_databases,
     open_databases,
@@ -68,17 +68,18 @@ class Shares(NamedTuple):
 
     capacity: int
     """Capacity of the store in bytes."""
-    placement: Placement
+    inline: bool
+    """Whether payloads are stored in ``data.mdb``."""
     catalogue_bytes: int
     """Bound of ``data.mdb`` in bytes. With placement ``extents`` it is recorded, and at least a fixed share."""
 
 
 def _read_shares(transaction: Transaction) -> Shares:
-    capacity, placement = read_capacity(transaction), read_placement(transaction)
+    capacity, inline = read_capacity(transaction), read_placement(transaction) == INLINE
     bound = capacity - LOCK_FILE_BYTES
-    if placement is Placement.EXTENTS:
+    if not inline:
         bound = min(bound, max(_catalogue_share(capacity) - LOCK_FILE_BYTES, read_catalogue_bytes(transaction)))
-    return Shares(capacity, placement, bound // PAGE_BYTES * PAGE_BYTES)
+    return Shares(capacity, inline, bound // PAGE_BYTES * PAGE_BYTES)
 
 
 def _catalogue_share(capacity: int) -> int:
@@ -120,7 +121,7 @@ class Environment:
         self._map_lock = _MapLock()
         self._stuck = 0  # a wait for readers with a snapshot of this transaction, or of an older one, timed out
         self._is_open = False
-        self.shares = Shares(0, Placement.EXTENTS, 0)  # these two are valid within a write transaction
+        self.shares = Shares(0, False, 0)  # these two are valid within a write transaction
         self.map_bytes = 0  # present bound of ``data.mdb``
         self._guard = None if read_only else Guard(path)
         self._policy = policy
@@ -194,8 +195,8 @@ class Environment:
         :raises StoreFullError: a segment file was lost or truncated, and the disk has no space to replace it.
         """
         if self._payloads is None:
-            placement, limit = self.shares.placement, self._segment_limit_bytes(transaction)
-            payloads = Payloads(transaction, placement, self.files, limit)
+            limit = self._segment_limit_bytes(transaction)
+            payloads = Payloads(transaction, self.files, limit, inline=self.shares.inline)
             self.files.fit(payloads.allocator.segments())  # an aborted transaction of a dead process may have grown it
             if payloads.allocator.aging:
                 payloads.allocator.free_aged(self._oldest_snapshot(transaction.txn.id() - 1))

@@ -5,7 +5,6 @@ Keys start with the namespace id (16 bytes), so a namespace is one key range in 
 
 from __future__ import annotations
 
-import enum
 import math
 import struct
 from collections.abc import Iterator, Mapping
@@ -40,16 +39,9 @@ _FORMAT_ROW, _FORMAT, _MAGIC = b"format", struct.Struct("<8sI"), b"PKVLMDB1"
 _CAPACITY_ROW, _CATALOGUE_ROW, _BYTES = b"capacity", b"catalogue", struct.Struct("<Q")
 _TTL_ROW, _TTL = b"ttl", struct.Struct("<d")
 _PLACEMENT_ROW = b"placement"
+INLINE = "inline"  # placement of payloads in LMDB, as values
+PLACEMENTS = (INLINE, "extents")  # the other one: in segment files; LMDB holds the extents (page ranges)
 SPACE_ROW = b"space"  # numbers of all, free and aging pages of the segment files
-
-
-class Placement(enum.Enum):
-    """Where the payloads of new packs are stored."""
-
-    INLINE = "inline"
-    """In LMDB, as values."""
-    EXTENTS = "extents"
-    """In segment files; LMDB holds the extents (page ranges) of each payload."""
 
 
 class OtherReleaseError(CorruptStoreError):
@@ -154,7 +146,7 @@ def read_policy(rows: Rows) -> Policy:
 
     :raises CorruptStoreError: the recorded placement is missing or unknown.
     """
-    return Policy(read_capacity(rows), read_ttl(rows), read_placement(rows).value)
+    return Policy(read_capacity(rows), read_ttl(rows), read_placement(rows))
 
 
 def read_ttl(rows: Rows) -> float | None:
@@ -172,16 +164,16 @@ def write_policy(rows: Rows, policy: Policy) -> None:
         rows.put(META, _TTL_ROW, _TTL.pack(policy.ttl_s))
 
 
-def read_placement(rows: Rows) -> Placement:
-    """Return where payloads of new packs are stored.
+def read_placement(rows: Rows) -> str:
+    """Return which of ``PLACEMENTS`` the store has.
 
     :raises CorruptStoreError: the row is missing or unknown.
     """
     row = bytes(rows.get(META, _PLACEMENT_ROW) or b"")
-    try:
-        return Placement(row.decode("ascii", "replace"))
-    except ValueError:
-        raise CorruptStoreError(f"its placement is {row!r}") from None
+    placement = row.decode("ascii", "replace")
+    if placement not in PLACEMENTS:
+        raise CorruptStoreError(f"its placement is {row!r}")
+    return placement
 
 
 def read_catalogue_bytes(rows: Rows) -> int:

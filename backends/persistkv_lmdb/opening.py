@@ -33,7 +33,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import lmdb
 
@@ -331,29 +330,23 @@ def _clear_from_child(store: Path) -> None:
         logger.warning("%s: stale readers with this process's PID could not be cleared: %s", store, error)
 
 
-class Quarantined(NamedTuple):
-    """Directory, inside the store's, into which the files of a damaged environment were renamed."""
-
-    directory: Path
-    num_bytes: int  # on disk
-
-
-def quarantined(store: Path) -> list[Quarantined]:
-    """Return the quarantined environments of a store, one directory each, oldest first."""
-    found = []
+def quarantined(store: Path) -> dict[Path, int]:
+    """Return the directories of a store's quarantined environments, oldest first, and the bytes on disk of each."""
+    found = {}
     for entry in sorted(store.glob(f"{_QUARANTINE_PREFIX}*")):
         if entry.is_dir() and not entry.is_symlink():
             with suppress(OSError):  # another process is deleting it
-                found.append(Quarantined(entry, _size(entry)))
+                found[entry] = _size(entry)
     return found
 
 
 def delete_quarantined(store: Path) -> int:
     """Delete the quarantined environments of a store, oldest first; return the bytes on disk that they took."""
-    for entry in (found := quarantined(store)):
-        with translated_io(entry.directory):
-            shutil.rmtree(entry.directory)
-    return sum(entry.num_bytes for entry in found)
+    found = quarantined(store)
+    for directory in found:
+        with translated_io(directory):
+            shutil.rmtree(directory)
+    return sum(found.values())
 
 
 def _size(path: Path) -> int:

@@ -40,7 +40,7 @@ from persistkv_lmdb.files import (
     prepare_directory,
     translated_io,
 )
-from persistkv_lmdb.layout import DEFAULT_CAPACITY, PLACEMENTS, is_capacity, read_policy
+from persistkv_lmdb.layout import DEFAULT_CAPACITY, PLACEMENTS, is_capacity, read_policy, write_policy
 from persistkv_lmdb.opening import delete_quarantined, quarantined
 
 logger = logging.getLogger(__name__)
@@ -201,7 +201,8 @@ class LmdbBackend(CatalogBackend):
                 f"{recorded.placement}, fixed when the store was created; `persistkv push` copies it into a new store"
             )
             raise ConfigurationError("placement", policy.placement, expected)
-        environment.set_policy(policy)
+        with environment.transaction(write=True) as transaction:
+            write_policy(transaction, policy)
 
     def delete_quarantined(self) -> int:
         self._writable()

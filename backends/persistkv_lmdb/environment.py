@@ -37,7 +37,6 @@ from persistkv_lmdb.layout import (
     read_capacity,
     read_catalogue_bytes,
     read_placement,
-    write_policy,
 )
 from persistkv_lmdb.opening import Guard, open_lmdb
 from persistkv_lmdb.segments import SegmentFiles
@@ -180,13 +179,6 @@ class Environment:
                         return
                 begun()
         raise StoreError(f"{self.path}: no transaction could begin in {_BEGIN_ATTEMPTS} attempts")
-
-    def set_policy(self, policy: Policy) -> None:
-        """Record another capacity and ttl, and apply them. The next commits remove content that exceeds them."""
-        with self.transaction(write=True) as transaction:
-            write_policy(transaction, policy)
-        with translated(self.path):
-            self._remap()
 
     def payloads(self, transaction: Transaction) -> Payloads:
         """Return the payload storage of the running write transaction, the same object on each call. The first call

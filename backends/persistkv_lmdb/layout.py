@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import lmdb
@@ -112,11 +113,8 @@ def open_databases(env: lmdb.Environment, txn: lmdb.Transaction[memoryview] | No
     """
     try:
         meta = env.open_db(META.encode(), txn=txn, create=False)
-        if txn is not None:
-            _check_format(txn.get(_FORMAT_ROW, db=meta))
-        else:
-            with env.begin(buffers=True) as reading:
-                _check_format(reading.get(_FORMAT_ROW, db=meta))
+        with env.begin(buffers=True) if txn is None else nullcontext(txn) as reading:
+            _check_format(reading.get(_FORMAT_ROW, db=meta))
         return {name: env.open_db(name.encode(), txn=txn, create=False) for name in DATABASES}
     except (lmdb.NotFoundError, lmdb.IncompatibleError):
         raise CorruptStoreError("it is an LMDB environment of something else") from None

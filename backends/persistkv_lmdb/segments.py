@@ -305,14 +305,9 @@ class SegmentFiles:
     def _opened(self, segment: int, create: bool) -> _Descriptors:
         name = f"{segment:08d}.seg"
         access = os.O_RDONLY if self._read_only else os.O_RDWR
+        self._unnamed = self._unnamed or create  # also if the file exists: one more sync per process
         with self._directory(create=create) as directory:
-            try:
-                buffered = open_regular(name, access, dir_fd=directory)
-            except FileNotFoundError:
-                if not create:
-                    raise
-                self._unnamed = True
-                buffered = open_regular(name, os.O_RDWR | os.O_CREAT, dir_fd=directory)
+            buffered = open_regular(name, access | os.O_CREAT if create else access, dir_fd=directory)
             try:
                 return _Descriptors(buffered, open_regular(name, access | os.O_DIRECT, dir_fd=directory))
             except OSError as error:
@@ -327,7 +322,6 @@ class SegmentFiles:
         if create:
             with suppress(FileExistsError):
                 os.mkdir(SEGMENT_DIRECTORY, 0o700, dir_fd=self._store)
-                self._unnamed = True
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(SEGMENT_DIRECTORY, flags, dir_fd=self._store)
         try:

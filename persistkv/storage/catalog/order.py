@@ -193,7 +193,7 @@ class EvictionOrder:
 
     def add_pack(self, name: bytes, depth: int, pins: int) -> None:
         """List a new pack as used now; parameters as in ``Use``."""
-        self._put(name, Use(self.moment, self.time, depth, pins, named=0))
+        self.put(name, Use(self.moment, self.time, depth, pins, named=0))
 
     def touch(self, name: bytes, named: int = 0) -> bool:
         """Record that a pack was used now; return False if it is not listed.
@@ -204,7 +204,7 @@ class EvictionOrder:
             return False
         used = use._replace(moment=self.moment, time=self.time, named=max(use.named, named))
         if used != use:
-            self._put(name, used, use)
+            self.put(name, used, use)
         return True
 
     def use(self, name: bytes) -> Use | None:
@@ -214,7 +214,7 @@ class EvictionOrder:
     def pin(self, name: bytes, count: int) -> None:
         """Add ``count``, which may be negative, to a pack's ``Use.pins``."""
         if (use := self.use(name)) is not None:
-            self._put(name, use._replace(pins=min(max(0, use.pins + count), _MAX_PINS)), use)
+            self.put(name, use._replace(pins=min(max(0, use.pins + count), _MAX_PINS)), use)
 
     def remove_pack(self, name: bytes) -> None:
         if (use := self.use(name)) is not None:
@@ -224,17 +224,13 @@ class EvictionOrder:
     def add_manifest(self, name: bytes, flags: int, ttl_s: float, packs: tuple[bytes, ...]) -> None:
         """List a new manifest as written now; parameters as in ``Chain``."""
         chain = Chain(self.moment, self.time, flags, ttl_s, self.time + ttl_s if ttl_s else 0.0, packs)
-        self._put(name, chain)
+        self.put(name, chain)
         if ttl_s:
             self._rows.put(EXPIRIES, EXPIRY_KEY.pack(chain.expires, name), b"")
 
     def chain(self, name: bytes) -> Chain | None:
         """Return a manifest's chain; None if it is not held or its row is damaged."""
         return Chain.decode(self._rows.get(CHAINS, name))
-
-    def reflag(self, name: bytes, chain: Chain, flags: int) -> None:
-        """Replace the flags of a manifest, whose present chain is ``chain``."""
-        self._put(name, chain._replace(flags=flags), chain)
 
     def remove_manifest(self, name: bytes, chain: Chain) -> None:
         """Remove a manifest, whose present chain is ``chain``."""
@@ -287,7 +283,8 @@ class EvictionOrder:
         if self.counts or self._clock_changed:
             write_clock(self._rows, self.moment, self._clock)
 
-    def _put(self, name: bytes, row: Use | Chain, before: Use | Chain | None = None) -> None:
+    def put(self, name: bytes, row: Use | Chain, before: Use | Chain | None = None) -> None:
+        """Write the row of a pack or manifest, in place of ``before``."""
         if before is not None:
             self._rows.delete(ORDER, before.order_key(name))
         self._rows.put(USES if isinstance(row, Use) else CHAINS, name, row.encode())

@@ -337,7 +337,7 @@ class CatalogTransaction:
         chain = self._order.chain(name)
         if chain is None or chain.pinned == pinned:
             return
-        self._order.reflag(name, chain, chain.flags ^ PINNED)
+        self._order.put(name, chain._replace(flags=chain.flags ^ PINNED), chain)
         for pack_id in chain.packs:
             self._order.pin(self._namespace + pack_id, 1 if pinned else -1)
 

@@ -28,18 +28,10 @@ from persistkv.storage.catalog.backend import check_batch
 from persistkv.storage.catalog.rows import read_pieces
 from persistkv.storage.extensions import BackendStats, CompactProgress, FreeSpace, Policy
 from persistkv.storage.format.files import replace_file
+from persistkv_lmdb import files
 from persistkv_lmdb.allocator import Allocator, read_extents
 from persistkv_lmdb.commit import BatchCommit, compact
 from persistkv_lmdb.environment import ENVIRONMENTS, Environment
-from persistkv_lmdb.files import (
-    INDEX_PREFIX,
-    STATUS_DIRECTORY,
-    STORE_FILES,
-    allocated_bytes,
-    open_regular,
-    prepare_directory,
-    translated_io,
-)
 from persistkv_lmdb.layout import DEFAULT_CAPACITY, PLACEMENTS, is_capacity, read_policy, write_policy
 from persistkv_lmdb.opening import delete_quarantined, quarantined
 
@@ -127,7 +119,7 @@ class LmdbBackend(CatalogBackend):
         if not path.is_absolute():
             expected = f"an absolute path: lmdb:///{url.location} (three slashes), or lmdb://{path.absolute()}"
             raise ConfigurationError("url", f"lmdb://{url.location}", expected)
-        prepare_directory(path, read_only=read_only)
+        files.prepare_directory(path, read_only=read_only)
         shared = ENVIRONMENTS.acquire(path, options.policy, read_only=read_only)
         backend = cls(shared, read_only=read_only, cached=options.reads == "cached")
         if not read_only and (differences := backend.policy().contradictions(options.given)):
@@ -179,13 +171,13 @@ class LmdbBackend(CatalogBackend):
 
     def disk_bytes(self) -> int:
         total = sum(self.environment.files.lengths().values())
-        for name in STORE_FILES:
+        for name in files.STORE_FILES:
             with suppress(FileNotFoundError):  # no lock file on a read-only file system
-                total += allocated_bytes((self._path / name).stat())
+                total += files.allocated_bytes((self._path / name).stat())
         return total
 
     def index_file(self, namespace: bytes) -> Path:
-        return self._path / f"{INDEX_PREFIX}{namespace.hex()}"
+        return self._path / f"{files.INDEX_PREFIX}{namespace.hex()}"
 
     def policy(self) -> Policy:
         with self.environment.transaction() as transaction:
@@ -225,9 +217,9 @@ class LmdbBackend(CatalogBackend):
         """As in ``SupportsStatus``. The file is not synced, and its bytes do not count towards the capacity. Creating
         an engine's file deletes those that other engines last wrote over a day ago.
         """
-        directory = self._writable().path / STATUS_DIRECTORY
+        directory = self._writable().path / files.STATUS_DIRECTORY
         target = directory / f"{engine}{_STATUS_SUFFIX}"
-        with translated_io(directory):
+        with files.translated_io(directory):
             if row is None:
                 target.unlink(missing_ok=True)
                 return
@@ -240,12 +232,12 @@ class LmdbBackend(CatalogBackend):
             replace_file(target, [row])
 
     def statuses(self) -> dict[str, bytes]:
-        directory = self.environment.path / STATUS_DIRECTORY
+        directory = self.environment.path / files.STATUS_DIRECTORY
         found: dict[str, bytes] = {}
-        with translated_io(directory):
+        with files.translated_io(directory):
             for path in directory.glob(f"*{_STATUS_SUFFIX}"):
                 # An error: removed meanwhile, or a link or FIFO, which engines never create.
-                with suppress(OSError), os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
+                with suppress(OSError), os.fdopen(files.open_regular(path, os.O_RDONLY), "rb") as file:
                     found[path.stem] = file.read(_STATUS_BYTES)
         return found
 

@@ -28,7 +28,6 @@ from persistkv.storage.catalog.order import read_clock, write_clock
 from persistkv.storage.extensions import Policy
 from persistkv_lmdb import files
 from persistkv_lmdb.allocator import Payloads, read_space
-from persistkv_lmdb.files import DATA_FILE, translated, translated_at_open, translated_io
 from persistkv_lmdb.layout import (
     INLINE,
     Transaction,
@@ -132,11 +131,11 @@ class Environment:
                 self._open()
             else:
                 self._guard.open(self._open)
-            with translated_at_open(path):
+            with files.translated_at_open(path):
                 self.files = SegmentFiles(path, read_only=read_only)
             undone.callback(self.files.close)
             if not read_only:
-                with self._suspect_on_error(), translated(path):
+                with self._suspect_on_error(), files.translated(path):
                     self._remap()
             undone.pop_all()
 
@@ -153,7 +152,7 @@ class Environment:
             raise StoreError(f"{self.path} was opened by process {self.process}; open it again after a fork")
         guard = self._guard if write else None
         locked = nullcontext() if guard is None else guard.lock.held(recover=guard.recover)
-        with self._suspect_on_error(), locked, translated(self.path):
+        with self._suspect_on_error(), locked, files.translated(self.path):
             for _ in range(_BEGIN_ATTEMPTS):
                 with self._map_lock.shared():
                     begun = self._begin(write)
@@ -301,7 +300,7 @@ class Environment:
     def _open(self, read_only: bool | None = None) -> None:
         """Open ``data.mdb`` and its databases; leave nothing open on failure. None: with the mode of this object."""
         read_only = self.read_only if read_only is None else read_only
-        with translated_at_open(self.path):
+        with files.translated_at_open(self.path):
             exists = file_id(self.path) is not None
             env = open_lmdb(self.path, read_only=read_only)
             try:
@@ -383,7 +382,7 @@ class Environment:
         if self._guard is None or self._env.info()["last_txnid"] < begun.id():
             return
         self._guard.lock.mark(begun=True)
-        with translated_io(self.path, full=StoreError):  # evicting would not help
+        with files.translated_io(self.path, full=StoreError):  # evicting would not help
             files.disown(self.path, begun.id(), int(self._env.stat()["psize"]))
         with suppress(StoreError):
             self._guard.lock.mark(begun=False)
@@ -438,7 +437,7 @@ def _headroom_bytes(file: int) -> int:
 def file_id(path: Path) -> tuple[int, int] | None:
     """Return device and inode of ``data.mdb``, the same for every path to a store; None if there is none."""
     try:
-        status = (path / DATA_FILE).stat()
+        status = (path / files.DATA_FILE).stat()
     except OSError:  # opening it reports the reason
         return None
     return status.st_dev, status.st_ino
@@ -467,7 +466,7 @@ class Environments:
 
     def acquire(self, path: Path, policy: Policy, *, read_only: bool) -> Environment:
         """Return the process's environment of a store, opened if necessary; errors as in ``Environment``."""
-        with translated_at_open(path):
+        with files.translated_at_open(path):
             status = path.stat()
         with self._lock:
             slot = self._slots.setdefault((status.st_dev, status.st_ino), _Slot(threading.Lock(), []))

@@ -421,7 +421,6 @@ def read_all(fd: int, buffers: Sequence[memoryview], offset: int, unit: int = 1)
         done = os.preadv(fd, rest[:_MOST_BUFFERS], offset)
         if not done or done % unit:
             return False
-
         rest = after_bytes(rest, done)
         offset += done
     return True

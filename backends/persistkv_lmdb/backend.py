@@ -21,7 +21,7 @@ from typing import Literal
 import msgspec
 
 from persistkv.config import PAGE_BYTES, StoreUrl, convert_options, parse_duration, parse_size
-from persistkv.errors import ConfigurationError, StoreError
+from persistkv.errors import ConfigurationError, StoreError, StoreFullError
 from persistkv.storage.backend import Capabilities, CommitBatch, CommitResult, ReadSpan
 from persistkv.storage.catalog import CatalogBackend, Rows
 from persistkv.storage.catalog.backend import check_batch
@@ -30,7 +30,7 @@ from persistkv.storage.extensions import BackendStats, CompactProgress, FreeSpac
 from persistkv.storage.format.files import replace_file
 from persistkv_lmdb import files
 from persistkv_lmdb.allocator import Allocator, read_extents
-from persistkv_lmdb.commit import BatchCommit, compact
+from persistkv_lmdb.commit import BatchCommit, StaleError, compact
 from persistkv_lmdb.environment import ENVIRONMENTS, Environment
 from persistkv_lmdb.layout import DEFAULT_CAPACITY, PLACEMENTS, is_capacity, read_policy, write_policy
 from persistkv_lmdb.opening import delete_quarantined, quarantined
@@ -137,7 +137,18 @@ class LmdbBackend(CatalogBackend):
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
         environment = self._writable()
         check_batch(namespace, batch)
-        return BatchCommit(environment, namespace, batch).run()
+        commit = BatchCommit(environment, namespace, batch)
+        try:
+            try:
+                return commit.write()
+            except StoreFullError as error:
+                return commit.write_after_eviction(error)
+        except StaleError:  # the changes since ``seen`` include packs evicted meanwhile
+            return CommitResult(batch.seen or b"", stale=True)
+        except StoreFullError as error:
+            if files.map_is_full(error):
+                environment.suspect()
+            raise
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
         return self._read(namespace, spans, self._direct)

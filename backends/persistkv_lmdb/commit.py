@@ -64,7 +64,7 @@ class _NothingLeftError(StoreFullError):
     """A batch would not fit even if everything evictable were evicted."""
 
 
-class _StaleError(Exception):
+class StaleError(Exception):
     """Another commit has changed the namespace since the caller last read its changes (``CommitBatch.seen``)."""
 
 
@@ -82,27 +82,12 @@ class BatchCommit:
         self._attempted = False
         self._keep = kept_names(namespace, batch)
 
-    def run(self) -> CommitResult:
-        """Write the batch; if it does not fit, evict in short transactions first.
-
-        :raises StoreFullError: nothing evictable is left, the free pages are too fragmented, or a reader's snapshot
-            still needs the evicted packs. The batch is not written; evicted packs stay evicted.
-        """
-        try:
-            try:
-                return self._write()
-            except StoreFullError as error:
-                return self._write_after_eviction(error)
-        except _StaleError:  # the changes since ``seen`` include packs evicted meanwhile
-            return CommitResult(self._batch.seen or b"", stale=True)
-        except StoreFullError as error:
-            if map_is_full(error):
-                self._environment.suspect()
-            raise
-
-    def _write(self) -> CommitResult:
+    def write(self) -> CommitResult:
         """Write the batch in one transaction, after short ones that delete manifests if many name a pack that the batch
         deletes.
+
+        :raises StaleError: another commit has followed ``CommitBatch.seen``; the batch was not written.
+        :raises StoreFullError: the batch does not fit and was not written; ``write_after_eviction`` makes room for it.
         """
         environment, batch = self._environment, self._batch
         self._drop_shared_manifests(_EVICTED_AT_ONCE)
@@ -126,16 +111,21 @@ class BatchCommit:
         self._note(commit)
         return CommitResult(commit.cursor, self._evicted)
 
-    def _write_after_eviction(self, full: StoreFullError) -> CommitResult:
+    def write_after_eviction(self, full: StoreFullError) -> CommitResult:
+        """Evict in short transactions, and write a batch for which ``write`` raised ``full``.
+
+        :raises StoreFullError: nothing evictable is left, the free pages are too fragmented, or a reader's snapshot
+            still needs the evicted packs. The batch is not written; evicted packs stay evicted.
+        """
         environment = self._environment
         try:
             if not (self._batch.packs or self._batch.manifests):
                 environment.age()
                 self._drop_shared_manifests(1)
-                return self._write()
+                return self.write()
             while map_is_full(full) and self._widen():
                 try:
-                    return self._write()
+                    return self.write()
                 except StoreFullError as error:
                     full = error
             for more in _MORE:
@@ -144,7 +134,7 @@ class BatchCommit:
                 environment.age()
                 seen = environment.wait_for_readers(self._freed_by, _PATIENCE_S)
                 try:
-                    return self._write()
+                    return self.write()
                 except StoreFullError as error:
                     full = error
                 if not seen:
@@ -177,7 +167,7 @@ class BatchCommit:
         room = Room(self._environment, transaction, as_it_is=as_it_is)
         commit = CatalogTransaction(transaction, room.payloads, self._namespace, self._keep)
         if self._seen not in (None, commit.cursor):
-            raise _StaleError
+            raise StaleError
         room.need = room.need_of(commit.missing(self._batch.packs), self._batch)
         return commit, room
 

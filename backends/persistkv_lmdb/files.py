@@ -315,8 +315,11 @@ class WriterLock:
                     self._lock(deadline, patience_s)
             self._depth += 1
             try:
-                if recover is not None and self.interrupted:
-                    recover()
+                if recover is not None:
+                    with translated_io(self._file.parent):
+                        interrupted = os.pread(self._fd, 1, 0) == _BEGUN
+                    if interrupted:
+                        recover()
                 yield
             finally:
                 self._depth -= 1

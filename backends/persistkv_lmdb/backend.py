@@ -150,21 +150,18 @@ class LmdbBackend(CatalogBackend):
                 environment.suspect()
             raise
 
-    def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-        return self._read(namespace, spans, self._direct)
-
-    def scan(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-        return self._read(namespace, spans, True)
-
-    def _read(self, namespace: bytes, spans: Sequence[ReadSpan], direct: bool | None) -> list[bool]:
+    def read(self, namespace: bytes, spans: Sequence[ReadSpan], *, bypass: bool = False) -> list[bool]:
         with self.environment.transaction() as rows:
             places = [read_extents(rows, namespace + span.pack_id) for span in spans]
             placed = [(place or (), span.offset, span.buffers) for place, span in zip(places, spans, strict=True)]
-            filled = self.environment.files.read(placed, direct=direct)
+            filled = self.environment.files.read(placed, direct=bypass or self._direct)
             for number, (place, span) in enumerate(zip(places, spans, strict=True)):
                 if place is None:  # inline
                     filled[number] = read_pieces(rows, namespace + span.pack_id, span.offset, span.buffers)
             return filled
+
+    def scan(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
+        return self.read(namespace, spans, bypass=True)
 
     def scan_order(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[bytes]:
         names = [namespace + pack_id for pack_id in pack_ids]

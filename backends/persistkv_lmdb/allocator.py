@@ -5,8 +5,7 @@ transactions as the rows of packs.
 2. Free extents never touch: neighbours are merged.
 3. Extents freed by a transaction age first, because readers may still see them and the transaction may be aborted. A
    later transaction makes them free, once no snapshot is older than the transaction that freed them.
-4. A payload is in extents or in chunked values of LMDB (inline). The recorded placement applies to new packs; existing
-   packs are read and deleted where they are stored.
+4. The payloads of a store are all in extents, or all in chunked values of LMDB (inline): the placement never changes.
 5. The transaction that publishes a pack allocates its extents, and their bytes are durable before it commits.
 """
 
@@ -20,7 +19,7 @@ from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptStoreError, StoreFullError
 from persistkv.storage.catalog.rows import META, RowPayloads, Rows
 from persistkv.storage.format.codec import Buffer
-from persistkv_lmdb.layout import AGING, EXTENTS, FREE, SEGMENTS, SIZES, SPACE_ROW, Placement, Transaction
+from persistkv_lmdb.layout import AGING, EXTENTS, FREE, SEGMENTS, SIZES, SPACE_ROW, Transaction
 from persistkv_lmdb.segments import Extent, SegmentFiles
 
 _EXTENT = struct.Struct("<III")
@@ -37,8 +36,6 @@ _MOST_SEGMENTS = 64
 segments."""
 _STEPS = 16  # a file grows by 1/16 of the present size, at most by 1/16 of the limit
 _STEP_BYTES = (1 << 20, 128 << 20)  # 1 MiB to 128 MiB: bounds of a step
-_LARGE_BYTES = 16 << 20  # 16 MiB
-_LEAST_STEP_BYTES = 1 << 16  # 64 KiB: smallest step, used if the limit is below 16 MiB
 
 
 def decode_extents(row: Buffer) -> list[Extent]:
@@ -180,8 +177,8 @@ class Allocator:
                 self.free_now([extent])
 
     def resize(self, segment: int, before: int, pages: int) -> None:
-        """Record that a segment has ``pages`` pages instead of ``before``. Added pages become free; removed ones must
-        be free.
+        """Record that a segment has ``pages`` pages instead of ``before``. Added pages become free; removed ones are
+        free.
         """
         self._rows.put(SEGMENTS, _SEGMENT.pack(segment), _PAGES.pack(pages))
         self.total += pages - before
@@ -281,22 +278,20 @@ class Allocator:
 class Payloads:
     """Payload storage of one write transaction. Implements ``persistkv.storage.catalog.Payloads``.
 
-    :param placement: where payloads of new packs are stored.
+    :param inline: whether payloads are stored in LMDB.
     :param limit: bound on the bytes of all segments.
     """
 
-    def __init__(self, transaction: Transaction, placement: Placement, files: SegmentFiles, limit: int) -> None:
+    def __init__(self, transaction: Transaction, files: SegmentFiles, limit: int, *, inline: bool) -> None:
         self.limit = limit
         self.allocator = Allocator(transaction)
-
         self._rows = transaction
         self._files = files
         self._inline = RowPayloads(transaction)
-        self._is_inline = placement is Placement.INLINE
+        self._is_inline = inline
 
     def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
-        """Store a payload of up to ``at_most`` bytes. The stream's buffers are in use until ``SegmentFiles.sync``
-        returns.
+        """Store a payload of up to ``at_most`` bytes, whose buffers are in use until ``SegmentFiles.sync`` returns.
 
         :raises StoreFullError: too few pages are free, and the limit or the disk keeps the segments from growing.
         """
@@ -328,7 +323,7 @@ class Payloads:
 
     def lower(self, name: bytes, length: int) -> bool:
         """Move a pack's payload of ``length`` bytes to free pages nearer to the start of the segments. Return False,
-        with nothing changed, if too few pages are free there, or the payload cannot be read.
+        with nothing changed, if there are too few, or if the payload cannot be read.
         """
         extents = read_extents(self._rows, name)
         taken = self.allocator.take_before(_pages_of(length), max(extents)) if extents else []
@@ -344,10 +339,8 @@ class Payloads:
         return True
 
     def shrink(self, limit: int) -> None:
-        """Release free pages at the ends of segments until all together have at most ``limit`` bytes, as far as
-        possible.
-
-        A later transaction truncates the files, because this one may be aborted.
+        """Release free pages at the ends of segments, down to ``limit`` bytes in all. A later transaction truncates the
+        files, because this one may be aborted.
         """
         excess = self.allocator.total - limit // PAGE_BYTES
         if excess <= 0 or not self.allocator.free:
@@ -363,9 +356,11 @@ class Payloads:
 
         :raises StoreFullError: the disk is full, and fewer than ``pages`` pages are free.
         """
-        most = self.limit // PAGE_BYTES
+        most, total = self.limit // PAGE_BYTES, self.allocator.total
         full = max(SEGMENT_BYTES // PAGE_BYTES, -(-most // _MOST_SEGMENTS))
-        wanted = min(max(self._step(most, pages), pages), most - self.allocator.total)
+        least, largest = (number // PAGE_BYTES for number in _STEP_BYTES)
+        step = min(max(total // _STEPS, least), largest, most // _STEPS)
+        wanted = min(max(step, pages), most - total)
         while wanted > 0:
             segments = self.allocator.segments()  # truncated ones grow before a new one is created
             number = next((number for number, held in segments.items() if held < full), max(segments, default=-1) + 1)
@@ -379,19 +374,6 @@ class Payloads:
                 return
             self.allocator.resize(number, held, held + count)
             wanted -= count
-
-    def _step(self, most: int, pages: int) -> int:
-        """Return the number of pages by which to grow the segments: few in a small store, to keep its files small.
-
-        A large pack raises the step to four times its size, within the bounds: the next packs are likely to be large,
-        too, and a commit that grows a file takes half a millisecond longer, regardless of the step.
-
-        :param most: limit on the pages of all segments.
-        """
-        least, largest = (number // PAGE_BYTES for number in _STEP_BYTES)
-        ahead = 4 * pages if pages * PAGE_BYTES >= _LARGE_BYTES else 0
-        step = min(max(self.allocator.total // _STEPS, least, ahead), largest, most // _STEPS)
-        return max(step, _LEAST_STEP_BYTES // PAGE_BYTES)
 
 
 def _extent_at(item: Sequence[Buffer]) -> Extent:

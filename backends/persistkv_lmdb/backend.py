@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 import os
 import time
@@ -17,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -28,20 +28,11 @@ from persistkv.storage.catalog.backend import check_batch
 from persistkv.storage.catalog.rows import read_pieces
 from persistkv.storage.extensions import BackendStats, CompactProgress, FreeSpace, Policy
 from persistkv.storage.format.files import replace_file
+from persistkv_lmdb import files
 from persistkv_lmdb.allocator import Allocator, read_extents
-from persistkv_lmdb.commit import BatchCommit, compact
+from persistkv_lmdb.commit import BatchCommit, StaleError, compact
 from persistkv_lmdb.environment import ENVIRONMENTS, Environment
-from persistkv_lmdb.files import (
-    INDEX_PREFIX,
-    STATUS_DIRECTORY,
-    STORE_FILES,
-    allocated_bytes,
-    map_is_full,
-    open_regular,
-    prepare_directory,
-    translated_io,
-)
-from persistkv_lmdb.layout import DEFAULT_CAPACITY, Placement, is_capacity, read_policy
+from persistkv_lmdb.layout import DEFAULT_CAPACITY, PLACEMENTS, is_capacity, read_policy, write_policy
 from persistkv_lmdb.opening import delete_quarantined, quarantined
 
 logger = logging.getLogger(__name__)
@@ -49,17 +40,6 @@ logger = logging.getLogger(__name__)
 _STATUS_SUFFIX = ".json"
 _STATUS_FORGOTTEN_S = 86_400.0  # one day: killed engines leave their files
 _STATUS_BYTES = 64 << 10  # 64 KiB: longer files are truncated when read
-
-
-class Reads(enum.Enum):
-    """How payloads in extents are read if the page cache does not hold them."""
-
-    DIRECT = "direct"
-    """With O_DIRECT, straight into CPU memory: at the disk's speed, without displacing pages from the page cache. Where
-    the file system refuses O_DIRECT: through the page cache."""
-    CACHED = "cached"
-    """Through the page cache: payloads that one or several engines read repeatedly are read from a slow disk once, as
-    long as the cache holds them."""
 
 
 class LmdbOptions(msgspec.Struct, frozen=True):
@@ -70,10 +50,11 @@ class LmdbOptions(msgspec.Struct, frozen=True):
     recorded capacity, ttl and placement."""
     ttl: str | None = None
     """Time after its last use until content of a new store expires, a duration such as ``7d``. None: never."""
-    placement: Placement | None = None
+    placement: Literal["extents", "inline"] | None = None
     """Where a new store puts payloads. None: ``extents``."""
-    reads: Reads = Reads.DIRECT
-    """How payloads in extents are read if the page cache does not hold them: ``direct`` (O_DIRECT) or ``cached``."""
+    reads: Literal["direct", "cached"] = "direct"
+    """How payloads in extents are read if the page cache does not hold them. ``direct``: with O_DIRECT where possible,
+    at the disk's speed. ``cached``: through the page cache, so that repeated reads spare a slow disk."""
 
     def __post_init__(self) -> None:
         if (given := self.given).capacity is not None and not is_capacity(given.capacity):
@@ -88,15 +69,14 @@ class LmdbOptions(msgspec.Struct, frozen=True):
         return Policy(
             None if self.capacity is None else parse_size(self.capacity, name="lmdb option capacity"),
             None if self.ttl is None else parse_duration(self.ttl, name="lmdb option ttl"),
-            None if self.placement is None else self.placement.value,
+            self.placement,
         )
 
     @property
     def policy(self) -> Policy:
         """Policy of a store that is created with these options, with defaults."""
         given = self.given
-        placement = given.placement or Placement.EXTENTS.value
-        return replace(given, capacity=given.capacity or DEFAULT_CAPACITY, placement=placement)
+        return replace(given, capacity=given.capacity or DEFAULT_CAPACITY, placement=given.placement or "extents")
 
 
 class LmdbBackend(CatalogBackend):
@@ -105,15 +85,15 @@ class LmdbBackend(CatalogBackend):
     Any thread may call ``read``, ``scan`` and ``tables``; only one thread at a time may call the other methods.
     """
 
-    capabilities = Capabilities(placements=tuple(placement.value for placement in Placement))
+    capabilities = Capabilities(placements=PLACEMENTS)
     status_interval_s: float | None = 2.0
 
-    def __init__(self, shared: Environment, *, read_only: bool, reads: Reads = Reads.DIRECT) -> None:
+    def __init__(self, shared: Environment, *, read_only: bool, cached: bool) -> None:
         self._shared: Environment | None = shared
         self._path = shared.path
         self._read_only = read_only
         self.capabilities = replace(type(self).capabilities, writable=not read_only)
-        self._direct = False if reads is Reads.CACHED else None
+        self._direct = False if cached else None
 
     @property
     def environment(self) -> Environment:
@@ -139,9 +119,9 @@ class LmdbBackend(CatalogBackend):
         if not path.is_absolute():
             expected = f"an absolute path: lmdb:///{url.location} (three slashes), or lmdb://{path.absolute()}"
             raise ConfigurationError("url", f"lmdb://{url.location}", expected)
-        prepare_directory(path, read_only=read_only)
+        files.prepare_directory(path, read_only=read_only)
         shared = ENVIRONMENTS.acquire(path, options.policy, read_only=read_only)
-        backend = cls(shared, read_only=read_only, reads=options.reads)
+        backend = cls(shared, read_only=read_only, cached=options.reads == "cached")
         if not read_only and (differences := backend.policy().contradictions(options.given)):
             message = "%s: the URL says %s; the store keeps its recorded policy (persistkv set lmdb://%s changes it)"
             logger.warning(message, path, differences, path)
@@ -157,28 +137,31 @@ class LmdbBackend(CatalogBackend):
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
         environment = self._writable()
         check_batch(namespace, batch)
+        commit = BatchCommit(environment, namespace, batch)
         try:
-            return BatchCommit(environment, namespace, batch).run()
+            try:
+                return commit.write()
+            except StoreFullError as error:
+                return commit.write_after_eviction(error)
+        except StaleError:  # the changes since ``seen`` include packs evicted meanwhile
+            return CommitResult(batch.seen or b"", stale=True)
         except StoreFullError as error:
-            if map_is_full(error):
+            if files.map_is_full(error):
                 environment.suspect()
             raise
 
-    def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-        return self._read(namespace, spans, self._direct)
-
-    def scan(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-        return self._read(namespace, spans, True)
-
-    def _read(self, namespace: bytes, spans: Sequence[ReadSpan], direct: bool | None) -> list[bool]:
+    def read(self, namespace: bytes, spans: Sequence[ReadSpan], *, bypass: bool = False) -> list[bool]:
         with self.environment.transaction() as rows:
             places = [read_extents(rows, namespace + span.pack_id) for span in spans]
             placed = [(place or (), span.offset, span.buffers) for place, span in zip(places, spans, strict=True)]
-            filled = self.environment.files.read(placed, direct=direct)
+            filled = self.environment.files.read(placed, direct=bypass or self._direct)
             for number, (place, span) in enumerate(zip(places, spans, strict=True)):
                 if place is None:  # inline
                     filled[number] = read_pieces(rows, namespace + span.pack_id, span.offset, span.buffers)
             return filled
+
+    def scan(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
+        return self.read(namespace, spans, bypass=True)
 
     def scan_order(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[bytes]:
         names = [namespace + pack_id for pack_id in pack_ids]
@@ -190,19 +173,19 @@ class LmdbBackend(CatalogBackend):
         return replace(
             super().stats(),
             capacity=self.policy().capacity,
-            quarantined=tuple(str(entry.directory) for entry in damaged),
-            quarantined_bytes=sum(entry.num_bytes for entry in damaged),
+            quarantined=tuple(map(str, damaged)),
+            quarantined_bytes=sum(damaged.values()),
         )
 
     def disk_bytes(self) -> int:
         total = sum(self.environment.files.lengths().values())
-        for name in STORE_FILES:
+        for name in files.STORE_FILES:
             with suppress(FileNotFoundError):  # no lock file on a read-only file system
-                total += allocated_bytes((self._path / name).stat())
+                total += files.allocated_bytes((self._path / name).stat())
         return total
 
     def index_file(self, namespace: bytes) -> Path:
-        return self._path / f"{INDEX_PREFIX}{namespace.hex()}"
+        return self._path / f"{files.INDEX_PREFIX}{namespace.hex()}"
 
     def policy(self) -> Policy:
         with self.environment.transaction() as transaction:
@@ -218,7 +201,8 @@ class LmdbBackend(CatalogBackend):
                 f"{recorded.placement}, fixed when the store was created; `persistkv push` copies it into a new store"
             )
             raise ConfigurationError("placement", policy.placement, expected)
-        environment.set_policy(policy)
+        with environment.transaction(write=True) as transaction:
+            write_policy(transaction, policy)
 
     def delete_quarantined(self) -> int:
         self._writable()
@@ -241,9 +225,9 @@ class LmdbBackend(CatalogBackend):
         """As in ``SupportsStatus``. The file is not synced, and its bytes do not count towards the capacity. Creating
         an engine's file deletes those that other engines last wrote over a day ago.
         """
-        directory = self._writable().path / STATUS_DIRECTORY
+        directory = self._writable().path / files.STATUS_DIRECTORY
         target = directory / f"{engine}{_STATUS_SUFFIX}"
-        with translated_io(directory):
+        with files.translated_io(directory):
             if row is None:
                 target.unlink(missing_ok=True)
                 return
@@ -256,12 +240,12 @@ class LmdbBackend(CatalogBackend):
             replace_file(target, [row])
 
     def statuses(self) -> dict[str, bytes]:
-        directory = self.environment.path / STATUS_DIRECTORY
+        directory = self.environment.path / files.STATUS_DIRECTORY
         found: dict[str, bytes] = {}
-        with translated_io(directory):
+        with files.translated_io(directory):
             for path in directory.glob(f"*{_STATUS_SUFFIX}"):
                 # An error: removed meanwhile, or a link or FIFO, which engines never create.
-                with suppress(OSError), os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
+                with suppress(OSError), os.fdopen(files.open_regular(path, os.O_RDONLY), "rb") as file:
                     found[path.stem] = file.read(_STATUS_BYTES)
         return found
 

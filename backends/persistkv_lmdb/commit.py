@@ -38,7 +38,7 @@ from persistkv_lmdb.environment import (
     wanted_catalogue_bytes,
 )
 from persistkv_lmdb.files import map_is_full
-from persistkv_lmdb.layout import Placement, Transaction, read_ttl, write_catalogue_bytes
+from persistkv_lmdb.layout import Transaction, read_ttl, write_catalogue_bytes
 
 _EVICTED_AT_ONCE = 512  # packs and manifests that one transaction evicts or deletes, in tens of milliseconds
 _TRANSACTIONS = 8
@@ -64,7 +64,7 @@ class _NothingLeftError(StoreFullError):
     """A batch would not fit even if everything evictable were evicted."""
 
 
-class _StaleError(Exception):
+class StaleError(Exception):
     """Another commit has changed the namespace since the caller last read its changes (``CommitBatch.seen``)."""
 
 
@@ -82,24 +82,12 @@ class BatchCommit:
         self._attempted = False
         self._keep = kept_names(namespace, batch)
 
-    def run(self) -> CommitResult:
-        """Write the batch; if it does not fit, evict in short transactions first.
+    def write(self) -> CommitResult:
+        """Write the batch in one transaction, after short ones that delete manifests if many name a pack that the batch
+        deletes.
 
-        :raises StoreFullError: nothing evictable is left, the free pages are too fragmented, or a reader's snapshot
-            still needs the evicted packs. The batch is not written; evicted packs stay evicted.
-        """
-        try:
-            try:
-                return self._write()
-            except StoreFullError as error:
-                return self._write_after_eviction(error)
-        except _StaleError:  # the changes since ``seen`` include packs evicted meanwhile
-            return CommitResult(self._batch.seen or b"", stale=True)
-
-    def _write(self) -> CommitResult:
-        """Write the batch in one transaction.
-
-        If many manifests name a pack that the batch deletes, short transactions delete these manifests first.
+        :raises StaleError: another commit has followed ``CommitBatch.seen``; the batch was not written.
+        :raises StoreFullError: the batch does not fit and was not written; ``write_after_eviction`` makes room for it.
         """
         environment, batch = self._environment, self._batch
         self._drop_shared_manifests(_EVICTED_AT_ONCE)
@@ -115,23 +103,29 @@ class BatchCommit:
             if commit.grew:
                 environment.taken.append(room.need.payload)
                 room.widen(Amount(0, 0))
-                room.evict(commit, room.low_watermark(), _EVICTED_AT_ONCE)
+                goal = room.low_watermark()
+                commit.evict(lambda: room.used().within(goal), _EVICTED_AT_ONCE)
             commit.finish()
             if commit.grew and not room.used().within(room.limit):  # checked while the disk writes
                 raise room.full()
         self._note(commit)
         return CommitResult(commit.cursor, self._evicted)
 
-    def _write_after_eviction(self, full: StoreFullError) -> CommitResult:
+    def write_after_eviction(self, full: StoreFullError) -> CommitResult:
+        """Evict in short transactions, and write a batch for which ``write`` raised ``full``.
+
+        :raises StoreFullError: nothing evictable is left, the free pages are too fragmented, or a reader's snapshot
+            still needs the evicted packs. The batch is not written; evicted packs stay evicted.
+        """
         environment = self._environment
         try:
             if not (self._batch.packs or self._batch.manifests):
                 environment.age()
                 self._drop_shared_manifests(1)
-                return self._write()
+                return self.write()
             while map_is_full(full) and self._widen():
                 try:
-                    return self._write()
+                    return self.write()
                 except StoreFullError as error:
                     full = error
             for more in _MORE:
@@ -140,7 +134,7 @@ class BatchCommit:
                 environment.age()
                 seen = environment.wait_for_readers(self._freed_by, _PATIENCE_S)
                 try:
-                    return self._write()
+                    return self.write()
                 except StoreFullError as error:
                     full = error
                 if not seen:
@@ -153,7 +147,6 @@ class BatchCommit:
         """Call ``step`` until it returns False. If the disk is too full for a transaction, retry with one deletion.
 
         :param step: runs one transaction with at most the given number of deletions; returns whether more are needed.
-        :param most: maximum number of transactions.
         :raises StoreFullError: not even one deletion fits.
         """
         at_most = _EVICTED_AT_ONCE
@@ -174,7 +167,7 @@ class BatchCommit:
         room = Room(self._environment, transaction, as_it_is=as_it_is)
         commit = CatalogTransaction(transaction, room.payloads, self._namespace, self._keep)
         if self._seen not in (None, commit.cursor):
-            raise _StaleError
+            raise StaleError
         room.need = room.need_of(commit.missing(self._batch.packs), self._batch)
         return commit, room
 
@@ -185,9 +178,8 @@ class BatchCommit:
             self._seen = commit.cursor
 
     def _drop_shared_manifests(self, shared_by: int) -> None:
-        """Delete, in short transactions, manifests that name packs which the batch deletes.
-
-        :param shared_by: skip packs that at most this many manifests name: the batch's own transaction handles them.
+        """Delete, in short transactions, manifests that name packs which the batch deletes, except packs that at most
+        ``shared_by`` manifests name: the batch's own transaction handles them.
         """
         for pack_ids, alone in ((self._batch.deletions, False), (self._batch.bad, True)):
             for pack_id in self._shared(pack_ids, shared_by) if pack_ids else ():
@@ -238,7 +230,8 @@ class BatchCommit:
                 self._goal = Amount(min(catalogue - need.catalogue, most), payload - need.payload)
             if not need.within(room.limit):
                 raise _NothingLeftError(str(room.full()))
-            ended = room.evict(commit, self._goal, at_most)
+            goal = self._goal
+            ended = commit.evict(lambda: room.used().within(goal), at_most)
             too_much = not room.used().plus(need).within(room.limit)
             if ended is Evicted.ALL and (too_much or not (self._evicted or commit.evicted)):
                 raise _NothingLeftError(str(room.full()))
@@ -268,7 +261,7 @@ class Room:
         self._environment = environment
         self._transaction = transaction
         self.payloads = environment.payloads(transaction)
-        self._is_inline = environment.shares.placement is Placement.INLINE
+        self._is_inline = environment.shares.inline
         segments = read_space(transaction).total * PAGE_BYTES if as_it_is else self.payloads.limit
         self.limit = Amount(environment.limit_bytes(as_it_is=as_it_is), _NO_LIMIT if self._is_inline else segments)
         """Upper bound on ``used()`` after a commit that adds content."""
@@ -281,9 +274,7 @@ class Room:
         return self.payloads.allocator.total * PAGE_BYTES
 
     def used(self) -> Amount:
-        """Return the bytes of the pages in use, without freed pages that are not reusable yet: evicting more would not
-        make these reusable.
-        """
+        """Return the bytes in use, without freed pages: those not reusable yet would not become so by more eviction."""
         return Amount(self._transaction.used_bytes(), self.payloads.allocator.used * PAGE_BYTES)
 
     def need_of(self, packs: Sequence[NewPack], batch: CommitBatch) -> Amount:
@@ -329,32 +320,18 @@ class Room:
         return StoreFullError(f"{path}: {sum(self.need)} bytes do not fit a capacity of {capacity}")
 
     def low_watermark(self) -> Amount:
-        """Return the used bytes down to which a commit evicts: ``limit`` less a reserve for later commits.
-
-        In the segments, the reserve is at most the largest number of bytes that a recent commit of this process took.
-        """
+        """Return the used bytes down to which a commit evicts: ``limit`` less a reserve for later commits."""
         catalogue, payload = self.limit
         ahead = min(payload // 16, max(self._environment.taken, default=0), _MAX_AHEAD)
         rewritten = 0 if self._is_inline else min((catalogue - MIN_CATALOGUE) // 2, CATALOGUE_AHEAD)
         return Amount(catalogue - max(rewritten, min(catalogue // 16, _MAX_AHEAD)), payload - ahead)
 
-    def evict(self, commit: CatalogTransaction, goal: Amount, at_most: int) -> Evicted:
-        """Evict until no more than the bytes of ``goal`` are used; see ``CatalogTransaction.evict``. If only the
-        segments are too full, skip inline packs.
-        """
-
-        def helps(pack: bytes) -> bool:
-            return self.used().catalogue > goal.catalogue or read_extents(self._transaction, pack) is not None
-
-        return commit.evict(lambda: self.used().within(goal), at_most, helps)
-
 
 def compact(environment: Environment) -> Iterator[CompactProgress]:
     """Return free space of the segments to the file system while engines use the store; yield after each step.
 
-    Packs at the end of the segments are moved, byte for byte, to free extents before them, a few per step and
-    transaction; then the free ends of the files are truncated. At most four passes do this, until no pack can be moved.
-    A killed compaction leaves a valid store; the next one continues.
+    Packs at the end of the segments are moved, byte for byte, to free extents before them, until no pack can be moved;
+    then the free ends of the files are truncated. A killed compaction leaves a valid store; the next one continues.
 
     :raises StoreFullError: the catalogue has no space for the rows; packs that were moved stay moved.
     """
@@ -383,9 +360,8 @@ def compact(environment: Environment) -> Iterator[CompactProgress]:
 
 
 def _packs_by_place(environment: Environment) -> list[tuple[bytes, int]]:
-    """Return (namespace id and pack id, payload bytes) of each pack in the segments.
-
-    The order is that of each pack's last extent: ascending segment, then ascending page.
+    """Return (namespace id and pack id, payload bytes) of each pack in the segments, in the order of their last
+    extents.
     """
     with environment.transaction() as transaction:
         found = []
@@ -397,10 +373,8 @@ def _packs_by_place(environment: Environment) -> list[tuple[bytes, int]]:
 
 
 def _truncate(environment: Environment) -> None:
-    """Remove free pages at the ends of the segments, and truncate the files.
-
-    First wait up to 5 s for readers that still see freed pages; pages that they see afterwards stay. Do nothing if the
-    disk has no space for a transaction.
+    """Remove free pages at the ends of the segments, and truncate the files, unless the disk has no space for a
+    transaction. First wait up to 5 s for readers that still see freed pages; pages that they see afterwards stay.
     """
     try:
         environment.wait_for_readers(environment.age(), _COMPACTION_PATIENCE_S)

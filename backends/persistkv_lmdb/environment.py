@@ -28,16 +28,14 @@ from persistkv.storage.catalog.order import read_clock, write_clock
 from persistkv.storage.extensions import Policy
 from persistkv_lmdb import files
 from persistkv_lmdb.allocator import Payloads, read_space
-from persistkv_lmdb.files import DATA_FILE, translated, translated_at_open
 from persistkv_lmdb.layout import (
-    Placement,
+    INLINE,
     Transaction,
     create_databases,
     open_databases,
     read_capacity,
     read_catalogue_bytes,
     read_placement,
-    write_policy,
 )
 from persistkv_lmdb.opening import Guard, open_lmdb
 from persistkv_lmdb.segments import SegmentFiles
@@ -68,20 +66,18 @@ class Shares(NamedTuple):
 
     capacity: int
     """Capacity of the store in bytes."""
-    placement: Placement
+    inline: bool
+    """Whether payloads are stored in ``data.mdb``."""
     catalogue_bytes: int
-    """Bound of ``data.mdb`` in bytes. With placement ``inline``, the catalogue may use everything except the present
-    segments, which no longer grow. With ``extents``, the bound is recorded, and at least a fixed share."""
+    """Bound of ``data.mdb`` in bytes. With placement ``extents`` it is recorded, and at least a fixed share."""
 
 
 def _read_shares(transaction: Transaction) -> Shares:
-    capacity, placement = read_capacity(transaction), read_placement(transaction)
-    whole = capacity - LOCK_FILE_BYTES
-    if placement is Placement.INLINE:
-        bound = whole - read_space(transaction).total * PAGE_BYTES
-    else:
-        bound = min(whole, max(_catalogue_share(capacity) - LOCK_FILE_BYTES, read_catalogue_bytes(transaction)))
-    return Shares(capacity, placement, bound // PAGE_BYTES * PAGE_BYTES)
+    capacity, inline = read_capacity(transaction), read_placement(transaction) == INLINE
+    bound = capacity - LOCK_FILE_BYTES
+    if not inline:
+        bound = min(bound, max(_catalogue_share(capacity) - LOCK_FILE_BYTES, read_catalogue_bytes(transaction)))
+    return Shares(capacity, inline, bound // PAGE_BYTES * PAGE_BYTES)
 
 
 def _catalogue_share(capacity: int) -> int:
@@ -123,9 +119,8 @@ class Environment:
         self._map_lock = _MapLock()
         self._stuck = 0  # a wait for readers with a snapshot of this transaction, or of an older one, timed out
         self._is_open = False
-        self._fitted: Shares | None = None
-        self.map_bytes = 0
-        """Present bound of ``data.mdb``. Valid within a write transaction."""
+        self.shares = Shares(0, False, 0)  # these two are valid within a write transaction
+        self.map_bytes = 0  # present bound of ``data.mdb``
         self._guard = None if read_only else Guard(path)
         self._policy = policy
         with ExitStack() as undone:  # undoes each step if a later one fails
@@ -136,11 +131,11 @@ class Environment:
                 self._open()
             else:
                 self._guard.open(self._open)
-            with translated_at_open(path):
+            with files.translated_at_open(path):
                 self.files = SegmentFiles(path, read_only=read_only)
             undone.callback(self.files.close)
             if not read_only:
-                with self._suspect_on_error(), translated(path):
+                with self._suspect_on_error(), files.translated(path):
                     self._remap()
             undone.pop_all()
 
@@ -157,7 +152,7 @@ class Environment:
             raise StoreError(f"{self.path} was opened by process {self.process}; open it again after a fork")
         guard = self._guard if write else None
         locked = nullcontext() if guard is None else guard.lock.held(recover=guard.recover)
-        with self._suspect_on_error(), locked, translated(self.path):
+        with self._suspect_on_error(), locked, files.translated(self.path):
             for _ in range(_BEGIN_ATTEMPTS):
                 with self._map_lock.shared():
                     begun = self._begin(write)
@@ -184,20 +179,6 @@ class Environment:
                 begun()
         raise StoreError(f"{self.path}: no transaction could begin in {_BEGIN_ATTEMPTS} attempts")
 
-    @property
-    def shares(self) -> Shares:
-        """Division of the capacity. Valid within a write transaction; a StoreError in a read-only environment."""
-        if self._fitted is None:
-            raise StoreError(f"{self.path} is open read-only")
-        return self._fitted
-
-    def set_policy(self, policy: Policy) -> None:
-        """Record another capacity and ttl, and apply them. The next commits remove content that exceeds them."""
-        with self.transaction(write=True) as transaction:
-            write_policy(transaction, policy)
-        with translated(self.path):
-            self._remap()
-
     def payloads(self, transaction: Transaction) -> Payloads:
         """Return the payload storage of the running write transaction, the same object on each call. The first call
         frees extents that no reader can see any more.
@@ -205,20 +186,19 @@ class Environment:
         :raises StoreFullError: a segment file was lost or truncated, and the disk has no space to replace it.
         """
         if self._payloads is None:
-            placement, limit = self.shares.placement, self._segment_limit_bytes(transaction)
-            payloads = Payloads(transaction, placement, self.files, limit)
+            limit = self._segment_limit_bytes(transaction)
+            payloads = Payloads(transaction, self.files, limit, inline=self.shares.inline)
             self.files.fit(payloads.allocator.segments())  # an aborted transaction of a dead process may have grown it
             if payloads.allocator.aging:
                 payloads.allocator.free_aged(self._oldest_snapshot(transaction.txn.id() - 1))
-            inline = placement is Placement.INLINE
-            payloads.shrink(0 if inline else self.shares.capacity - LOCK_FILE_BYTES - self.map_bytes)
+            payloads.shrink(self.shares.capacity - LOCK_FILE_BYTES - self.map_bytes)
             self._payloads = payloads
         return self._payloads
 
     def _segment_limit_bytes(self, transaction: Transaction) -> int:
-        """Return the bound on the bytes of all segments: the capacity less the bound on ``data.mdb``.
-        If the disk is too small for the capacity: what the present ``data.mdb`` leaves of the disk. In both cases,
-        segments do not grow into the expected size of the catalogue; those that exist may exceed it.
+        """Return the bound on the bytes of all segments: what the bound on ``data.mdb`` leaves of the capacity; if the
+        disk is too small for it, what the present ``data.mdb`` leaves of the disk. Segments do not grow into the
+        expected size of the catalogue; those that exist may exceed it.
         """
         held, segments, capacity = self.file_bytes(), read_space(transaction).total * PAGE_BYTES, self.shares.capacity
         disk = LOCK_FILE_BYTES + held + segments + files.free_disk_bytes(self.path)
@@ -227,8 +207,8 @@ class Environment:
         return min(left, max(segments, whole - LOCK_FILE_BYTES - wanted_catalogue_bytes(transaction, whole)))
 
     def limit_bytes(self, *, as_it_is: bool = False) -> int:
-        """Return the bound on the used bytes of ``data.mdb`` after a commit that adds content: the catalogue's bound or
-        what the disk allows, less a reserve for deletions, because LMDB writes new pages to free old ones.
+        """Return the bound on the used bytes of ``data.mdb`` after a commit that adds content: the catalogue's or the
+        disk's, less a reserve for deletions, because LMDB writes new pages to free old ones.
 
         :param as_it_is: assume that the file cannot grow: a quota may prevent it, or free pages are fragmented.
         """
@@ -242,9 +222,8 @@ class Environment:
         return int((self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"])
 
     def wait_for_readers(self, number: int, timeout_s: float) -> bool:
-        """Wait until no reader of any process has a snapshot before transaction ``number``; return False on timeout.
-
-        If a reader that caused an earlier timeout still runs, return False at once.
+        """Wait until no reader of any process has a snapshot before transaction ``number``; return False on timeout, or
+        at once if a reader that caused an earlier timeout still runs.
         """
         deadline = time.monotonic() + timeout_s
         while (oldest := self._oldest_snapshot(number)) < number:
@@ -255,11 +234,9 @@ class Environment:
         return True
 
     def _oldest_snapshot(self, newest: int) -> int:
-        """Return the number of the oldest transaction whose snapshot a reader of any process holds, at most ``newest``.
-
-        LMDB's list has a header line, then process, thread and transaction per reader; ``-`` for an idle one.
-        """
+        """Return the number of the oldest transaction that a reader of any process may see, at most ``newest``."""
         for is_checked in (False, True):
+            # A header line, then process, thread and transaction per reader; ``-`` for an idle one.
             numbers = [line.split()[-1] for line in self._env.readers().splitlines()[1:]]
             found = min([newest, *(int(number) for number in numbers if number.isdecimal())])
             if found == newest or is_checked:
@@ -268,8 +245,8 @@ class Environment:
         return found
 
     def age(self) -> int:
-        """Commit a transaction that changes no content; return its number. The next one can reuse pages that the
-        previous one freed.
+        """Commit a transaction without changes; return its number. The next one can reuse pages that the previous one
+        freed.
         """
         with self.transaction(write=True) as transaction:
             write_clock(transaction, *read_clock(transaction))
@@ -323,7 +300,7 @@ class Environment:
     def _open(self, read_only: bool | None = None) -> None:
         """Open ``data.mdb`` and its databases; leave nothing open on failure. None: with the mode of this object."""
         read_only = self.read_only if read_only is None else read_only
-        with translated_at_open(self.path):
+        with files.translated_at_open(self.path):
             exists = file_id(self.path) is not None
             env = open_lmdb(self.path, read_only=read_only)
             try:
@@ -359,8 +336,8 @@ class Environment:
             self._fit_map()
 
     def _fit_map(self) -> None:
-        """Set the size of the memory map to the recorded bound of ``data.mdb``; if the file is larger, to its size plus
-        a reserve for deletions.
+        """Set the map size to the recorded bound of ``data.mdb``, or to the file's size plus a reserve for deletions if
+        larger.
         """
         self._env.set_mapsize(0)  # adopts the size that other processes have written
         with self._env.begin(buffers=True) as txn:
@@ -368,10 +345,10 @@ class Environment:
         allowed, held = shares.catalogue_bytes, self.file_bytes()
         self.map_bytes = allowed if held <= allowed else held + _headroom_bytes(held)
         self._env.set_mapsize(self.map_bytes)
-        self._fitted = shares
+        self.shares = shares
 
     def _begin(self, write: bool) -> lmdb.Transaction[memoryview] | Callable[[], None]:
-        """Begin an LMDB transaction. If LMDB must be remapped or reopened first, return a function that does so, to be
+        """Begin an LMDB transaction. If LMDB must be remapped or reopened first, return a function for that, to be
         called without the map lock.
         """
         if not self._is_open:
@@ -386,7 +363,7 @@ class Environment:
             return begun
         try:
             self._revert_failed_commit(begun)
-            fits = _read_shares(Transaction(begun, self._databases)) == self._fitted
+            fits = _read_shares(Transaction(begun, self._databases)) == self.shares
         except BaseException:
             begun.abort()  # not left to garbage collection: it holds LMDB's write lock
             raise
@@ -405,10 +382,8 @@ class Environment:
         if self._guard is None or self._env.info()["last_txnid"] < begun.id():
             return
         self._guard.lock.mark(begun=True)
-        try:
+        with files.translated_io(self.path, full=StoreError):  # evicting would not help
             files.disown(self.path, begun.id(), int(self._env.stat()["psize"]))
-        except OSError as error:  # including a full disk: evicting would not help
-            raise StoreError(f"{self.path}: {error.strerror or error}") from error
         with suppress(StoreError):
             self._guard.lock.mark(begun=False)
 
@@ -462,19 +437,19 @@ def _headroom_bytes(file: int) -> int:
 def file_id(path: Path) -> tuple[int, int] | None:
     """Return device and inode of ``data.mdb``, the same for every path to a store; None if there is none."""
     try:
-        status = (path / DATA_FILE).stat()
+        status = (path / files.DATA_FILE).stat()
     except OSError:  # opening it reports the reason
         return None
     return status.st_dev, status.st_ino
 
 
-class _Slot:
-    """Open environments of one store directory, and the lock for opening and closing them."""
+class _Slot(NamedTuple):
+    """The lock for opening and closing the environments of one store directory, and the open ones: more than one if
+    another process replaced the open files with those of another store.
+    """
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.environments: list[Environment] = []
-        """More than one if another process replaced the open files with those of another store."""
+    lock: threading.Lock
+    environments: list[Environment]
 
 
 class Environments:
@@ -491,10 +466,10 @@ class Environments:
 
     def acquire(self, path: Path, policy: Policy, *, read_only: bool) -> Environment:
         """Return the process's environment of a store, opened if necessary; errors as in ``Environment``."""
-        with translated_at_open(path):
+        with files.translated_at_open(path):
             status = path.stat()
         with self._lock:
-            slot = self._slots.setdefault((status.st_dev, status.st_ino), _Slot())
+            slot = self._slots.setdefault((status.st_dev, status.st_ino), _Slot(threading.Lock(), []))
         patience_s = files.OPENING_PATIENCE_S
         if not slot.lock.acquire(timeout=patience_s):
             raise StoreBusyError(

@@ -95,21 +95,17 @@ def translated_at_open(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def translated_io(path: Path) -> Iterator[None]:
-    """Translate ``OSError`` within the ``with`` statement into ``StoreFullError`` (full disk, quota, file size limit)
-    or ``StoreError``.
-    """
+def translated_io(path: Path, full: type[StoreError] = StoreFullError) -> Iterator[None]:
+    """Translate ``OSError`` into ``full`` (full disk, quota or file size limit) or ``StoreError``."""
     try:
         yield
     except OSError as error:
-        kind = StoreFullError if error.errno in _FULL_CODES else StoreError
+        kind = full if error.errno in _FULL_CODES else StoreError
         raise kind(f"{path}: {error.strerror or error}") from error
 
 
 def map_is_full(error: StoreFullError) -> bool:
-    """Return whether LMDB's memory map is full although the driver expected free pages: they are fragmented, or
-    damaged.
-    """
+    """Return whether LMDB's map is full although the driver expected free pages: they are fragmented, or damaged."""
     return isinstance(error.__cause__, lmdb.MapFullError)
 
 
@@ -118,10 +114,9 @@ def _reason(error: lmdb.Error) -> str:
 
 
 def free_disk_bytes(path: Path) -> int:
-    """Return the bytes by which ``data.mdb`` of a store may grow: free disk space, within the process's file size
-    limit.
+    """Return the bytes by which ``data.mdb`` may grow: free disk space, within the process's file size limit.
 
-    If it is unknown, because the directory or the file cannot be read: 64 MiB, which does not count as nearly full.
+    If that is unknown, because a file cannot be read: 64 MiB, which does not count as nearly full.
     """
     longest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
@@ -159,9 +154,8 @@ def open_regular(path: str | Path, flags: int, *, dir_fd: int | None = None) -> 
 def prepare_directory(store: Path, *, read_only: bool) -> None:
     """Create a store's directory and its parents durably unless ``read_only``, and check its content.
 
-    :raises StoreUnavailableError: it cannot be created, belongs to another user (except root) and is opened for
-        writing, has a link, FIFO or other type in place of a store's file, or holds other files and no store; also if
-        it is empty and ``read_only``.
+    :raises StoreUnavailableError: it cannot be created, is another user's (except root's) and opened for writing, has a
+        link, FIFO or other type in place of a store's file, or no store but other files, or none and is ``read_only``.
     """
     with translated_at_open(store):
         if not read_only:
@@ -184,20 +178,15 @@ def prepare_directory(store: Path, *, read_only: bool) -> None:
                 if not is_right(found):
                     what = "a symbolic link" if stat.S_ISLNK(found) else f"no {kind}"
                     raise StoreUnavailableError(f"{store / name} is {what}: move it away, or choose another directory")
-        _check_purpose(store, read_only=read_only)
-
-
-def _check_purpose(store: Path, *, read_only: bool) -> None:
-    if any((store / name).exists() for name in (DATA_FILE, GUARD_FILE)):
-        return
-    own = {*STORE_FILES, SEGMENT_DIRECTORY, STATUS_DIRECTORY, "lost+found"}  # the last one: of a file system's root
-    names = [entry.name for entry in store.iterdir() if not entry.name.startswith(INDEX_PREFIX)]
-    others = sorted(name for name in names if name not in own)
-    if others:
-        found = f"{store} is a directory with other files ({', '.join(others[:3])}) and no store"
-        raise StoreUnavailableError(f"{found}: name a store, or a new or empty directory to create one")
-    if read_only:
-        raise StoreUnavailableError(f"{store} is an empty directory and no store")
+        if any((store / name).exists() for name in (DATA_FILE, GUARD_FILE)):
+            return
+        own = {*STORE_FILES, SEGMENT_DIRECTORY, STATUS_DIRECTORY, "lost+found"}  # the last one: of a file system's root
+        names = [entry.name for entry in store.iterdir() if not entry.name.startswith(INDEX_PREFIX)]
+        if others := sorted(name for name in names if name not in own):
+            files = f"{store} is a directory with other files ({', '.join(others[:3])}) and no store"
+            raise StoreUnavailableError(f"{files}: name a store, or a new or empty directory to create one")
+        if read_only:
+            raise StoreUnavailableError(f"{store} is an empty directory and no store")
 
 
 def sync_directory(path: Path) -> None:
@@ -255,10 +244,8 @@ def rewrite_meta_pages(directory: Path) -> None:
 
 
 def disown(directory: Path, number: int, page_bytes: int) -> None:
-    """Remove the snapshot of transaction ``number``: overwrite its meta page with that of the previous transaction. The
-    caller holds LMDB's write lock.
-
-    The copy is numbered ``number - 2``, so that LMDB uses the previous transaction's own page, whose number is higher.
+    """Remove the snapshot of transaction ``number``: overwrite its meta page with that of the previous transaction,
+    numbered ``number - 2``, so that LMDB uses the previous transaction's own page. The caller holds LMDB's write lock.
 
     :raises OSError: the disk failed; either version may be on disk.
     :raises CorruptStoreError: the pages are not those of these two transactions, for example because the files were
@@ -278,8 +265,8 @@ def disown(directory: Path, number: int, page_bytes: int) -> None:
 
 
 def _end_of(page: bytes) -> tuple[int, int] | None:
-    """Return the byte offset after the last page that a meta page of ``data.mdb`` lists, and the page size; None if
-    ``page`` is none.
+    """Return the end of the last page that a meta page lists, a byte offset, and the page size; None if it is no meta
+    page.
     """
     for header in _PAGE_HEADERS:
         if len(page) == _META_BYTES and _U32.unpack_from(page, header)[0] == _META_MAGIC:
@@ -328,8 +315,11 @@ class WriterLock:
                     self._lock(deadline, patience_s)
             self._depth += 1
             try:
-                if recover is not None and self.interrupted:
-                    recover()
+                if recover is not None:
+                    with translated_io(self._file.parent):
+                        interrupted = os.pread(self._fd, 1, 0) == _BEGUN
+                    if interrupted:
+                        recover()
                 yield
             finally:
                 self._depth -= 1
@@ -345,9 +335,7 @@ class WriterLock:
             return os.pread(self._fd, 1, 0) == _BEGUN
 
     def mark(self, *, begun: bool) -> None:
-        """Record for all processes that a commit starts (``begun``), or that it has completed. Not synced. The caller
-        must hold the lock.
-        """
+        """Record for all processes, unsynced, that a commit starts or has completed. The caller must hold the lock."""
         with translated_io(self._file.parent):
             os.pwrite(self._fd, _BEGUN if begun else _ENDED, 0)
 

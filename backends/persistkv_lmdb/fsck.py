@@ -139,9 +139,7 @@ def inspect(directory: Path) -> Finding:
 
 
 def main(directory: str, parent: int) -> NoReturn:
-    """Check the environment in the child, write one line to standard output, and exit with the value of the
-    ``Verdict``. The check ends when the process with the PID ``parent``, which started this one, ends.
-    """
+    """Check the environment in the child of the process ``parent``: write one line, exit with the verdict's value."""
     end_with(parent)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     verdict, reason = examine(Path(directory))
@@ -151,9 +149,8 @@ def main(directory: str, parent: int) -> NoReturn:
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies. Exit if it is already dead.
-
-    Otherwise a parent that is killed and restarted while it opens a store would run two checks at once.
+    """Have the kernel kill this process when its parent dies, and exit if it is dead: a parent that is killed and
+    restarted while it opens a store would run two checks at once.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call

@@ -5,10 +5,10 @@ Keys start with the namespace id (16 bytes), so a namespace is one key range in 
 
 from __future__ import annotations
 
-import enum
 import math
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import lmdb
@@ -40,16 +40,9 @@ _FORMAT_ROW, _FORMAT, _MAGIC = b"format", struct.Struct("<8sI"), b"PKVLMDB1"
 _CAPACITY_ROW, _CATALOGUE_ROW, _BYTES = b"capacity", b"catalogue", struct.Struct("<Q")
 _TTL_ROW, _TTL = b"ttl", struct.Struct("<d")
 _PLACEMENT_ROW = b"placement"
+INLINE = "inline"  # placement of payloads in LMDB, as values
+PLACEMENTS = (INLINE, "extents")  # the other one: in segment files; LMDB holds the extents (page ranges)
 SPACE_ROW = b"space"  # numbers of all, free and aging pages of the segment files
-
-
-class Placement(enum.Enum):
-    """Where the payloads of new packs are stored."""
-
-    INLINE = "inline"
-    """In LMDB, as values."""
-    EXTENTS = "extents"
-    """In segment files; LMDB holds the extents (page ranges) of each payload."""
 
 
 class OtherReleaseError(CorruptStoreError):
@@ -57,8 +50,8 @@ class OtherReleaseError(CorruptStoreError):
 
 
 class Transaction(Rows):
-    """One running LMDB transaction; each table is an LMDB database. Buffers that it returns are in mapped pages: they
-    are invalid after its next change of a row, and after it ends.
+    """One running LMDB transaction; tables are LMDB databases. Returned buffers are valid until its next change of a
+    row.
     """
 
     def __init__(self, txn: lmdb.Transaction[memoryview], databases: Mapping[str, _Database]) -> None:
@@ -120,11 +113,8 @@ def open_databases(env: lmdb.Environment, txn: lmdb.Transaction[memoryview] | No
     """
     try:
         meta = env.open_db(META.encode(), txn=txn, create=False)
-        if txn is not None:
-            _check_format(txn.get(_FORMAT_ROW, db=meta))
-        else:
-            with env.begin(buffers=True) as reading:
-                _check_format(reading.get(_FORMAT_ROW, db=meta))
+        with env.begin(buffers=True) if txn is None else nullcontext(txn) as reading:
+            _check_format(reading.get(_FORMAT_ROW, db=meta))
         return {name: env.open_db(name.encode(), txn=txn, create=False) for name in DATABASES}
     except (lmdb.NotFoundError, lmdb.IncompatibleError):
         raise CorruptStoreError("it is an LMDB environment of something else") from None
@@ -154,7 +144,7 @@ def read_policy(rows: Rows) -> Policy:
 
     :raises CorruptStoreError: the recorded placement is missing or unknown.
     """
-    return Policy(read_capacity(rows), read_ttl(rows), read_placement(rows).value)
+    return Policy(read_capacity(rows), read_ttl(rows), read_placement(rows))
 
 
 def read_ttl(rows: Rows) -> float | None:
@@ -172,16 +162,16 @@ def write_policy(rows: Rows, policy: Policy) -> None:
         rows.put(META, _TTL_ROW, _TTL.pack(policy.ttl_s))
 
 
-def read_placement(rows: Rows) -> Placement:
-    """Return where payloads of new packs are stored.
+def read_placement(rows: Rows) -> str:
+    """Return which of ``PLACEMENTS`` the store has.
 
     :raises CorruptStoreError: the row is missing or unknown.
     """
     row = bytes(rows.get(META, _PLACEMENT_ROW) or b"")
-    try:
-        return Placement(row.decode("ascii", "replace"))
-    except ValueError:
-        raise CorruptStoreError(f"its placement is {row!r}") from None
+    placement = row.decode("ascii", "replace")
+    if placement not in PLACEMENTS:
+        raise CorruptStoreError(f"its placement is {row!r}")
+    return placement
 
 
 def read_catalogue_bytes(rows: Rows) -> int:

@@ -33,25 +33,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import lmdb
 
 from persistkv.errors import CorruptStoreError, ProcessIdInUseError, StoreBusyError, StoreError
 from persistkv_lmdb import files
-from persistkv_lmdb.files import (
-    DATA_FILE,
-    GUARD_FILE,
-    LOCK_FILE,
-    SEGMENT_DIRECTORY,
-    WriterLock,
-    is_cut_short,
-    open_regular,
-    rewrite_meta_pages,
-    sync_directory,
-    translated_at_open,
-    translated_io,
-)
 from persistkv_lmdb.fsck import DAMAGE, inspect
 from persistkv_lmdb.layout import DATABASES
 
@@ -91,10 +77,10 @@ class Guard:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._joined = False
-        with translated_at_open(directory):
-            self.lock = WriterLock(directory)
+        with files.translated_at_open(directory):
+            self.lock = files.WriterLock(directory)
             try:
-                self._fd = open_regular(directory / GUARD_FILE, os.O_RDWR | os.O_CREAT)
+                self._fd = files.open_regular(directory / files.GUARD_FILE, os.O_RDWR | os.O_CREAT)
             except BaseException:
                 self.lock.close()
                 raise
@@ -111,7 +97,7 @@ class Guard:
         :raises CorruptStoreError: ``opened`` raised it, and the environment is another program's, passes the integrity
             check, or is open in another process.
         """
-        with self.lock.held(files.OPENING_PATIENCE_S), translated_at_open(self._directory):
+        with self.lock.held(files.OPENING_PATIENCE_S), files.translated_at_open(self._directory):
             if self._locked(fcntl.LOCK_EX):
                 self._open_alone(opened)
                 self.lock.mark(begun=False)
@@ -122,20 +108,16 @@ class Guard:
             self._share()
 
     def recover(self) -> None:
-        """Make an interrupted commit durable before the next transaction starts. The caller must hold the writer lock.
+        """Make an interrupted commit durable before the next transaction. The caller must hold the writer lock.
 
         :raises StoreError: the disk refuses the write.
         """
-        try:
+        with files.translated_io(self._directory, full=StoreError):  # eviction would not help
             self._sync_leftover()
-        except OSError as error:  # also ENOSPC: eviction would not help
-            raise StoreError(f"{self._directory}: {error.strerror or error}") from error
         self.lock.mark(begun=False)
 
     def suspect(self) -> None:
-        """Have the next process that opens the store for writing, while no other one has it open, check it. Ignore
-        write errors.
-        """
+        """Have the next process that opens the store for writing alone check it first. Ignore write errors."""
         with suppress(OSError):
             self._write(_State.SUSPECT)
 
@@ -154,19 +136,15 @@ class Guard:
         self.forget()
 
     def forget(self) -> None:
-        """Close both files without recording a clean shutdown; idempotent. A forked child does so with the files of its
-        parent.
-        """
+        """Close both files without recording a clean shutdown, for a forked child; idempotent."""
         self.lock.close()
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
 
     def _open_alone(self, opened: Callable[[], None]) -> None:
-        """Open the environment while this process excludes all other writers: after an unclean shutdown check it, and
-        quarantine it if it is damaged. On failure, the recorded state is the one from before the call.
-        """
-        before, exists = self._read(), (self._directory / DATA_FILE).exists()
+        """Open the environment while this process excludes other writers. On failure, restore the recorded state."""
+        before, exists = self._read(), (self._directory / files.DATA_FILE).exists()
         if before in (_State.OPEN, _State.SUSPECT) and exists:
             found = inspect(self._directory)
             if found.verdict in DAMAGE:
@@ -199,24 +177,24 @@ class Guard:
     def _sync_leftover(self) -> None:
         """Make durable the last commit and the names of new files, which a killed process may not have synced."""
         with suppress(FileNotFoundError):
-            rewrite_meta_pages(self._directory)
-        for name in (".", SEGMENT_DIRECTORY):
+            files.rewrite_meta_pages(self._directory)
+        for name in (".", files.SEGMENT_DIRECTORY):
             with suppress(FileNotFoundError):
-                sync_directory(self._directory / name)
+                files.sync_directory(self._directory / name)
 
     def _create(self, opened: Callable[[], None]) -> None:
         os.fsync(self._fd)  # first: it marks an interrupted creation as this program's
-        sync_directory(self._directory)
+        files.sync_directory(self._directory)
         for directory in self._directory.parents:  # their creator may have been killed before it synced them
             with suppress(OSError):
-                sync_directory(directory)
+                files.sync_directory(directory)
         try:
             opened()
         except BaseException:
             # An unmarked partial file would be refused for ever, and the name of a complete one never be synced. No
             # other process has written it, because this one holds the writer lock.
             with suppress(OSError):
-                (self._directory / DATA_FILE).unlink()
+                (self._directory / files.DATA_FILE).unlink()
             raise
 
     def _quarantine(self, reason: str) -> None:
@@ -229,13 +207,13 @@ class Guard:
         names = (name, *(f"{name}-{number}" for number in range(2, 100)))
         target = next((store / name for name in names if not (store / name).exists()), store / name)
         target.mkdir(0o700)
-        for name in (SEGMENT_DIRECTORY, LOCK_FILE, DATA_FILE):
+        for name in (files.SEGMENT_DIRECTORY, files.LOCK_FILE, files.DATA_FILE):
             file = store / name
             if file.exists():
                 size += _size(file)
                 file.rename(target / name)
-        sync_directory(target)
-        sync_directory(store)
+        files.sync_directory(target)
+        files.sync_directory(store)
         message = (
             "the store in %s is damaged (%s): renamed its files (%d bytes) to %s and created an empty store. The "
             "renamed files count towards no capacity; persistkv prune lmdb://%s --quarantined deletes them"
@@ -250,8 +228,8 @@ class Guard:
         return True
 
     def _share(self) -> None:
-        """Take a shared lock on the guard file and record that the store is open: a process that closed it meanwhile
-        may have recorded a clean shutdown.
+        """Take a shared lock on the guard file, and record again that the store is open: another process may have
+        closed it.
         """
         deadline = time.monotonic() + CLOSING_PATIENCE_S
         while not self._locked(fcntl.LOCK_SH):
@@ -291,7 +269,7 @@ def open_lmdb(path: Path, *, read_only: bool) -> lmdb.Environment:
     :raises CorruptStoreError: ``data.mdb`` is shorter than it was and damaged; it was not changed.
     :raises lmdb.Error: the environment cannot be opened, also because of other damage.
     """
-    if is_cut_short(path) and (found := inspect(path)).verdict in DAMAGE:
+    if files.is_cut_short(path) and (found := inspect(path)).verdict in DAMAGE:
         raise CorruptStoreError(f"{path}: {found.reason}")
     env = _opened(path, read_only)
     pid = str(os.getpid())  # LMDB lists a header line, then a line per slot, which starts with the PID
@@ -339,32 +317,23 @@ def _clear_from_child(store: Path) -> None:
         logger.warning("%s: stale readers with this process's PID could not be cleared: %s", store, error)
 
 
-class Quarantined(NamedTuple):
-    """Directory, inside the store's, into which the files of a damaged environment were renamed."""
-
-    directory: Path
-    num_bytes: int  # on disk
-
-
-def quarantined(store: Path) -> list[Quarantined]:
-    """Return the quarantined environments of a store, one directory each, oldest first."""
-    found = []
+def quarantined(store: Path) -> dict[Path, int]:
+    """Return the directories of a store's quarantined environments, oldest first, and the bytes on disk of each."""
+    found = {}
     for entry in sorted(store.glob(f"{_QUARANTINE_PREFIX}*")):
         if entry.is_dir() and not entry.is_symlink():
             with suppress(OSError):  # another process is deleting it
-                found.append(Quarantined(entry, _size(entry)))
+                found[entry] = _size(entry)
     return found
 
 
 def delete_quarantined(store: Path) -> int:
-    """Delete the quarantined environments of a store; return the bytes on disk that they took.
-
-    :raises StoreError: one cannot be deleted; those before it have been deleted.
-    """
-    for entry in (found := quarantined(store)):
-        with translated_io(entry.directory):
-            shutil.rmtree(entry.directory)
-    return sum(entry.num_bytes for entry in found)
+    """Delete the quarantined environments of a store, oldest first; return the bytes on disk that they took."""
+    found = quarantined(store)
+    for directory in found:
+        with files.translated_io(directory):
+            shutil.rmtree(directory)
+    return sum(found.values())
 
 
 def _size(path: Path) -> int:

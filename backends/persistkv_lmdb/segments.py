@@ -99,9 +99,9 @@ class SegmentFiles:
         self._direct = True
 
     def grow(self, segment: int, before: int, pages: int) -> None:
-        """Extend a segment file to ``pages`` pages, and allocate disk space for all of them.
+        """Extend a segment file from ``before`` pages, as LMDB records it, to ``pages`` pages; allocate disk space for
+        them.
 
-        :param before: present number of pages of the segment, as LMDB records it.
         :raises StoreFullError: the disk has no space for them; the file is truncated to ``before`` pages.
         """
         with translated_io(self._path):
@@ -116,11 +116,9 @@ class SegmentFiles:
             self._unnamed = self._unnamed or not before
 
     def fit(self, segments: Mapping[int, int]) -> None:
-        """Give each segment file the length that LMDB records: truncate longer files, extend shorter or lost ones.
+        """Give each segment file the number of pages that LMDB records: truncate longer files, extend shorter or lost
+        ones. Packs whose bytes were lost fail verification when they are read.
 
-        Packs whose bytes were lost fail verification when they are read.
-
-        :param segments: number of pages by segment number. Files of other segments are truncated to zero bytes.
         :raises StoreFullError: the disk has no space for a lost file.
         """
         with translated_io(self._path):
@@ -136,11 +134,8 @@ class SegmentFiles:
     def write(self, extents: Sequence[Extent], stream: Iterator[Buffer]) -> int:
         """Start writing a payload to its extents. The stream's buffers are in use until ``settle`` or ``sync`` returns.
 
-        :returns: length of the payload in bytes, padded to a multiple of 4 KiB. Pages of the extents beyond this length
-            are not written.
-        :raises StoreFullError: the file system has no space, although space was allocated for the extents. ``settle``
-            and ``sync`` may raise it, too.
-        :raises StoreError: the extents are too short, or the disk failed.
+        :returns: length of the payload in bytes, padded to a multiple of 4 KiB. The rest of the extents is not written.
+        :raises StoreError: the extents are too short, or the disk failed. ``settle`` and ``sync`` may raise it, too.
         """
         written = 0
         for buffers in self._bounce.aligned(stream):
@@ -165,9 +160,8 @@ class SegmentFiles:
         return written
 
     def settle(self) -> None:
-        """Wait until all started writes have ended. Their buffers are then no longer in use, even if a write failed.
-
-        :raises StoreError: one of them failed.
+        """Wait until all started writes have ended. Their buffers are then not in use, even if a write failed, which
+        raises a StoreError.
         """
         wait(self._writes)
         try:
@@ -189,8 +183,7 @@ class SegmentFiles:
     def sync(self) -> None:
         """Make payloads, file lengths and file names durable.
 
-        :raises StoreError: some of it may be lost. The caller must roll back, not retry: a second call would not report
-            the loss.
+        :raises StoreError: some of it may be lost. The caller must roll back: a second call would not report the loss.
         """
         self.settle()
         with translated_io(self._path):
@@ -270,8 +263,7 @@ class SegmentFiles:
     def _read(self, run: _Run, buffers: Sequence[memoryview], direct: bool | None) -> bool:
         """Read bytes of a file into buffers; return False if the file is lost or too short.
 
-        An O_DIRECT read near the end of a file may return fewer bytes than the file holds. A read that O_DIRECT did not
-        complete is therefore repeated through the page cache.
+        An O_DIRECT read near the end of a file may be incomplete. It is therefore repeated through the page cache.
         """
         try:
             fds = self._descriptors(run.segment)
@@ -294,7 +286,6 @@ class SegmentFiles:
 
     def _is_refusal(self, error: OSError, buffers: Sequence[memoryview]) -> bool:
         """Return whether an I/O error means that O_DIRECT was refused. If the buffers are aligned, stop using it.
-
         Alignment is checked only after a failure: checking before each transfer would take longer.
         """
         if error.errno not in _NO_DIRECT:
@@ -314,14 +305,9 @@ class SegmentFiles:
     def _opened(self, segment: int, create: bool) -> _Descriptors:
         name = f"{segment:08d}.seg"
         access = os.O_RDONLY if self._read_only else os.O_RDWR
+        self._unnamed = self._unnamed or create  # also if the file exists: one more sync per process
         with self._directory(create=create) as directory:
-            try:
-                buffered = open_regular(name, access, dir_fd=directory)
-            except FileNotFoundError:
-                if not create:
-                    raise
-                self._unnamed = True
-                buffered = open_regular(name, os.O_RDWR | os.O_CREAT, dir_fd=directory)
+            buffered = open_regular(name, access | os.O_CREAT if create else access, dir_fd=directory)
             try:
                 return _Descriptors(buffered, open_regular(name, access | os.O_DIRECT, dir_fd=directory))
             except OSError as error:
@@ -336,7 +322,6 @@ class SegmentFiles:
         if create:
             with suppress(FileExistsError):
                 os.mkdir(SEGMENT_DIRECTORY, 0o700, dir_fd=self._store)
-                self._unnamed = True
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(SEGMENT_DIRECTORY, flags, dir_fd=self._store)
         try:
@@ -354,8 +339,8 @@ class SegmentFiles:
 
 
 def _runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_Run]:
-    """Yield the file ranges that hold ``length`` bytes of a payload, from byte ``offset`` of the payload on: fewer
-    bytes if the extents end earlier.
+    """Yield the file ranges that hold ``length`` bytes of a payload from byte ``offset`` on: fewer if the extents end
+    earlier.
     """
     for extent in extents:
         size = extent.pages * PAGE_BYTES
@@ -370,9 +355,8 @@ def _runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_R
 def _neighbours_of(
     wanted: Sequence[tuple[Sequence[Extent], int, Sequence[memoryview]]], lengths: Sequence[int]
 ) -> list[list[_Piece]]:
-    """Return the pieces of a read request (see ``SegmentFiles.read``), grouped: those of a group are contiguous.
-
-    :param lengths: bytes of all buffers, for each part. If a payload ends early, its pieces have fewer bytes.
+    """Return the pieces of a read request (see ``SegmentFiles.read``), grouped: those of a group are contiguous. If a
+    payload ends early, its pieces have fewer bytes than ``lengths`` (of all buffers, for each part) says.
     """
     groups: list[list[_Piece]] = []
     end = (-1, 0)
@@ -417,7 +401,6 @@ def write_all(fd: int, buffers: Sequence[memoryview], offset: int, unit: int = 1
     """Write all bytes of the buffers to a file, from byte ``offset`` of the file on.
 
     :param unit: after a short write, continue after a multiple of this many bytes: 4096 for O_DIRECT.
-    :raises OSError: the write failed; some bytes may have been written.
     """
     rest = list(buffers)
     while rest:
@@ -432,16 +415,12 @@ def write_all(fd: int, buffers: Sequence[memoryview], offset: int, unit: int = 1
 def read_all(fd: int, buffers: Sequence[memoryview], offset: int, unit: int = 1) -> bool:
     """Fill the buffers from byte ``offset`` of a file on; return False, with undefined content in the buffers, if the
     file ends too early or a system call reads a number of bytes that is not a multiple of ``unit``.
-
-    :raises OSError: the read failed.
     """
     rest = list(buffers)
     while rest:
         done = os.preadv(fd, rest[:_MOST_BUFFERS], offset)
         if not done or done % unit:
             return False
-        if len(rest) <= _MOST_BUFFERS and done == sum(map(len, rest)):
-            return True
         rest = after_bytes(rest, done)
         offset += done
     return True
@@ -471,9 +450,7 @@ class Bounce:
     """Aligned memory of fixed size, through which unaligned buffers are copied before they are written.
 
     :param settle: waits until all writes from the memory have ended; called before the memory is reused.
-    :param first: bytes of the first batch of a stream.
-    :param later: bytes of every other batch.
-    :param size: bytes of the memory, a multiple of 4 KiB like ``first`` and ``later``.
+    :param first: bytes of the first batch of a stream; ``later``: of every other one; ``size``: of the memory.
     """
 
     def __init__(
@@ -489,12 +466,9 @@ class Bounce:
         self._lent = False
 
     def aligned(self, stream: Iterator[Buffer]) -> Iterator[list[memoryview]]:
-        """Yield the stream's bytes as lists of aligned buffers, one list (batch) per write.
-
-        Buffers that are already aligned are yielded without a copy, and are valid as long as the stream's buffers. The
-        end of the stream is padded with zeros to a multiple of 4 KiB.
-
-        :raises Exception: errors of ``settle``.
+        """Yield the stream's bytes as lists of aligned buffers, one list (batch) per write, padded with zeros to a
+        multiple of 4 KiB. Buffers that are aligned are yielded without a copy, and are valid as long as the stream's
+        buffers.
         """
         memory, most = self._memory, self._first
         batch: list[memoryview] = []
@@ -526,9 +500,8 @@ class Bounce:
             yield batch
 
     def _copy(self, piece: Buffer, at: int) -> int:
-        """Copy as much of ``piece`` as fits to the memory, from byte ``at`` on; return the number of bytes.
-
-        Before the first copy of a batch, wait until the writes of earlier batches no longer use the memory.
+        """Copy as much of ``piece`` as fits to the memory, from byte ``at`` on; return the number of bytes. Before the
+        first copy of a batch, wait until the writes of earlier batches no longer use the memory.
         """
         count = min(len(piece), len(self._memory) - at)
         if count and not at:

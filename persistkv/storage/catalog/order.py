@@ -1,17 +1,9 @@
 """Eviction order of packs and manifests, and the store's clock, which measures ages and ttl.
 
-1. A batch that uses anything is one moment, even if it takes several transactions. A pack is listed at the moment of
-   its last use, a manifest at the moment at which it was written. At the same moment, packs of unknown depth precede
-   all others, deeper packs precede shallower ones, and manifests are last. Packs and manifests of low priority precede
-   all others.
-2. Writing a manifest uses its chain (all packs that it names) at one moment, so a pack is never listed before the packs
-   that depend on it.
-3. The time of a use, on the store's clock, is greater than that of every use at an earlier moment. Therefore the order
-   by moment is also the order by time, within each priority.
-
-Manifests with a ttl of their own are also listed in the table ``EXPIRIES``.
-
-Readers of the table ``ORDER`` skip entries that are duplicate or wrong because of damage.
+The package's docstring has the rules of the order. A batch that uses anything is one moment, even if it takes several
+transactions. The time of a use, on the store's clock, is greater than that of every use at an earlier moment: the order
+by moment is also the order by time, within each priority. Manifests with a ttl of their own are also listed in the
+table ``EXPIRIES``. Readers of the table ``ORDER`` skip entries that are duplicate or wrong because of damage.
 
 A machine's wall clock may jump: a wrong RTC at boot, an NTP step, a restored snapshot. Therefore the store has its own
 clock. It starts at the wall clock's time and advances by elapsed time that two clocks confirm:
@@ -68,12 +60,9 @@ _CLOCK = struct.Struct("<Qddd16sdd")
 class Reading(NamedTuple):
     """The machine's clocks at one moment."""
 
-    wall: float
-    """Seconds since the epoch."""
-    since_boot: float
-    """Seconds since boot, suspended time included."""
-    boot: bytes
-    """16 bytes that identify the boot."""
+    wall: float  # seconds since the epoch
+    since_boot: float  # seconds, suspended time included
+    boot: bytes  # 16 bytes that identify the boot
 
     @classmethod
     def now(cls) -> Reading:
@@ -83,10 +72,8 @@ class Reading(NamedTuple):
 class StoreClock(NamedTuple):
     """A recorded reading of the store's own clock, which measures ages and ttl and ignores jumps of the wall clock."""
 
-    time: float
-    """The store's time at the reading: seconds since the epoch."""
+    time: float  # of the store at the reading: seconds since the epoch
     at: Reading
-    """The machine's clocks at the reading."""
     unconfirmed: float = 0.0
     """Seconds between two boots that ``time`` does not include, because the wall clock has not confirmed them yet."""
     unconfirmed_since: float = 0.0
@@ -181,16 +168,6 @@ def _expiry(rows: Rows, found: bytes, chain: Chain) -> float:
     return chain.expires if use is None else max(chain.expires, use.time + chain.ttl_s)
 
 
-class Candidate(NamedTuple):
-    """A pack or manifest that may be evicted."""
-
-    name: bytes
-    """Namespace and pack id, or namespace and digest of the manifest's id."""
-    is_manifest: bool
-    time: float
-    """Last use of a pack, or writing of a manifest: seconds since the epoch, on the store's clock."""
-
-
 class EvictionOrder:
     """The eviction order within one write transaction. A *name* is the key of a row in ``USES`` or ``CHAINS``.
 
@@ -216,19 +193,18 @@ class EvictionOrder:
 
     def add_pack(self, name: bytes, depth: int, pins: int) -> None:
         """List a new pack as used now; parameters as in ``Use``."""
-        self._put(name, Use(self.moment, self.time, depth, pins, named=0))
+        self.put(name, Use(self.moment, self.time, depth, pins, named=0))
 
     def touch(self, name: bytes, named: int = 0) -> bool:
         """Record that a pack was used now; return False if it is not listed.
 
         :param named: lower bound for ``Use.named``: the priority of a manifest that names the pack now.
         """
-        use = self.use(name)
-        if use is None:
+        if (use := self.use(name)) is None:
             return False
         used = use._replace(moment=self.moment, time=self.time, named=max(use.named, named))
         if used != use:
-            self._put(name, used, use)
+            self.put(name, used, use)
         return True
 
     def use(self, name: bytes) -> Use | None:
@@ -238,7 +214,7 @@ class EvictionOrder:
     def pin(self, name: bytes, count: int) -> None:
         """Add ``count``, which may be negative, to a pack's ``Use.pins``."""
         if (use := self.use(name)) is not None:
-            self._put(name, use._replace(pins=min(max(0, use.pins + count), _MAX_PINS)), use)
+            self.put(name, use._replace(pins=min(max(0, use.pins + count), _MAX_PINS)), use)
 
     def remove_pack(self, name: bytes) -> None:
         if (use := self.use(name)) is not None:
@@ -248,17 +224,13 @@ class EvictionOrder:
     def add_manifest(self, name: bytes, flags: int, ttl_s: float, packs: tuple[bytes, ...]) -> None:
         """List a new manifest as written now; parameters as in ``Chain``."""
         chain = Chain(self.moment, self.time, flags, ttl_s, self.time + ttl_s if ttl_s else 0.0, packs)
-        self._put(name, chain)
+        self.put(name, chain)
         if ttl_s:
             self._rows.put(EXPIRIES, EXPIRY_KEY.pack(chain.expires, name), b"")
 
     def chain(self, name: bytes) -> Chain | None:
         """Return a manifest's chain; None if it is not held or its row is damaged."""
         return Chain.decode(self._rows.get(CHAINS, name))
-
-    def reflag(self, name: bytes, chain: Chain, flags: int) -> None:
-        """Replace the flags of a manifest, whose present chain is ``chain``."""
-        self._put(name, chain._replace(flags=flags), chain)
 
     def remove_manifest(self, name: bytes, chain: Chain) -> None:
         """Remove a manifest, whose present chain is ``chain``."""
@@ -289,35 +261,30 @@ class EvictionOrder:
                 self._rows.put(EXPIRIES, EXPIRY_KEY.pack(expires, name), b"")
                 self._rows.put(CHAINS, name, chain._replace(expires=expires).encode())
 
-    def oldest(self, low: bool | None = None) -> Iterator[Candidate]:
-        """Iterate over the candidates in eviction order, and delete damaged entries. The caller may change the order
-        meanwhile.
+    def oldest(self, low: bool | None = None) -> Iterator[tuple[bytes, Use | Chain]]:
+        """Iterate over the names and rows of packs and manifests in eviction order, and delete damaged entries. The
+        caller may change the order meanwhile.
 
         :param low: True: only candidates of low priority; False: only the others; None: all.
         """
         key = b"\1" if low is False else b""
         while (found := self._rows.first(ORDER, key)) is not None and not (low and found[:1] != b"\0"):
-            if (candidate := self._candidate(found)) is None:
-                self._rows.delete(ORDER, found)
-            else:
-                yield candidate
             key = found + b"\0"
+            row, name = None, found[-NAME_BYTES:]
+            if len(found) == ORDER_KEY.size:
+                row = self.chain(name) if ORDER_KEY.unpack(found)[3] == MANIFEST else self.use(name)
+            if row is not None and row.order_key(name) == found:
+                yield name, row
+            else:
+                self._rows.delete(ORDER, found)
 
     def finish(self) -> None:
         """Record the clock if the transaction used anything (``counts``), after a reboot, or if the skew changed."""
         if self.counts or self._clock_changed:
             write_clock(self._rows, self.moment, self._clock)
 
-    def _candidate(self, found: bytes) -> Candidate | None:
-        """Return the candidate that a key of the table ``ORDER`` lists; None if the key is damaged or out of date."""
-        if len(found) != ORDER_KEY.size:
-            return None
-        _, _, _, kind, name = ORDER_KEY.unpack(found)
-        row = self.chain(name) if kind == MANIFEST else self.use(name)
-        listed = row is not None and row.order_key(name) == found
-        return Candidate(name, kind == MANIFEST, row.time) if row is not None and listed else None
-
-    def _put(self, name: bytes, row: Use | Chain, before: Use | Chain | None = None) -> None:
+    def put(self, name: bytes, row: Use | Chain, before: Use | Chain | None = None) -> None:
+        """Write the row of a pack or manifest, in place of ``before``."""
         if before is not None:
             self._rows.delete(ORDER, before.order_key(name))
         self._rows.put(USES if isinstance(row, Use) else CHAINS, name, row.encode())

@@ -109,14 +109,10 @@ EXPIRY_KEY = struct.Struct(">d32s")  # in the table ``EXPIRIES``: ``Chain.expire
 class Use(NamedTuple):
     """Last use of a pack."""
 
-    moment: int
-    """Number of the commit that used the pack last; only commits that use anything count (see module ``order``)."""
-    time: float
-    """Time of the last use: seconds since the epoch, on the store's clock."""
-    depth: int
-    """Smallest ``Frame.depth`` of the pack's frames, in blocks; UNKNOWN_DEPTH if it is not known."""
-    pins: int
-    """Number of pinned manifests that name the pack. If there is one, ``ORDER`` does not list it."""
+    moment: int  # number of the commit that used the pack last; only commits that use anything count
+    time: float  # of the last use: seconds since the epoch, on the store's clock
+    depth: int  # smallest ``Frame.depth`` of the pack's frames, in blocks; UNKNOWN_DEPTH if it is not known
+    pins: int  # number of pinned manifests that name the pack; if there is one, ``ORDER`` does not list it
     named: int
     """Manifests that have named the pack since it was written. 0: none; ``NAMED_LOW``: only manifests of low priority;
     ``NAMED``: at least one of normal priority."""
@@ -125,13 +121,9 @@ class Use(NamedTuple):
     def pinned(self) -> bool:
         return self.pins > 0
 
-    @property
-    def low(self) -> bool:
-        return self.named == NAMED_LOW
-
     def order_key(self, name: bytes) -> bytes:
         """Return the key in ``ORDER`` of the pack with the key ``name``."""
-        return ORDER_KEY.pack(not self.low, self.moment, UNKNOWN_DEPTH - self.depth, PACK, name)
+        return ORDER_KEY.pack(self.named != NAMED_LOW, self.moment, UNKNOWN_DEPTH - self.depth, PACK, name)
 
     def encode(self) -> bytes:
         return _USE.pack(*self)
@@ -145,36 +137,24 @@ class Use(NamedTuple):
 class Chain(NamedTuple):
     """A manifest's packs, flags and ttl, and the commit that wrote it."""
 
-    moment: int
-    """Number of the commit that wrote the manifest; only commits that use anything are counted."""
-    time: float
-    """Time at which the manifest was written: seconds since the epoch, on the store's clock."""
+    moment: int  # number of the commit that wrote the manifest; only commits that use anything are counted
+    time: float  # at which the manifest was written: seconds since the epoch, on the store's clock
     flags: int
     """``PINNED`` (not listed in ``ORDER``), ``LOW`` (priority: evicted before all others), and ``ORDERED``: ``packs``
     are in the order of the request's tokens; otherwise their order has no meaning."""
-    ttl_s: float
-    """Seconds from the last use of the last of ``packs`` to the expiry of the manifest; 0: no ttl of its own."""
+    ttl_s: float  # seconds from the last use of the last of ``packs`` to the expiry of the manifest; 0: never
     expires: float
     """Earliest time of expiry, on the store's clock, under which ``EXPIRIES`` lists the manifest; 0 without ``ttl_s``.
     A use does not change this time. When it has passed, the last use of the last pack decides."""
-    packs: tuple[bytes, ...]
-    """Ids of the packs, from the beginning of the context on."""
+    packs: tuple[bytes, ...]  # ids, from the beginning of the context on
 
     @property
     def pinned(self) -> bool:
         return bool(self.flags & PINNED)
 
-    @property
-    def ordered(self) -> bool:
-        return bool(self.flags & ORDERED)
-
-    @property
-    def low(self) -> bool:
-        return bool(self.flags & LOW)
-
     def order_key(self, name: bytes) -> bytes:
         """Return the key in ``ORDER`` of the manifest with the key ``name``."""
-        return ORDER_KEY.pack(not self.low, self.moment, UNKNOWN_DEPTH, MANIFEST, name)
+        return ORDER_KEY.pack(not self.flags & LOW, self.moment, UNKNOWN_DEPTH, MANIFEST, name)
 
     def encode(self) -> bytes:
         return _CHAIN.pack(*self[:-1]) + b"".join(self.packs)
@@ -184,20 +164,17 @@ class Chain(NamedTuple):
         """Decode the value of a row in ``CHAINS``; return None if the row is missing or damaged."""
         if row is None or len(row) < _CHAIN.size or (len(row) - _CHAIN.size) % ID_BYTES:
             return None
-        moment, seconds, flags, ttl_s, expires = _CHAIN.unpack_from(row)
         ids = bytes(row[_CHAIN.size :])
         packs = tuple(ids[start : start + ID_BYTES] for start in range(0, len(ids), ID_BYTES))
-        return cls(moment, seconds, flags, ttl_s, expires, packs)
+        return cls._make((*_CHAIN.unpack_from(row), packs))
 
 
 @dataclass
 class NamespaceState:
     """A namespace's change count and exact totals, as in ``BackendStats``: one row, which commits update."""
 
-    generation: bytes
-    """8 random bytes, part of each cursor: a deleted and recreated namespace does not accept cursors from before."""
-    sequence: int = 0
-    """Number of packs added or removed since the namespace was created: the sequence number of the last change."""
+    generation: bytes  # 8 random bytes, part of each cursor: a recreated namespace does not accept earlier cursors
+    sequence: int = 0  # number of packs added or removed since the namespace was created, that of the last change
     packs: int = 0
     blocks: int = 0
     requests: int = 0

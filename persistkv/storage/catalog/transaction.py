@@ -8,7 +8,7 @@ from itertools import islice, takewhile
 from typing import Protocol
 
 from persistkv.storage.backend import CommitBatch, ManifestWrite
-from persistkv.storage.catalog.order import Candidate, EvictionOrder
+from persistkv.storage.catalog.order import EvictionOrder
 from persistkv.storage.catalog.rows import (
     ADDED,
     LINKS,
@@ -25,8 +25,10 @@ from persistkv.storage.catalog.rows import (
     REMOVED,
     SEQUENCE,
     STATES,
+    Chain,
     NamespaceState,
     Rows,
+    Use,
     encode_change,
     manifest_row,
     manifests_of,
@@ -135,24 +137,21 @@ class CatalogTransaction:
         """Return the packs that ``add`` would write: those that are not held, or whose table is damaged."""
         return [pack for pack in packs if not self._holds(self._namespace + pack.pack_id)]
 
-    def evict(
-        self, is_enough: Callable[[], bool], at_most: int, helps: Callable[[bytes], bool] = lambda pack: True
-    ) -> Evicted:
+    def evict(self, is_enough: Callable[[], bool], at_most: int) -> Evicted:
         """Evict in eviction order until a goal is met.
 
         :param is_enough: returns whether the goal is met; called before the first eviction and after each.
         :param at_most: maximum number of packs and manifests to evict.
-        :param helps: returns whether evicting a pack, given by name, helps to reach the goal; others are skipped.
         """
         if is_enough():
             return Evicted.ENOUGH
-        for candidate in self._order.oldest():
-            if candidate.name in self._keep or not (candidate.is_manifest or helps(candidate.name)):
+        for name, row in self._order.oldest():
+            if name in self._keep:
                 continue
             if not at_most:
                 return Evicted.SOME
             at_most -= 1
-            self._remove(candidate)
+            self._remove(name, row)
             if is_enough():
                 return Evicted.ENOUGH
         return Evicted.ALL
@@ -173,14 +172,14 @@ class CatalogTransaction:
         if ttl_s is None:
             return
         for low in (True, False):
-            for candidate in self._order.oldest(low):
-                if candidate.time > self._order.time:  # damaged: nothing is used later than now
+            for name, row in self._order.oldest(low):
+                if row.time > self._order.time:  # damaged: nothing is used later than now
                     continue
-                if not at_most or candidate.time >= self._order.time - ttl_s:
+                if not at_most or row.time >= self._order.time - ttl_s:
                     break
-                if candidate.name not in self._keep:
+                if name not in self._keep:
                     at_most -= 1
-                    self._remove(candidate)
+                    self._remove(name, row)
 
     def _expire_manifest(self, name: bytes) -> None:
         chain = self._order.chain(name)
@@ -242,11 +241,11 @@ class CatalogTransaction:
         self._order.add_pack(name, depth, self._pins_of(name))
         self._state.count(pack.table, 1)
 
-    def _remove(self, candidate: Candidate) -> None:
-        if candidate.is_manifest:
-            self._drop_manifest(candidate.name)
+    def _remove(self, name: bytes, row: Use | Chain) -> None:
+        if isinstance(row, Chain):
+            self._drop_manifest(name)
         else:
-            self._delete(candidate.name)
+            self._delete(name)
 
     def _delete(self, name: bytes, *, alone: bool = False) -> None:
         """Delete a pack and the manifests that name it; unless ``alone``, also their later packs that no other manifest
@@ -326,7 +325,7 @@ class CatalogTransaction:
             self._rows.delete(LINKS, pack + digest)
             if chain.pinned:
                 self._order.pin(pack, -1)
-        return packs[packs.index(behind) + 1 :] if behind in packs and chain.ordered else []
+        return packs[packs.index(behind) + 1 :] if behind in packs and chain.flags & ORDERED else []
 
     def _pins_of(self, pack: bytes) -> int:
         """Return the number of pinned manifests that name a pack."""
@@ -338,7 +337,7 @@ class CatalogTransaction:
         chain = self._order.chain(name)
         if chain is None or chain.pinned == pinned:
             return
-        self._order.reflag(name, chain, chain.flags ^ PINNED)
+        self._order.put(name, chain._replace(flags=chain.flags ^ PINNED), chain)
         for pack_id in chain.packs:
             self._order.pin(self._namespace + pack_id, 1 if pinned else -1)
 

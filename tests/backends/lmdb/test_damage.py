@@ -189,7 +189,7 @@ for read_only in (True, False):
 def test_open_short_file_that_passes_inspection_keeps_content(
     open_store: Opener, path: Path, filled: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("persistkv_lmdb.opening.is_cut_short", lambda _: True)
+    monkeypatch.setattr("persistkv_lmdb.files.is_cut_short", lambda _: True)
     assert len(list(open_store().namespaces())) == 1
 
 

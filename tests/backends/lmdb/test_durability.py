@@ -21,7 +21,7 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack
-from persistkv_lmdb import LmdbBackend, opening
+from persistkv_lmdb import LmdbBackend, files
 from persistkv_lmdb.fsck import Verdict, inspect
 from tests.backends.lmdb.conftest import Opener
 
@@ -60,7 +60,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return recorded
 
     for kind in ("rewrite_meta_pages", "sync_directory"):
-        monkeypatch.setattr(opening, kind, recording(kind, getattr(opening, kind)))
+        monkeypatch.setattr(files, kind, recording(kind, getattr(files, kind)))
     return kinds
 
 

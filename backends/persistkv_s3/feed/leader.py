@@ -202,10 +202,7 @@ class Leader:
             self._clear_inbox(by_namespace)
 
     def resign(self) -> None:
-        """Do a last round, and give up the leadership. For a handle that closes: every later round resigns, too.
-
-        :raises StoreError: the head still names this handle; another one takes over after ``TAKEOVER_S``.
-        """
+        """Do a last round, and give up the leadership; if it fails, another handle takes over after ``TAKEOVER_S``."""
         self._resigning = True
         self.round()
 
@@ -353,15 +350,12 @@ class Leader:
         now, capacity, ttl_s = self._bucket.now(), head.capacity, head.ttl_s
         excess = 0 if capacity is None else sum(size for size, _, _ in fresh.values()) - capacity
         if oldest and (excess > 0 or (ttl_s is not None and oldest[0][0] < now - ttl_s)):
-            until = oldest[1][0] if len(oldest) > 1 else now
-            self._evict_from(oldest[0][1], now, ttl_s, excess, until)
+            namespace, until = oldest[0][1], oldest[1][0] if len(oldest) > 1 else now
         else:
             expires, namespace = min(((expires, name) for name, (_, _, expires) in fresh.items()), default=(now, b""))
-            if expires < now:
-                self._evict_from(namespace, now, None, 0, now)
-
-    def _evict_from(self, namespace: bytes, now: float, ttl_s: float | None, excess: int, until: float) -> None:
-        """Add evictions to the next feed object of a namespace; see ``Catalogue.plan_eviction``."""
+            if expires >= now:
+                return
+            ttl_s, excess, until = None, 0, now
         session = self._session(namespace)
         if session is None:
             return
@@ -377,9 +371,7 @@ class Leader:
             logger.info("evicting %d packs", len(gone))
 
     def _fresh(self, namespace: bytes, held: NamespaceHead) -> tuple[int, float, float]:
-        """Return bytes, time of the oldest use and earliest expiry by a manifest's own ttl, from the local catalogue if
-        it has the position of the head, else from the head.
-        """
+        """Return ``Catalogue.retention`` if the local catalogue has the position of the head, else that of the head."""
         session = self._opened.get(namespace)
         if session is None or session.catalogue.position.position != held.position:
             return held.num_bytes, held.oldest, held.expires

@@ -451,6 +451,12 @@ class NamespaceSession:
         """Return the listing of this namespace's commits in the inbox. The leader deletes merged ones later."""
         return list(self._bucket.list(f"{self._names.inbox_prefix}{self.namespace.hex()}-"))
 
+    def unmerged(self, infos: dict[InboxName, ObjectInfo]) -> list[InboxName]:
+        """Return those of the commits that the feed does not contain, oldest first; those of a writer are in order."""
+        merged = self.catalogue.merged() if infos else {}
+        new = (name for name in infos if name.number > merged.get(name.writer, 0))
+        return sorted(new, key=lambda name: (infos[name].modified, name))
+
     def read_inbox(self, found: Iterable[ObjectInfo]) -> None:
         """Apply to the local catalogue those inbox commits that the feed does not contain.
 
@@ -459,13 +465,8 @@ class NamespaceSession:
         with self._lock:
             small = (info for info in found if info.size <= MAX_INBOX_BYTES)
             infos = {name: info for info in small if (name := parse_inbox(info.key)) is not None}
-            merged = self.catalogue.merged() if infos else {}
             self._read &= infos.keys()
-            new = [
-                name
-                for name in sorted(infos, key=lambda name: (infos[name].modified, name))
-                if name not in self._read and name.writer != self.writer and name.number > merged.get(name.writer, 0)
-            ]
+            new = [name for name in self.unmerged(infos) if name not in self._read and name.writer != self.writer]
             for name, entry in self._bucket.each(self.read_commit, new, _AT_ONCE):
                 self._read.add(name)
                 if entry is None:  # merged and deleted since the head was read, or unreadable

@@ -91,7 +91,7 @@ class StoreHead:
                 if not condition:
                     etag = self._bucket.get_if_changed(self._names.head, None)[1]
                     condition = etag.strip('"') if head.unquoted else etag
-                self._bucket.put(self._names.head, self._encoded(head), condition=condition)
+                self._put(head, condition)
             self._etag = ""
             self.poll()
 
@@ -121,8 +121,7 @@ class StoreHead:
             head.beat = self.head.beat + 1
             etag = self._etag.strip('"') if self.head.unquoted else self._etag
             try:
-                written = self._bucket.put(self._names.head, self._encoded(head), condition=etag)
-                self._adopt(head, written)
+                self._adopt(head, self._put(head, etag))
                 return True
             except ConditionFailedError:
                 self.poll()
@@ -134,9 +133,9 @@ class StoreHead:
     def _adopt(self, head: Head, etag: str) -> None:
         self.head, self._etag, self.changed_at = head, etag, self._bucket.clock.monotonic()
 
-    def _encoded(self, head: Head) -> list[bytes]:
+    def _put(self, head: Head, condition: str) -> str:
         data = self._authenticator.signed(NO_NAMESPACE, _SIGNED_AS, [encode_head(head)])
-        return [bytes(piece) for piece in data]
+        return self._bucket.put(self._names.head, data, condition=condition)
 
     def _probe(self) -> bool:
         """Check that the server honours conditional PUTs; return whether it needs ETags without quotes."""
@@ -156,10 +155,9 @@ class StoreHead:
         etag = bucket.put(key, [b"persistkv"])
         other = '"00000000000000000000000000000000"'
         try:
-            if holds(ABSENT):
-                raise StoreUnavailableError(f"{self._where}: the server ignores If-None-Match on PUT")
-            if holds(other):
-                raise StoreUnavailableError(f"{self._where}: the server ignores If-Match on PUT")
+            for condition, header in ((ABSENT, "If-None-Match"), (other, "If-Match")):
+                if holds(condition):
+                    raise StoreUnavailableError(f"{self._where}: the server ignores {header} on PUT")
             if holds(etag):
                 return False
             if holds(etag.strip('"')):

@@ -223,16 +223,13 @@ class Leader:
         """Return a new feed object with those of the found commits that are not merged yet; None if there are none.
         Commits beyond a bound on the bytes are left to the next round.
         """
-        merged, new, total = session.catalogue.merged(), list[InboxName](), 0
+        new, total = list[InboxName](), 0
         self._behind.discard(session.namespace)
-        for name in sorted(infos, key=lambda name: (infos[name].modified, name)):  # those of a writer stay in order
-            info = infos[name]
-            if name.number <= merged.get(name.writer, 0):
+        for name in session.unmerged(infos):
+            if infos[name].size > MAX_INBOX_BYTES:
+                self._junk.add(infos[name].key)
                 continue
-            if info.size > MAX_INBOX_BYTES:
-                self._junk.add(info.key)
-                continue
-            total += info.size
+            total += infos[name].size
             if new and total > _MERGED_BYTES:
                 self._behind.add(session.namespace)
                 break

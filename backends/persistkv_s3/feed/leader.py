@@ -61,6 +61,7 @@ SNAPSHOT_AFTER = 64
 """Minimum number of feed objects between two snapshots of a namespace."""
 _NAMED_BEFORE = 128  # feed objects before a snapshot that the head still names, for readers that are a little behind
 _MOST_TAILS = 48
+_RECENT_BYTES = 1 << 20  # 1 MiB
 _LEAST_DUMP_BYTES = 4 << 20  # 4 MiB
 _SEGMENT_BYTES = 32 << 20  # 32 MiB
 _EVICTED_AT_ONCE = 256
@@ -109,6 +110,9 @@ class Leader:
         self._junk: set[str] = set()
         self._behind: set[bytes] = set()
         """Namespaces with commits in the inbox that did not fit into the last round."""
+        self._recent: dict[bytes, dict[int, bytes]] = {}
+        """Small feed objects that this leader wrote since the last snapshot, encoded: namespace → position → bytes.
+        Without them, a snapshot would delay a round by dozens of requests."""
         self._resigning = False
         self._busy_at = 0.0
         self._written_at = 0.0
@@ -151,6 +155,7 @@ class Leader:
     def _forget(self) -> None:
         self._term = b""
         self._unpublished.clear()
+        self._recent.clear()
         self._dumps.clear()
         self._dumped.clear()
         self._sweeps.clear()
@@ -271,9 +276,11 @@ class Leader:
             return True
         for namespace, held in self._unpublished.items():
             session = self._opened[namespace]
-            name = feed_name(held.feed.position, held.feed.term)
+            name, data = feed_name(held.feed.position, held.feed.term), seal(held.feed)
             with suppress(ConditionFailedError):  # an earlier attempt has written it: only this leader uses its term
-                session.objects.put(name, [seal(held.feed)], condition=ABSENT)
+                session.objects.put(name, [data], condition=ABSENT)
+            if len(data) <= _RECENT_BYTES:
+                self._recent.setdefault(namespace, {})[held.feed.position] = data
             head.namespaces[namespace] = self._extended(head.namespaces.get(namespace), held, session)
         if resigns:
             head.leader = b""
@@ -383,8 +390,11 @@ class Leader:
             before = Snapshot(generation=target.generation, position=0, term=bytes(TERM_BYTES), time=0.0)
         covered = range(target.snapshot_position + 1, target.position + 1)
         wanted = [(position, term) for position in covered if (term := target.term_of(position)) is not None]
-        feeds = self._bucket.all(session.feed_object, wanted)
-        pieces = frame_records([seal(feed) for feed in feeds if feed is not None])
+        known = self._recent.pop(session.namespace, {})
+        for feed in self._bucket.all(session.feed_object, [name for name in wanted if name[0] not in known]):
+            if feed is not None:
+                known[feed.position] = seal(feed)
+        pieces = frame_records([known[position] for position in covered if position in known])
         name = f"segments/{target.position:012x}-{self._term.hex()}"
         session.objects.put(name, pieces)
         at = session.catalogue.position

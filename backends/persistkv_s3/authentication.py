@@ -22,7 +22,7 @@ from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import PackTable
 from persistkv_s3.client.bucket import Bucket
 from persistkv_s3.client.transport import ObjectMissingError
-from persistkv_s3.feed.format import Names, unseal
+from persistkv_s3.feed.format import Names, belongs, unseal
 
 T = TypeVar("T")
 
@@ -132,24 +132,14 @@ class SignedObjects:
         data = self.bucket.get(key or self.names.base + name, limit)
         return self.authenticator.opened(self.names.namespace, name, data)
 
-    def record(
-        self,
-        name: str,
-        kind: type[T],
-        limit: int,
-        *,
-        fits: Callable[[T], bool] = lambda record: True,
-        key: str = "",
-        may_be_missing: bool = False,
-    ) -> T | None:
-        """Return a sealed record; None, with a warning, if it is unreadable. See ``get``.
+    def record(self, name: str, kind: type[T], limit: int, *, key: str = "", may_be_missing: bool = False) -> T | None:
+        """Return a sealed record; None, with a warning, if it is unreadable or belongs under another name. See ``get``.
 
-        :param fits: returns whether the content belongs under this name.
         :param may_be_missing: return None for a missing object instead of raising ``ObjectMissingError``.
         """
         try:
             record = unseal(self.get(name, limit, key), kind)
-            if fits(record):
+            if belongs(record, name):
                 return record
             raise CorruptPackError(kind.__name__, "content of another name")
         except CorruptPackError as error:

@@ -14,7 +14,7 @@ import logging
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
@@ -47,6 +47,7 @@ from persistkv_s3.client.transport import (
     Clock,
     ConditionFailedError,
     ObjectMissingError,
+    Take,
     Transport,
 )
 from persistkv_s3.feed.format import NO_NAMESPACE, StoreNames, parse_identity
@@ -312,11 +313,9 @@ class S3Backend(InspectableBackend):
 
     def note(self, namespace: bytes, name: str) -> bytes | None:
         self._check_open()
-        return (
-            None
-            if self._is_dark()
-            else self._small_object(self._names.note(namespace, name), namespace, f"note {name}")
-        )
+        if self._is_dark():
+            return None
+        return self._small_object(self._names.note(namespace, name), namespace, f"note {name}")
 
     def put_note(self, namespace: bytes, name: str, content: bytes) -> None:
         self._check_open(writes=True)
@@ -414,12 +413,7 @@ class S3Backend(InspectableBackend):
         return self.session(namespace).read(spans)
 
     def read_frames(
-        self,
-        namespace: bytes,
-        pack_id: bytes,
-        frames: Sequence[Frame],
-        buffer: memoryview,
-        take: Callable[[int, memoryview], None],
+        self, namespace: bytes, pack_id: bytes, frames: Sequence[Frame], buffer: memoryview, take: Take
     ) -> None:
         self._used_at = self._clock.monotonic()
         self.session(namespace).read_frames(pack_id, frames, buffer, take)

@@ -118,6 +118,11 @@ def feed_name(position: int, term: bytes) -> str:
     return f"feed/{position:012x}-{term.hex()}"
 
 
+def commit_name(writer: bytes, number: int) -> str:
+    """Return the name that the authentication tag of a commit in the inbox covers."""
+    return f"inbox {writer.hex()}-{number}"
+
+
 # Each of these functions parses an S3 key; it returns None for keys of other objects.
 
 
@@ -306,6 +311,13 @@ def unseal(data: Buffer, kind: type[T]) -> T:
         if any(len(joined) % ID_BYTES for joined in (*entry.uses, *(row.packs for row in entry.manifests))):
             raise CorruptPackError("ids", f"joined ones are no multiple of {ID_BYTES} bytes")
     return record
+
+
+def belongs(record: object, name: str) -> bool:
+    """Return whether a feed object or commit is the one with this name; True for other records."""
+    if isinstance(record, Feed):
+        return name == feed_name(record.position, record.term)
+    return not isinstance(record, Entry) or name == commit_name(record.writer, record.number)
 
 
 _LENGTH = struct.Struct("<Q")

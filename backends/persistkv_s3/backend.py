@@ -90,9 +90,7 @@ class S3Backend(InspectableBackend):
         self._head = StoreHead(self._bucket, self._names, self._authenticator, str(place))
         self._namespaces: dict[bytes, Namespace] = {}
         self._sessions: dict[bytes, NamespaceSession] = {}
-        self._leader = Leader(
-            self._bucket, self._names, self._head, self._session_or_none, self._sessions, options.grace_s
-        )
+        self._leader = Leader(self._head, self._session_or_none, self._sessions, options.grace_s)
         self._status_shown = False
         self._dark: StoreError | None = None
         """Last error of a server that has not answered since the handle was opened; None: it has answered."""

@@ -257,6 +257,14 @@ class NamespaceHead(msgspec.Struct, array_like=True, kw_only=True):
         """Return the term of the feed object at a position; None if ``spans`` does not contain the position."""
         return next((term for first, last, term in self.spans if first <= position <= last), None)
 
+    def append(self, position: int, term: bytes) -> None:
+        """Add the feed object at the next position."""
+        self.position = position
+        if self.spans and self.spans[-1][1:] == (position - 1, term):
+            self.spans = [*self.spans[:-1], (self.spans[-1][0], position, term)]
+        else:
+            self.spans = [*self.spans, (position, position, term)]
+
 
 class Head(msgspec.Struct, array_like=True, kw_only=True):
     """Head of a store: the object whose conditional writes publish feeds and fence former leaders."""

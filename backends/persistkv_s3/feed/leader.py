@@ -22,7 +22,6 @@ from itertools import islice
 
 import msgspec
 
-from persistkv_s3.client.bucket import Bucket
 from persistkv_s3.client.transport import ABSENT, ConditionFailedError, ObjectInfo, ObjectMissingError
 from persistkv_s3.feed.format import (
     LATEST,
@@ -37,7 +36,6 @@ from persistkv_s3.feed.format import (
     InboxName,
     NamespaceHead,
     Snapshot,
-    StoreNames,
     feed_name,
     frame_records,
     parse_feed,
@@ -46,7 +44,7 @@ from persistkv_s3.feed.format import (
     seal,
     split_ids,
 )
-from persistkv_s3.feed.head import StoreHead, extended
+from persistkv_s3.feed.head import StoreHead
 from persistkv_s3.session import NamespaceSession, is_rejected
 
 logger = logging.getLogger(__name__)
@@ -91,16 +89,14 @@ class Leader:
 
     def __init__(
         self,
-        bucket: Bucket,
-        names: StoreNames,
         head: StoreHead,
         session: Callable[[bytes], NamespaceSession | None],
         opened: Mapping[bytes, NamespaceSession],
         grace_s: float,
     ) -> None:
-        self._bucket = bucket
-        self._clock = bucket.clock
-        self._names = names
+        self._bucket = head.bucket
+        self._clock = head.bucket.clock
+        self._names = head.names
         self._head = head
         self._session = session
         self._opened = opened
@@ -297,8 +293,7 @@ class Leader:
     def _extended(self, before: NamespaceHead | None, held: _Publication, session: NamespaceSession) -> NamespaceHead:
         feed = held.feed
         head = NamespaceHead(generation=feed.generation) if before is None else msgspec.structs.replace(before)
-        head.position = feed.position
-        head.spans = extended(head.spans, feed.position, feed.term)
+        head.append(feed.position, feed.term)
         head.num_bytes, head.oldest, expires = session.catalogue.retention()
         head.expires = min(expires, LATEST)
         head.swept = max(head.swept, held.swept) or self._bucket.now()

@@ -389,7 +389,7 @@ class Leader:
         for feed in self._bucket.all(session.feed_object, [name for name in wanted if name[0] not in known]):
             if feed is not None:
                 known[feed.position] = seal(feed)
-        pieces = frame_records([known[position] for position in covered if position in known])
+        pieces = frame_records([known[position] for position, _ in wanted if position in known])
         name = f"segments/{target.position:012x}-{self._term.hex()}"
         session.objects.put(name, pieces)
         at = session.catalogue.position

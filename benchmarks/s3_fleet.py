@@ -46,7 +46,6 @@ from persistkv_s3.feed.format import (
     NamespaceHead,
     PackRow,
     Snapshot,
-    StoreNames,
     decode_head,
     encode_head,
     frame_records,
@@ -303,7 +302,7 @@ def fill(world: World, packs: int, directory: Path) -> None:
                 entries=entries,
             )
         )
-    names, store_names = Names(PLACE.prefix, IDENTITY.digest), StoreNames(PLACE.prefix)
+    names = Names(PLACE.prefix, IDENTITY.digest)
     segments, total = [], 0
     for number, (_, dump) in enumerate(catalogue.dump(SEGMENT_BYTES)):
         data = b"".join(bytes(piece) for piece in frame_records([seal(dump)]))
@@ -315,7 +314,7 @@ def fill(world: World, packs: int, directory: Path) -> None:
         generation=generation, position=position, term=term, time=START, base=segments, base_bytes=total
     )
     world.server.put(names.base + name, seal(snapshot), None)
-    head = decode_head(world.server.get(store_names.head).data, "the store")
+    head = decode_head(world.server.get(names.head).data, "the store")
     head.namespaces[IDENTITY.digest] = NamespaceHead(
         generation=generation,
         position=position,
@@ -326,7 +325,7 @@ def fill(world: World, packs: int, directory: Path) -> None:
         oldest=catalogue.retention()[1],
         swept=START,
     )
-    world.server.put(store_names.head, encode_head(head), None)
+    world.server.put(names.head, encode_head(head), None)
     catalogue.close()
 
 

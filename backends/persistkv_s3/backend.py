@@ -50,7 +50,7 @@ from persistkv_s3.client.transport import (
     Take,
     Transport,
 )
-from persistkv_s3.feed.format import NO_NAMESPACE, StoreNames, parse_identity
+from persistkv_s3.feed.format import NO_NAMESPACE, Names, parse_identity
 from persistkv_s3.feed.head import StoreHead
 from persistkv_s3.feed.leader import ROUND_S, Leader
 from persistkv_s3.options import Place, S3Options, parse_url
@@ -86,7 +86,7 @@ class S3Backend(InspectableBackend):
         self._clock = clock
         self._authenticator = Authenticator(options.secret())
         self._bucket = Bucket(transport, self.breaker, options.deadline_s, options.connections, clock)
-        self._names = StoreNames(place.prefix, self._authenticator.key_id)
+        self._names = Names(place.prefix, key_id=self._authenticator.key_id)
         self._head = StoreHead(self._bucket, self._names, self._authenticator, str(place))
         self._namespaces: dict[bytes, Namespace] = {}
         self._sessions: dict[bytes, NamespaceSession] = {}

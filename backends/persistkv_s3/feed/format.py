@@ -66,16 +66,18 @@ class InboxName(NamedTuple):
     """Number of the commit: each writer counts from 1, without gaps."""
 
 
-class StoreNames:
-    """Constructs the S3 keys outside of the namespaces' prefixes: head, inbox, identities, notes, statuses.
+class Names:
+    """Constructs the S3 keys of a store, and of the objects of one namespace below its prefix ``base``.
 
     :param prefix: prefix of the store; empty, or ending in a slash.
     :param key_id: id of the authentication key; empty: no key. Objects under other ids are ignored.
     """
 
-    def __init__(self, prefix: str, key_id: str = "") -> None:
+    def __init__(self, prefix: str, namespace: bytes = NO_NAMESPACE, key_id: str = "") -> None:
         self._prefix, self._key_id = prefix, key_id
+        self.namespace = namespace
         suffix = f"-{key_id}" if key_id else ""
+        self.base = f"{prefix}{namespace.hex()}{suffix}/"
         self.head = f"{prefix}persistkv{suffix}"
         self.inbox_prefix = f"{prefix}inbox{suffix}/"
         self.identities_prefix = f"{prefix}identities{suffix}/"
@@ -94,15 +96,6 @@ class StoreNames:
 
     def of(self, namespace: bytes) -> Names:
         return Names(self._prefix, namespace, self._key_id)
-
-
-class Names(StoreNames):
-    """Also constructs the S3 keys of the objects of ``namespace``, whose prefix is ``base``."""
-
-    def __init__(self, prefix: str, namespace: bytes, key_id: str = "") -> None:
-        super().__init__(prefix, key_id)
-        self.namespace = namespace
-        self.base = f"{prefix}{namespace.hex()}{'-' if key_id else ''}{key_id}/"
 
     def pack(self, pack_id: bytes, nonce: bytes) -> str:
         return self.base + pack_name(pack_id, nonce)

@@ -32,9 +32,9 @@ from persistkv_s3.feed.format import (
     NONCE_BYTES,
     Feed,
     Head,
+    Names,
     NamespaceHead,
     Snapshot,
-    StoreNames,
     decode_head,
     encode_head,
     feed_name,
@@ -53,7 +53,7 @@ class StoreHead:
     :param where: the store, for messages.
     """
 
-    def __init__(self, bucket: Bucket, names: StoreNames, authenticator: Authenticator, where: str) -> None:
+    def __init__(self, bucket: Bucket, names: Names, authenticator: Authenticator, where: str) -> None:
         self.head = Head()
         self.changed_at = 0.0
         """Monotonic time at which this handle first read or wrote this version."""

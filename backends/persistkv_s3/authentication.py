@@ -76,7 +76,7 @@ class Authenticator:
         """
         if not self._key:
             return b""
-        digest = _digest(table)
+        digest = sha256(table.encode()).digest()
         stored = slices(payload, ((frame.offset, frame.stored_length) for frame in table.frames))
         tags = b"".join(self._frame_tag(digest, number, pieces) for number, pieces in enumerate(stored))
         return tags + self._tag(b"table", [digest, tags])
@@ -85,7 +85,7 @@ class Authenticator:
         """Return a function of a frame's index and stored bytes: whether the frame has a valid tag, or needs none."""
         if not self._key:
             return lambda number, stored: True
-        digest = _digest(table)
+        digest = sha256(table.encode()).digest()
 
         def is_ours(number: int, stored: Iterable[Buffer]) -> bool:
             found = tags[TAG_BYTES * number : TAG_BYTES * (number + 1)]
@@ -148,10 +148,6 @@ class SignedObjects:
             if not may_be_missing:
                 raise
         return None
-
-
-def _digest(table: PackTable) -> bytes:
-    return sha256(table.encode()).digest()
 
 
 def slices(buffers: Iterable[Buffer], ranges: Iterable[tuple[int, int]]) -> Iterator[list[memoryview]]:

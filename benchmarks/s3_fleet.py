@@ -339,7 +339,7 @@ def table_of(pack: PackWriter) -> bytes:
 def open_backend(process: Process, directory: Path) -> S3Backend:
     """Open a handle of a process, and the namespace."""
     options = S3Options(cache=str(directory), connections=1, refresh_s=1.0)
-    backend = S3Backend.connect(PLACE, options, SimulatedTransport(process), clock=process, background=False)
+    backend = S3Backend(PLACE, options, SimulatedTransport(process), clock=process, background=False)
     backend.open_namespace(IDENTITY)
     return backend
 

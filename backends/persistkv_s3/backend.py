@@ -74,9 +74,22 @@ class S3Backend(InspectableBackend):
     capabilities = Capabilities(remote=True)
 
     def __init__(
-        self, place: Place, options: S3Options, transport: Transport, *, read_only: bool = False, clock: Clock
+        self,
+        place: Place,
+        options: S3Options,
+        transport: Transport,
+        *,
+        read_only: bool = False,
+        clock: Clock | None = None,
+        background: bool = True,
     ) -> None:
-        """:param transport: makes single attempts; closed with the handle."""
+        """Open a store through ``transport``, which is closed with the handle.
+
+        :param background: True: a thread of the handle calls ``step``; False: the caller must do so.
+        :raises StoreError: the server rejects requests, the head cannot be used, or ``read_only`` and the server does
+            not answer. The transport is closed.
+        """
+        clock = clock or Clock()
         self.breaker = Breaker(str(place), options.slow_s, clock)
         self._place = place
         self._options = options
@@ -101,11 +114,29 @@ class S3Backend(InspectableBackend):
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        try:
+            self._head.open(options.policy, create=not self._read_only)
+            if not self._read_only and (differences := self._head.head.policy.contradictions(options.policy)):
+                text = "%s: the URL says %s; the store keeps its recorded policy (persistkv set changes it)"
+                logger.warning(text, place, differences)
+        except PASSING as error:
+            if read_only:
+                self.close()
+                raise
+            logger.warning("%s does not answer (%s); lookups miss until it does", place, error)
+            self._dark = error
+        except BaseException:
+            self.close()
+            raise
+        self._poll_at = clock.monotonic() + options.refresh_s
+        if background:
+            self._thread = threading.Thread(target=self._run, name="persistkv-s3-feed", daemon=True)
+            self._thread.start()
 
     @classmethod
     def open(cls, url: StoreUrl, *, read_only: bool = False) -> S3Backend:
         place, options = parse_url(url)
-        return cls.connect(place, options, BotoClient(place, options), read_only=read_only)
+        return cls(place, options, BotoClient(place, options), read_only=read_only)
 
     @classmethod
     def new_policy(cls, url: StoreUrl) -> Policy:
@@ -114,44 +145,6 @@ class S3Backend(InspectableBackend):
     @classmethod
     def plain_medium(cls, url: StoreUrl) -> PlainBucket:
         return PlainBucket(*parse_url(url))
-
-    @classmethod
-    def connect(
-        cls,
-        place: Place,
-        options: S3Options,
-        transport: Transport,
-        *,
-        read_only: bool = False,
-        clock: Clock | None = None,
-        background: bool = True,
-    ) -> S3Backend:
-        """Open a store through ``transport``, which is closed with the handle; otherwise like ``open``.
-
-        :param background: True: a thread of the handle calls ``step``; False: the caller must do so.
-        :raises StoreError: the server rejects requests, the head cannot be used, or ``read_only`` and the server does
-            not answer. The handle is closed.
-        """
-        backend = cls(place, options, transport, read_only=read_only, clock=clock or Clock())
-        try:
-            backend._head.open(options.policy, create=not backend._read_only)
-            if not backend._read_only and (differences := backend._head.head.policy.contradictions(options.policy)):
-                text = "%s: the URL says %s; the store keeps its recorded policy (persistkv set changes it)"
-                logger.warning(text, place, differences)
-        except PASSING as error:
-            if read_only:
-                backend.close()
-                raise
-            logger.warning("%s does not answer (%s); lookups miss until it does", place, error)
-            backend._dark = error
-        except BaseException:
-            backend.close()
-            raise
-        backend._poll_at = backend._clock.monotonic() + options.refresh_s
-        if background:
-            backend._thread = threading.Thread(target=backend._run, name="persistkv-s3-feed", daemon=True)
-            backend._thread.start()
-        return backend
 
     # Background work
 

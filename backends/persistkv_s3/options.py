@@ -26,8 +26,8 @@ _MAY_BE_ZERO = ("refresh", "touch")
 
 
 class S3Options(msgspec.Struct, frozen=True):
-    """Options of an opened store, which ``parse_url`` reads from its URL. docs/s3.md describes them; None stands for
-    the default named there. Durations (``…_s``) are in seconds, the capacity is in bytes.
+    """Options of an opened store, which ``parse_url`` reads from its URL. docs/s3.md describes them and the default
+    behaviour, here None. Durations (``…_s``) are in seconds, the capacity is in bytes.
     """
 
     endpoint_url: str | None = None

@@ -62,7 +62,7 @@ def sample_memory(num_bytes: int) -> memoryview:
 def open_alone(url: str) -> S3Backend:
     """Open a store without its background work, whose requests depend on time: ``benchmarks.s3_fleet`` counts them."""
     place, options = parse_url(StoreUrl.parse(url))
-    return S3Backend.connect(place, options, BotoClient(place, options), background=False)
+    return S3Backend(place, options, BotoClient(place, options), background=False)
 
 
 def count_request(url: str, proxy: CountingProxy, model: Model, codec: str, tokens: int) -> list[str]:

@@ -45,7 +45,6 @@ from persistkv_s3.feed.format import (
     NamespaceHead,
     PackRow,
     Snapshot,
-    StoreNames,
     decode_head,
     encode_head,
     frame_records,
@@ -302,7 +301,7 @@ def fill(world: World, packs: int, directory: Path) -> None:
                 entries=entries,
             )
         )
-    names, store_names = Names(PLACE.prefix, IDENTITY.digest), StoreNames(PLACE.prefix)
+    names = Names(PLACE.prefix, IDENTITY.digest)
     segments, total = [], 0
     for number, (_, dump) in enumerate(catalogue.dump(SEGMENT_BYTES)):
         data = b"".join(bytes(piece) for piece in frame_records([seal(dump)]))
@@ -314,7 +313,7 @@ def fill(world: World, packs: int, directory: Path) -> None:
         generation=generation, position=position, term=term, time=START, base=segments, base_bytes=total
     )
     world.server.put(names.base + name, seal(snapshot), None)
-    head = decode_head(world.server.get(store_names.head).data, "the store")
+    head = decode_head(world.server.get(names.head).data, "the store")
     head.namespaces[IDENTITY.digest] = NamespaceHead(
         generation=generation,
         position=position,
@@ -325,7 +324,7 @@ def fill(world: World, packs: int, directory: Path) -> None:
         oldest=catalogue.retention()[1],
         swept=START,
     )
-    world.server.put(store_names.head, encode_head(head), None)
+    world.server.put(names.head, encode_head(head), None)
     catalogue.close()
 
 
@@ -339,7 +338,7 @@ def table_of(pack: PackWriter) -> bytes:
 def open_backend(process: Process, directory: Path) -> S3Backend:
     """Open a handle of a process, and the namespace."""
     options = S3Options(cache=str(directory), connections=1, refresh_s=1.0)
-    backend = S3Backend.connect(PLACE, options, SimulatedTransport(process), clock=process, background=False)
+    backend = S3Backend(PLACE, options, SimulatedTransport(process), clock=process, background=False)
     backend.open_namespace(IDENTITY)
     return backend
 

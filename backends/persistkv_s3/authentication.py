@@ -22,7 +22,7 @@ from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import PackTable
 from persistkv_s3.client.bucket import Bucket
 from persistkv_s3.client.transport import ObjectMissingError
-from persistkv_s3.feed.format import Names, unseal
+from persistkv_s3.feed.format import Names, belongs, unseal
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ class Authenticator:
         """
         if not self._key:
             return b""
-        digest = _digest(table)
+        digest = sha256(table.encode()).digest()
         stored = slices(payload, ((frame.offset, frame.stored_length) for frame in table.frames))
         tags = b"".join(self._frame_tag(digest, number, pieces) for number, pieces in enumerate(stored))
         return tags + self._tag(b"table", [digest, tags])
@@ -85,7 +85,7 @@ class Authenticator:
         """Return a function of a frame's index and stored bytes: whether the frame has a valid tag, or needs none."""
         if not self._key:
             return lambda number, stored: True
-        digest = _digest(table)
+        digest = sha256(table.encode()).digest()
 
         def is_ours(number: int, stored: Iterable[Buffer]) -> bool:
             found = tags[TAG_BYTES * number : TAG_BYTES * (number + 1)]
@@ -132,24 +132,14 @@ class SignedObjects:
         data = self.bucket.get(key or self.names.base + name, limit)
         return self.authenticator.opened(self.names.namespace, name, data)
 
-    def record(
-        self,
-        name: str,
-        kind: type[T],
-        limit: int,
-        *,
-        fits: Callable[[T], bool] = lambda record: True,
-        key: str = "",
-        may_be_missing: bool = False,
-    ) -> T | None:
-        """Return a sealed record; None, with a warning, if it is unreadable. See ``get``.
+    def record(self, name: str, kind: type[T], limit: int, *, key: str = "", may_be_missing: bool = False) -> T | None:
+        """Return a sealed record; None, with a warning, if it is unreadable or belongs under another name. See ``get``.
 
-        :param fits: returns whether the content belongs under this name.
         :param may_be_missing: return None for a missing object instead of raising ``ObjectMissingError``.
         """
         try:
             record = unseal(self.get(name, limit, key), kind)
-            if fits(record):
+            if belongs(record, name):
                 return record
             raise CorruptPackError(kind.__name__, "content of another name")
         except CorruptPackError as error:
@@ -158,10 +148,6 @@ class SignedObjects:
             if not may_be_missing:
                 raise
         return None
-
-
-def _digest(table: PackTable) -> bytes:
-    return sha256(table.encode()).digest()
 
 
 def slices(buffers: Iterable[Buffer], ranges: Iterable[tuple[int, int]]) -> Iterator[list[memoryview]]:

@@ -14,7 +14,7 @@ import logging
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
@@ -47,9 +47,10 @@ from persistkv_s3.client.transport import (
     Clock,
     ConditionFailedError,
     ObjectMissingError,
+    Take,
     Transport,
 )
-from persistkv_s3.feed.format import NO_NAMESPACE, StoreNames, parse_identity
+from persistkv_s3.feed.format import NO_NAMESPACE, Names, parse_identity
 from persistkv_s3.feed.head import StoreHead
 from persistkv_s3.feed.leader import ROUND_S, Leader
 from persistkv_s3.options import Place, S3Options, parse_url
@@ -73,9 +74,22 @@ class S3Backend(InspectableBackend):
     capabilities = Capabilities(remote=True)
 
     def __init__(
-        self, place: Place, options: S3Options, transport: Transport, *, read_only: bool = False, clock: Clock
+        self,
+        place: Place,
+        options: S3Options,
+        transport: Transport,
+        *,
+        read_only: bool = False,
+        clock: Clock | None = None,
+        background: bool = True,
     ) -> None:
-        """:param transport: makes single attempts; closed with the handle."""
+        """Open a store through ``transport``, which is closed with the handle.
+
+        :param background: True: a thread of the handle calls ``step``; False: the caller must do so.
+        :raises StoreError: the server rejects requests, the head cannot be used, or ``read_only`` and the server does
+            not answer. The transport is closed.
+        """
+        clock = clock or Clock()
         self.breaker = Breaker(str(place), options.slow_s, clock)
         self._place = place
         self._options = options
@@ -85,13 +99,11 @@ class S3Backend(InspectableBackend):
         self._clock = clock
         self._authenticator = Authenticator(options.secret())
         self._bucket = Bucket(transport, self.breaker, options.deadline_s, options.connections, clock)
-        self._names = StoreNames(place.prefix, self._authenticator.key_id)
+        self._names = Names(place.prefix, key_id=self._authenticator.key_id)
         self._head = StoreHead(self._bucket, self._names, self._authenticator, str(place))
         self._namespaces: dict[bytes, Namespace] = {}
         self._sessions: dict[bytes, NamespaceSession] = {}
-        self._leader = Leader(
-            self._bucket, self._names, self._head, self._session_or_none, self._sessions, options.grace_s
-        )
+        self._leader = Leader(self._head, self._session_or_none, self._sessions, options.grace_s)
         self._status_shown = False
         self._dark: StoreError | None = None
         """Last error of a server that has not answered since the handle was opened; None: it has answered."""
@@ -102,11 +114,29 @@ class S3Backend(InspectableBackend):
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        try:
+            self._head.open(options.policy, create=not self._read_only)
+            if not self._read_only and (differences := self._head.head.policy.contradictions(options.policy)):
+                text = "%s: the URL says %s; the store keeps its recorded policy (persistkv set changes it)"
+                logger.warning(text, place, differences)
+        except PASSING as error:
+            if read_only:
+                self.close()
+                raise
+            logger.warning("%s does not answer (%s); lookups miss until it does", place, error)
+            self._dark = error
+        except BaseException:
+            self.close()
+            raise
+        self._poll_at = clock.monotonic() + options.refresh_s
+        if background:
+            self._thread = threading.Thread(target=self._run, name="persistkv-s3-feed", daemon=True)
+            self._thread.start()
 
     @classmethod
     def open(cls, url: StoreUrl, *, read_only: bool = False) -> S3Backend:
         place, options = parse_url(url)
-        return cls.connect(place, options, BotoClient(place, options), read_only=read_only)
+        return cls(place, options, BotoClient(place, options), read_only=read_only)
 
     @classmethod
     def new_policy(cls, url: StoreUrl) -> Policy:
@@ -115,44 +145,6 @@ class S3Backend(InspectableBackend):
     @classmethod
     def plain_medium(cls, url: StoreUrl) -> PlainBucket:
         return PlainBucket(*parse_url(url))
-
-    @classmethod
-    def connect(
-        cls,
-        place: Place,
-        options: S3Options,
-        transport: Transport,
-        *,
-        read_only: bool = False,
-        clock: Clock | None = None,
-        background: bool = True,
-    ) -> S3Backend:
-        """Open a store through ``transport``, which is closed with the handle; otherwise like ``open``.
-
-        :param background: True: a thread of the handle calls ``step``; False: the caller must do so.
-        :raises StoreError: the server rejects requests, the head cannot be used, or ``read_only`` and the server does
-            not answer. The handle is closed.
-        """
-        backend = cls(place, options, transport, read_only=read_only, clock=clock or Clock())
-        try:
-            backend._head.open(options.policy, create=not backend._read_only)
-            if not backend._read_only and (differences := backend._head.head.policy.contradictions(options.policy)):
-                text = "%s: the URL says %s; the store keeps its recorded policy (persistkv set changes it)"
-                logger.warning(text, place, differences)
-        except PASSING as error:
-            if read_only:
-                backend.close()
-                raise
-            logger.warning("%s does not answer (%s); lookups miss until it does", place, error)
-            backend._dark = error
-        except BaseException:
-            backend.close()
-            raise
-        backend._poll_at = backend._clock.monotonic() + options.refresh_s
-        if background:
-            backend._thread = threading.Thread(target=backend._run, name="persistkv-s3-feed", daemon=True)
-            backend._thread.start()
-        return backend
 
     # Background work
 
@@ -312,11 +304,9 @@ class S3Backend(InspectableBackend):
 
     def note(self, namespace: bytes, name: str) -> bytes | None:
         self._check_open()
-        return (
-            None
-            if self._is_dark()
-            else self._small_object(self._names.note(namespace, name), namespace, f"note {name}")
-        )
+        if self._is_dark():
+            return None
+        return self._small_object(self._names.note(namespace, name), namespace, f"note {name}")
 
     def put_note(self, namespace: bytes, name: str, content: bytes) -> None:
         self._check_open(writes=True)
@@ -414,12 +404,7 @@ class S3Backend(InspectableBackend):
         return self.session(namespace).read(spans)
 
     def read_frames(
-        self,
-        namespace: bytes,
-        pack_id: bytes,
-        frames: Sequence[Frame],
-        buffer: memoryview,
-        take: Callable[[int, memoryview], None],
+        self, namespace: bytes, pack_id: bytes, frames: Sequence[Frame], buffer: memoryview, take: Take
     ) -> None:
         self._used_at = self._clock.monotonic()
         self.session(namespace).read_frames(pack_id, frames, buffer, take)

@@ -140,11 +140,9 @@ class LocalRows(Rows):
         """Removal time to record for objects passed to ``discard``; None: ``discard`` does nothing."""
         self.undoable = False
         """Whether changes are recorded in the undo log."""
-        self.nonces: dict[bytes, bytes] | None = None
-        """Namespace and pack id → nonce before the pack's first change; with it, ``_log_changes`` writes the log
-        of changes at the end. None: log rows are written at once."""
-        self.rows_before: dict[bytes, bytes] = {}
-        """With ``nonces``: namespace and pack id → row of ``PACKS`` before the pack's first change."""
+        self.changed: dict[bytes, tuple[bytes, Buffer | None]] | None = None
+        """Namespace and pack id → nonce and row of ``PACKS`` before the pack's first change; with it, ``_log_changes``
+        writes the log of changes at the end. None: log rows are written at once."""
 
     def get(self, table: str, key: bytes) -> Buffer | None:
         row = self.db.execute(f"SELECT value FROM '{table}' WHERE key = ?", (key,)).fetchone()
@@ -172,14 +170,12 @@ class LocalRows(Rows):
         """Save a row for undo and for the log of changes; then write or, with None, delete it. Return whether it was
         changed.
         """
-        if self.nonces is not None:
+        if self.changed is not None:
             if table == LOG:
                 return False
-            if table == OBJECTS and key not in self.nonces:
-                self.nonces[key] = _nonce(self, key)
-            elif table == PACKS and key not in self.rows_before and (row := self.get(PACKS, key)) is not None:
-                self.rows_before[key] = bytes(row)
-        if self.undoable and table not in (LOG, UNDO, PENDING):
+            if table in (OBJECTS, PACKS) and key not in self.changed:
+                self.changed[key] = _nonce(self, key), self.get(PACKS, key)
+        if self.undoable and table != LOG:
             before = self.get(table, key)
             self.append(UNDO, msgspec.msgpack.encode((table, key, None if before is None else bytes(before))))
         if value is None:
@@ -481,7 +477,7 @@ class Catalogue(Catalog):
         with self.rows(write=True) as rows:
             if feed.position != rows.position.position + 1:
                 return
-            rows.nonces = {}
+            rows.changed = {}
             sequence = _state(rows, self._namespace).sequence
             rows.undo()
             rows.garbage_at = feed.time
@@ -514,12 +510,11 @@ class Catalogue(Catalog):
 
         :param sequence: number of the last log row before these changes.
         """
-        nonces, rows.nonces = rows.nonces or {}, None
-        rows_before, rows.rows_before = rows.rows_before, {}
-        for name, before in nonces.items():
+        changed, rows.changed = rows.changed or {}, None
+        for name, (before, row) in changed.items():
             after, changes = _nonce(rows, name), []
             if before != after and before:
-                changes.append(encode_change(REMOVED, name[ID_BYTES:], pack_table(name, rows_before.get(name))))
+                changes.append(encode_change(REMOVED, name[ID_BYTES:], pack_table(name, row)))
             if before != after and after:
                 changes.append(encode_change(ADDED, name[ID_BYTES:]))
             for change in changes:

@@ -26,62 +26,42 @@ _MAY_BE_ZERO = ("refresh", "touch")
 
 
 class S3Options(msgspec.Struct, frozen=True):
-    """Options of an opened store, which ``parse_url`` reads from its URL."""
+    """Options of an opened store, which ``parse_url`` reads from its URL. docs/s3.md describes them and the default
+    behaviour, here None. Durations (``…_s``) are in seconds, the capacity is in bytes.
+    """
 
     endpoint_url: str | None = None
-    """Address of the server, ``https://host:port``. None: AWS, or the endpoint of the AWS configuration."""
     region: str | None = None
-    """AWS region. None: that of the AWS configuration, or ``us-east-1``."""
     path_style: bool | None = None
-    """Whether the bucket is in the path instead of the host name. None: yes if there is an ``endpoint_url``."""
     checksum: Literal["when_required", "crc32"] = "when_required"
-    """``crc32``: all uploads carry a CRC32 that the server verifies; ``when_required``: only those for which S3
-    requires it. persistkv's own checksums cover bytes at rest in any case."""
+    """``when_required``: only uploads for which S3 requires it carry a CRC32. persistkv's own checksums cover bytes at
+    rest in any case."""
     unsigned_payload: bool | None = None
-    """Whether bodies are left out of the signature, which saves a third of the CPU time of an upload. None: they are
-    left out over https only."""
     sse: Literal["AES256", "aws:kms"] | None = None
-    """Server-side encryption to request. None, here and for the next two: the bucket's or account's default."""
     sse_kms_key_id: str | None = None
-    """Id of the KMS key for ``sse=aws:kms``."""
     sse_bucket_key: bool | None = None
-    """Whether objects with ``sse=aws:kms`` use a bucket key, which saves most requests to KMS."""
     expected_bucket_owner: str | None = None
-    """Account that must own the bucket; the server refuses requests to a bucket of another account. None: any."""
     read_only: bool = False
-    """Whether nothing is ever written; permission to list and get suffices."""
     deadline_s: float = msgspec.field(default=30.0, name="deadline")
-    """Seconds within which one operation (upload, download, page of a listing) ends, including retries. The last
-    attempt may exceed it by a socket timeout: a third of it, at least 1 s."""
+    """For one operation (upload, download, page of a listing), including retries. The last attempt may exceed it by a
+    socket timeout: a third of it, at least 1 s."""
     slow_s: float = msgspec.field(default=10.0, name="slow")
-    """Seconds, plus 1 for each MiB, after which even a correct answer counts as bad (see ``bucket``)."""
     refresh_s: float = msgspec.field(default=1.0, name="refresh")
-    """Seconds between polls for packs that others stored, at least 30 in an idle engine; each interval is 75 % to 125 %
-    of it. 0: also at every commit and every query of changes, manifests or totals, which then include commits that no
-    leader has merged."""
+    """0: the store is also searched at every commit and every query of changes, manifests or totals."""
     touch_s: float = msgspec.field(default=600.0, name="touch")
-    """Seconds for which uses of packs wait for a commit that stores content. Afterwards the next use publishes them in
-    a commit of their own; so does the closing of the store."""
+    """After this time, the next use publishes the waiting uses in a commit of their own; so does the closing of the
+    store."""
     connections: int = 8
-    """Maximum number of concurrent requests of one call of the driver, from 1 to 64; concurrent calls share this number
-    of threads."""
+    """From 1 to 64. Concurrent calls share this number of threads."""
     capacity: int | None = None
-    """Bound on the bytes of a new store. None: unbounded."""
     ttl_s: float | None = msgspec.field(default=None, name="ttl")
-    """Seconds from its last use until content of a new store expires. None: never. An existing store keeps its recorded
-    capacity and ttl (``persistkv set`` changes them)."""
     grace_s: float = msgspec.field(default=3600.0, name="grace")
-    """Seconds for which removed and superseded objects stay in the bucket; must be longer than any read."""
     status_s: float | None = msgspec.field(default=None, name="status")
-    """Seconds between publications of this engine's status, with one PUT each. None: never."""
     key_file: str | None = None
-    """File with the key that authenticates the store (see ``authentication``): at least 32 bytes; surrounding white
-    space is ignored. None: nothing is authenticated, unless ``key_env`` is set."""
+    """The key in it has at least 32 bytes; surrounding white space is ignored."""
     key_env: str | None = None
-    """Name of an environment variable with that key, instead of ``key_file``."""
     cache: str | bool | None = None
-    """Directory of the local catalogues, which are kept between runs; ``no``: a temporary one. None or ``yes``:
-    ``persistkv/s3`` in the user's cache directory, or a temporary one if there is no home directory."""
+    """Also a temporary directory if there is no home directory."""
 
     def __post_init__(self) -> None:
         if self.endpoint_url is not None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import groupby
@@ -35,7 +35,7 @@ from persistkv.storage.format.pack import Frame
 from persistkv.storage.format.pack_writer import NewPack
 from persistkv_s3.authentication import SignedObjects, slices
 from persistkv_s3.catalogue import Catalogue, PackObject, Plan, Position
-from persistkv_s3.client.transport import ABSENT, ConditionFailedError, ObjectInfo, ObjectMissingError, S3Error
+from persistkv_s3.client.transport import ABSENT, ConditionFailedError, ObjectInfo, ObjectMissingError, S3Error, Take
 from persistkv_s3.feed.format import (
     MAX_FEED_BYTES,
     MAX_INBOX_BYTES,
@@ -51,6 +51,7 @@ from persistkv_s3.feed.format import (
     NamespaceHead,
     PackRow,
     Snapshot,
+    commit_name,
     feed_name,
     parse_inbox,
     seal,
@@ -191,7 +192,8 @@ class NamespaceSession:
             its outcome stayed unknown, or only the local catalogue failed, the leader may still merge it.
         """
         name = InboxName(self.namespace, entry.writer, entry.number)
-        data = self.objects.authenticator.signed(self.namespace, _signed_as(name), [seal(entry)])
+        signed_as = commit_name(entry.writer, entry.number)
+        data = self.objects.authenticator.signed(self.namespace, signed_as, [seal(entry)])
         if sum(len(memoryview(piece)) for piece in data) > MAX_INBOX_BYTES:
             raise StoreError(f"a commit of more than {MAX_INBOX_BYTES} bytes of key tables: commit fewer packs at once")
         try:
@@ -276,9 +278,7 @@ class NamespaceSession:
         self._bucket.all(fetch, self._runs(spans, filled))
         return filled
 
-    def read_frames(
-        self, pack_id: bytes, frames: Sequence[Frame], buffer: memoryview, take: Callable[[int, memoryview], None]
-    ) -> None:
+    def read_frames(self, pack_id: bytes, frames: Sequence[Frame], buffer: memoryview, take: Take) -> None:
         """See ``SupportsFrames.read_frames``."""
 
         def fetch(run: _RangedGet) -> bool:
@@ -297,7 +297,7 @@ class NamespaceSession:
             if not fetch(run):
                 return
 
-    def _fill(self, run: _RangedGet, take: Callable[[int, memoryview], None] | None = None) -> bool:
+    def _fill(self, run: _RangedGet, take: Take | None = None) -> bool:
         """Download the range of a run; return False if its object is missing."""
         try:
             self._bucket.fill(self._names.pack(run.pack_id, run.held.nonce), run.start, run.buffers, take)
@@ -394,11 +394,7 @@ class NamespaceSession:
 
     def feed_object(self, name: tuple[int, bytes], *, may_be_missing: bool = True) -> Feed | None:
         """Return the feed object named by (position, term); None if it is unreadable, or may be missing and is."""
-
-        def fits(feed: Feed) -> bool:
-            return (feed.position, feed.term) == name
-
-        return self.objects.record(feed_name(*name), Feed, MAX_FEED_BYTES, fits=fits, may_be_missing=may_be_missing)
+        return self.objects.record(feed_name(*name), Feed, MAX_FEED_BYTES, may_be_missing=may_be_missing)
 
     def snapshot(self, target: NamespaceHead) -> Snapshot | None:
         """Return the snapshot that the head names for this namespace; None if it names none, or it is unreadable."""
@@ -451,6 +447,12 @@ class NamespaceSession:
         """Return the listing of this namespace's commits in the inbox. The leader deletes merged ones later."""
         return list(self._bucket.list(f"{self._names.inbox_prefix}{self.namespace.hex()}-"))
 
+    def unmerged(self, infos: dict[InboxName, ObjectInfo]) -> list[InboxName]:
+        """Return those of the commits that the feed does not contain, oldest first; those of a writer are in order."""
+        merged = self.catalogue.merged() if infos else {}
+        new = (name for name in infos if name.number > merged.get(name.writer, 0))
+        return sorted(new, key=lambda name: (infos[name].modified, name))
+
     def read_inbox(self, found: Iterable[ObjectInfo]) -> None:
         """Apply to the local catalogue those inbox commits that the feed does not contain.
 
@@ -459,13 +461,8 @@ class NamespaceSession:
         with self._lock:
             small = (info for info in found if info.size <= MAX_INBOX_BYTES)
             infos = {name: info for info in small if (name := parse_inbox(info.key)) is not None}
-            merged = self.catalogue.merged() if infos else {}
             self._read &= infos.keys()
-            new = [
-                name
-                for name in sorted(infos, key=lambda name: (infos[name].modified, name))
-                if name not in self._read and name.writer != self.writer and name.number > merged.get(name.writer, 0)
-            ]
+            new = [name for name in self.unmerged(infos) if name not in self._read and name.writer != self.writer]
             for name, entry in self._bucket.each(self.read_commit, new, _AT_ONCE):
                 self._read.add(name)
                 if entry is None:  # merged and deleted since the head was read, or unreadable
@@ -479,14 +476,8 @@ class NamespaceSession:
         mine = self._unmerged.get(name.number)  # without the lock: ``read_inbox`` holds it and waits for this thread
         if mine is not None and mine.writer == name.writer:
             return mine
-        return self.objects.record(
-            _signed_as(name),
-            Entry,
-            MAX_INBOX_BYTES,
-            fits=lambda entry: (entry.writer, entry.number) == (name.writer, name.number),
-            key=self._names.inbox(name),
-            may_be_missing=True,
-        )
+        signed_as, key = commit_name(name.writer, name.number), self._names.inbox(name)
+        return self.objects.record(signed_as, Entry, MAX_INBOX_BYTES, key=key, may_be_missing=True)
 
     def manifest_keys(self, manifest_id: str) -> ManifestKeys | None:
         """See ``Backend.manifest_keys``."""
@@ -556,7 +547,3 @@ def is_rejected(entry: Entry, info: ObjectInfo) -> bool:
 def _keys_of(manifest_id: str) -> str:
     """Return the name that the authentication tag of a manifest's keys covers."""
     return f"keys of {manifest_id}"
-
-
-def _signed_as(name: InboxName) -> str:
-    return f"inbox {name.writer.hex()}-{name.number}"

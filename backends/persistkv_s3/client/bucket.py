@@ -40,6 +40,7 @@ from persistkv_s3.client.transport import (
     ObjectInfo,
     S3Error,
     Sink,
+    Take,
     Transport,
     WholeSink,
 )
@@ -208,13 +209,7 @@ class Bucket:
         self._get(key, None, None, sink)
         return sink.data
 
-    def fill(
-        self,
-        key: str,
-        start: int,
-        buffers: Sequence[memoryview],
-        take: Callable[[int, memoryview], None] | None = None,
-    ) -> None:
+    def fill(self, key: str, start: int, buffers: Sequence[memoryview], take: Take | None = None) -> None:
         """Download bytes of an object, from byte ``start`` on, into buffers; see ``Sink``. After an error, buffers that
         were not passed to ``take`` have undefined content.
         """

@@ -156,6 +156,10 @@ class Body:
         return sum(map(len, self._pieces[: self._next]))
 
 
+Take = Callable[[int, memoryview], None]
+"""Receives the index of a buffer, frame or range, and its bytes, which are valid until it returns."""
+
+
 class Sink:
     """Destination of a download.
 
@@ -163,9 +167,7 @@ class Sink:
     :param take: called with the index of a buffer and the buffer when it is full; never for empty buffers.
     """
 
-    def __init__(
-        self, buffers: Sequence[memoryview] = (), take: Callable[[int, memoryview], None] | None = None
-    ) -> None:
+    def __init__(self, buffers: Sequence[memoryview] = (), take: Take | None = None) -> None:
         self.position = 0
         """Bytes that have arrived."""
         self._take = take

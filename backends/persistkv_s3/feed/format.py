@@ -66,16 +66,18 @@ class InboxName(NamedTuple):
     """Number of the commit: each writer counts from 1, without gaps."""
 
 
-class StoreNames:
-    """Constructs the S3 keys outside of the namespaces' prefixes: head, inbox, identities, notes, statuses.
+class Names:
+    """Constructs the S3 keys of a store, and of the objects of one namespace below its prefix ``base``.
 
     :param prefix: prefix of the store; empty, or ending in a slash.
     :param key_id: id of the authentication key; empty: no key. Objects under other ids are ignored.
     """
 
-    def __init__(self, prefix: str, key_id: str = "") -> None:
+    def __init__(self, prefix: str, namespace: bytes = NO_NAMESPACE, key_id: str = "") -> None:
         self._prefix, self._key_id = prefix, key_id
+        self.namespace = namespace
         suffix = f"-{key_id}" if key_id else ""
+        self.base = f"{prefix}{namespace.hex()}{suffix}/"
         self.head = f"{prefix}persistkv{suffix}"
         self.inbox_prefix = f"{prefix}inbox{suffix}/"
         self.identities_prefix = f"{prefix}identities{suffix}/"
@@ -95,15 +97,6 @@ class StoreNames:
     def of(self, namespace: bytes) -> Names:
         return Names(self._prefix, namespace, self._key_id)
 
-
-class Names(StoreNames):
-    """Also constructs the S3 keys of the objects of ``namespace``, whose prefix is ``base``."""
-
-    def __init__(self, prefix: str, namespace: bytes, key_id: str = "") -> None:
-        super().__init__(prefix, key_id)
-        self.namespace = namespace
-        self.base = f"{prefix}{namespace.hex()}{'-' if key_id else ''}{key_id}/"
-
     def pack(self, pack_id: bytes, nonce: bytes) -> str:
         return self.base + pack_name(pack_id, nonce)
 
@@ -116,6 +109,11 @@ def pack_name(pack_id: bytes, nonce: bytes) -> str:
 def feed_name(position: int, term: bytes) -> str:
     """Return the name of the feed object that the leader elected in ``term`` writes at ``position``, from 1."""
     return f"feed/{position:012x}-{term.hex()}"
+
+
+def commit_name(writer: bytes, number: int) -> str:
+    """Return the name that the authentication tag of a commit in the inbox covers."""
+    return f"inbox {writer.hex()}-{number}"
 
 
 # Each of these functions parses an S3 key; it returns None for keys of other objects.
@@ -252,6 +250,14 @@ class NamespaceHead(msgspec.Struct, array_like=True, kw_only=True):
         """Return the term of the feed object at a position; None if ``spans`` does not contain the position."""
         return next((term for first, last, term in self.spans if first <= position <= last), None)
 
+    def append(self, position: int, term: bytes) -> None:
+        """Add the feed object at the next position."""
+        self.position = position
+        if self.spans and self.spans[-1][1:] == (position - 1, term):
+            self.spans = [*self.spans[:-1], (self.spans[-1][0], position, term)]
+        else:
+            self.spans = [*self.spans, (position, position, term)]
+
 
 class Head(msgspec.Struct, array_like=True, kw_only=True):
     """Head of a store: the object whose conditional writes publish feeds and fence former leaders."""
@@ -306,6 +312,13 @@ def unseal(data: Buffer, kind: type[T]) -> T:
         if any(len(joined) % ID_BYTES for joined in (*entry.uses, *(row.packs for row in entry.manifests))):
             raise CorruptPackError("ids", f"joined ones are no multiple of {ID_BYTES} bytes")
     return record
+
+
+def belongs(record: object, name: str) -> bool:
+    """Return whether a feed object or commit is the one with this name; True for other records."""
+    if isinstance(record, Feed):
+        return name == feed_name(record.position, record.term)
+    return not isinstance(record, Entry) or name == commit_name(record.writer, record.number)
 
 
 _LENGTH = struct.Struct("<Q")

@@ -32,9 +32,9 @@ from persistkv_s3.feed.format import (
     NONCE_BYTES,
     Feed,
     Head,
+    Names,
     NamespaceHead,
     Snapshot,
-    StoreNames,
     decode_head,
     encode_head,
     feed_name,
@@ -53,13 +53,13 @@ class StoreHead:
     :param where: the store, for messages.
     """
 
-    def __init__(self, bucket: Bucket, names: StoreNames, authenticator: Authenticator, where: str) -> None:
+    def __init__(self, bucket: Bucket, names: Names, authenticator: Authenticator, where: str) -> None:
         self.head = Head()
         self.changed_at = 0.0
         """Monotonic time at which this handle first read or wrote this version."""
         self._etag = ""
-        self._bucket = bucket
-        self._names = names
+        self.bucket = bucket
+        self.names = names
         self._authenticator = authenticator
         self._where = where
         self._lock = threading.RLock()
@@ -84,14 +84,14 @@ class StoreHead:
                     raise CorruptStoreError(f"{self._where}: unreadable head: {error}") from None
                 logger.warning("%s: the head is unreadable (%s): rebuilding it", self._where, error)
                 condition = ""
-            store = self._bucket.clock.random.randbytes(NONCE_BYTES)
+            store = self.bucket.clock.random.randbytes(NONCE_BYTES)
             head = Head(store=store, capacity=policy.capacity, ttl_s=policy.ttl_s, unquoted=self._probe())
             self._rebuild(head)
             with suppress(ConditionFailedError):  # another process was faster
                 if not condition:
-                    etag = self._bucket.get_if_changed(self._names.head, None)[1]
+                    etag = self.bucket.get_if_changed(self.names.head, None)[1]
                     condition = etag.strip('"') if head.unquoted else etag
-                self._bucket.put(self._names.head, self._encoded(head), condition=condition)
+                self._put(head, condition)
             self._etag = ""
             self.poll()
 
@@ -104,7 +104,7 @@ class StoreHead:
         """
         with self._lock:
             try:
-                data, etag = self._bucket.get_if_changed(self._names.head, self._etag or None)
+                data, etag = self.bucket.get_if_changed(self.names.head, self._etag or None)
             except UnchangedError:
                 return False
             head = decode_head(self._authenticator.opened(NO_NAMESPACE, _SIGNED_AS, data), self._where)
@@ -121,8 +121,7 @@ class StoreHead:
             head.beat = self.head.beat + 1
             etag = self._etag.strip('"') if self.head.unquoted else self._etag
             try:
-                written = self._bucket.put(self._names.head, self._encoded(head), condition=etag)
-                self._adopt(head, written)
+                self._adopt(head, self._put(head, etag))
                 return True
             except ConditionFailedError:
                 self.poll()
@@ -132,15 +131,15 @@ class StoreHead:
             return self.head == head
 
     def _adopt(self, head: Head, etag: str) -> None:
-        self.head, self._etag, self.changed_at = head, etag, self._bucket.clock.monotonic()
+        self.head, self._etag, self.changed_at = head, etag, self.bucket.clock.monotonic()
 
-    def _encoded(self, head: Head) -> list[bytes]:
+    def _put(self, head: Head, condition: str) -> str:
         data = self._authenticator.signed(NO_NAMESPACE, _SIGNED_AS, [encode_head(head)])
-        return [bytes(piece) for piece in data]
+        return self.bucket.put(self.names.head, data, condition=condition)
 
     def _probe(self) -> bool:
         """Check that the server honours conditional PUTs; return whether it needs ETags without quotes."""
-        bucket, key = self._bucket, self._names.probe + self._bucket.clock.random.randbytes(NONCE_BYTES).hex()
+        bucket, key = self.bucket, self.names.probe + self.bucket.clock.random.randbytes(NONCE_BYTES).hex()
 
         def holds(condition: str) -> bool:
             try:
@@ -156,10 +155,9 @@ class StoreHead:
         etag = bucket.put(key, [b"persistkv"])
         other = '"00000000000000000000000000000000"'
         try:
-            if holds(ABSENT):
-                raise StoreUnavailableError(f"{self._where}: the server ignores If-None-Match on PUT")
-            if holds(other):
-                raise StoreUnavailableError(f"{self._where}: the server ignores If-Match on PUT")
+            for condition, header in ((ABSENT, "If-None-Match"), (other, "If-Match")):
+                if holds(condition):
+                    raise StoreUnavailableError(f"{self._where}: the server ignores {header} on PUT")
             if holds(etag):
                 return False
             if holds(etag.strip('"')):
@@ -170,7 +168,7 @@ class StoreHead:
 
     def _rebuild(self, head: Head) -> None:
         """Add to ``head`` all namespaces of the bucket, from their snapshots and feed objects."""
-        names = (parse_identity(info.key) for info in self._bucket.list(self._names.identities_prefix))
+        names = (parse_identity(info.key) for info in self.bucket.list(self.names.identities_prefix))
         for namespace in filter(None, names):
             found = self._rebuilt(namespace)
             if found is not None:
@@ -178,10 +176,10 @@ class StoreHead:
                 head.epoch = max([head.epoch, *(int.from_bytes(term[:4], "big") for _, _, term in found.spans)])
 
     def _rebuilt(self, namespace: bytes) -> NamespaceHead | None:
-        names = self._names.of(namespace)
-        objects = SignedObjects(self._bucket, names, self._authenticator)
+        names = self.names.of(namespace)
+        objects = SignedObjects(self.bucket, names, self._authenticator)
         at, term, found = 0, b"", None
-        listed = self._bucket.list(f"{names.base}snapshots/")
+        listed = self.bucket.list(f"{names.base}snapshots/")
         for name in sorted((info.key.removeprefix(names.base) for info in listed), reverse=True):
             snapshot = objects.record(name, Snapshot, MAX_SNAPSHOT_BYTES, may_be_missing=True)
             if snapshot is not None:
@@ -189,7 +187,7 @@ class StoreHead:
                 found = NamespaceHead(generation=snapshot.generation, snapshot=name, snapshot_position=at, position=at)
                 break
         feeds: dict[int, list[bytes]] = {}
-        for info in self._bucket.list(f"{names.base}feed/"):
+        for info in self.bucket.list(f"{names.base}feed/"):
             if (parsed := parse_feed(info.key)) is not None:
                 feeds.setdefault(parsed[0], []).append(parsed[1])
         while True:
@@ -202,11 +200,4 @@ class StoreHead:
                 return found
             found = found or NamespaceHead(generation=feed.generation)
             at, term = at + 1, feed.term
-            found.position, found.spans = at, extended(found.spans, at, term)
-
-
-def extended(spans: list[tuple[int, int, bytes]], position: int, term: bytes) -> list[tuple[int, int, bytes]]:
-    """Return ``NamespaceHead.spans`` extended by the feed object at ``position``, written in ``term``."""
-    if spans and spans[-1][1:] == (position - 1, term):
-        return [*spans[:-1], (spans[-1][0], position, term)]
-    return [*spans, (position, position, term)]
+            found.append(at, term)

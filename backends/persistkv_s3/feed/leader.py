@@ -22,7 +22,6 @@ from itertools import islice
 
 import msgspec
 
-from persistkv_s3.client.bucket import Bucket
 from persistkv_s3.client.transport import ABSENT, ConditionFailedError, ObjectInfo, ObjectMissingError
 from persistkv_s3.feed.format import (
     LATEST,
@@ -37,7 +36,6 @@ from persistkv_s3.feed.format import (
     InboxName,
     NamespaceHead,
     Snapshot,
-    StoreNames,
     feed_name,
     frame_records,
     parse_feed,
@@ -46,7 +44,7 @@ from persistkv_s3.feed.format import (
     seal,
     split_ids,
 )
-from persistkv_s3.feed.head import StoreHead, extended
+from persistkv_s3.feed.head import StoreHead
 from persistkv_s3.session import NamespaceSession, is_rejected
 
 logger = logging.getLogger(__name__)
@@ -61,6 +59,7 @@ SNAPSHOT_AFTER = 64
 """Minimum number of feed objects between two snapshots of a namespace."""
 _NAMED_BEFORE = 128  # feed objects before a snapshot that the head still names, for readers that are a little behind
 _MOST_TAILS = 48
+_RECENT_BYTES = 1 << 20  # 1 MiB
 _LEAST_DUMP_BYTES = 4 << 20  # 4 MiB
 _SEGMENT_BYTES = 32 << 20  # 32 MiB
 _EVICTED_AT_ONCE = 256
@@ -90,16 +89,14 @@ class Leader:
 
     def __init__(
         self,
-        bucket: Bucket,
-        names: StoreNames,
         head: StoreHead,
         session: Callable[[bytes], NamespaceSession | None],
         opened: Mapping[bytes, NamespaceSession],
         grace_s: float,
     ) -> None:
-        self._bucket = bucket
-        self._clock = bucket.clock
-        self._names = names
+        self._bucket = head.bucket
+        self._clock = head.bucket.clock
+        self._names = head.names
         self._head = head
         self._session = session
         self._opened = opened
@@ -109,6 +106,9 @@ class Leader:
         self._junk: set[str] = set()
         self._behind: set[bytes] = set()
         """Namespaces with commits in the inbox that did not fit into the last round."""
+        self._recent: dict[bytes, dict[int, bytes]] = {}
+        """Small feed objects that this leader wrote since the last snapshot, encoded: namespace → position → bytes.
+        Without them, a snapshot would delay a round by dozens of requests."""
         self._resigning = False
         self._busy_at = 0.0
         self._written_at = 0.0
@@ -151,6 +151,7 @@ class Leader:
     def _forget(self) -> None:
         self._term = b""
         self._unpublished.clear()
+        self._recent.clear()
         self._dumps.clear()
         self._dumped.clear()
         self._sweeps.clear()
@@ -202,10 +203,7 @@ class Leader:
             self._clear_inbox(by_namespace)
 
     def resign(self) -> None:
-        """Do a last round, and give up the leadership. For a handle that closes: every later round resigns, too.
-
-        :raises StoreError: the head still names this handle; another one takes over after ``TAKEOVER_S``.
-        """
+        """Do a last round, and give up the leadership; if it fails, another handle takes over after ``TAKEOVER_S``."""
         self._resigning = True
         self.round()
 
@@ -226,16 +224,13 @@ class Leader:
         """Return a new feed object with those of the found commits that are not merged yet; None if there are none.
         Commits beyond a bound on the bytes are left to the next round.
         """
-        merged, new, total = session.catalogue.merged(), list[InboxName](), 0
+        new, total = list[InboxName](), 0
         self._behind.discard(session.namespace)
-        for name in sorted(infos, key=lambda name: (infos[name].modified, name)):  # those of a writer stay in order
-            info = infos[name]
-            if name.number <= merged.get(name.writer, 0):
+        for name in session.unmerged(infos):
+            if infos[name].size > MAX_INBOX_BYTES:
+                self._junk.add(infos[name].key)
                 continue
-            if info.size > MAX_INBOX_BYTES:
-                self._junk.add(info.key)
-                continue
-            total += info.size
+            total += infos[name].size
             if new and total > _MERGED_BYTES:
                 self._behind.add(session.namespace)
                 break
@@ -277,9 +272,11 @@ class Leader:
             return True
         for namespace, held in self._unpublished.items():
             session = self._opened[namespace]
-            name = feed_name(held.feed.position, held.feed.term)
+            name, data = feed_name(held.feed.position, held.feed.term), seal(held.feed)
             with suppress(ConditionFailedError):  # an earlier attempt has written it: only this leader uses its term
-                session.objects.put(name, [seal(held.feed)], condition=ABSENT)
+                session.objects.put(name, [data], condition=ABSENT)
+            if len(data) <= _RECENT_BYTES:
+                self._recent.setdefault(namespace, {})[held.feed.position] = data
             head.namespaces[namespace] = self._extended(head.namespaces.get(namespace), held, session)
         if resigns:
             head.leader = b""
@@ -296,8 +293,7 @@ class Leader:
     def _extended(self, before: NamespaceHead | None, held: _Publication, session: NamespaceSession) -> NamespaceHead:
         feed = held.feed
         head = NamespaceHead(generation=feed.generation) if before is None else msgspec.structs.replace(before)
-        head.position = feed.position
-        head.spans = extended(head.spans, feed.position, feed.term)
+        head.append(feed.position, feed.term)
         head.num_bytes, head.oldest, expires = session.catalogue.retention()
         head.expires = min(expires, LATEST)
         head.swept = max(head.swept, held.swept) or self._bucket.now()
@@ -353,15 +349,12 @@ class Leader:
         now, capacity, ttl_s = self._bucket.now(), head.capacity, head.ttl_s
         excess = 0 if capacity is None else sum(size for size, _, _ in fresh.values()) - capacity
         if oldest and (excess > 0 or (ttl_s is not None and oldest[0][0] < now - ttl_s)):
-            until = oldest[1][0] if len(oldest) > 1 else now
-            self._evict_from(oldest[0][1], now, ttl_s, excess, until)
+            namespace, until = oldest[0][1], oldest[1][0] if len(oldest) > 1 else now
         else:
             expires, namespace = min(((expires, name) for name, (_, _, expires) in fresh.items()), default=(now, b""))
-            if expires < now:
-                self._evict_from(namespace, now, None, 0, now)
-
-    def _evict_from(self, namespace: bytes, now: float, ttl_s: float | None, excess: int, until: float) -> None:
-        """Add evictions to the next feed object of a namespace; see ``Catalogue.plan_eviction``."""
+            if expires >= now:
+                return
+            ttl_s, excess, until = None, 0, now
         session = self._session(namespace)
         if session is None:
             return
@@ -377,9 +370,7 @@ class Leader:
             logger.info("evicting %d packs", len(gone))
 
     def _fresh(self, namespace: bytes, held: NamespaceHead) -> tuple[int, float, float]:
-        """Return bytes, time of the oldest use and earliest expiry by a manifest's own ttl, from the local catalogue if
-        it has the position of the head, else from the head.
-        """
+        """Return ``Catalogue.retention`` if the local catalogue has the position of the head, else that of the head."""
         session = self._opened.get(namespace)
         if session is None or session.catalogue.position.position != held.position:
             return held.num_bytes, held.oldest, held.expires
@@ -394,8 +385,11 @@ class Leader:
             before = Snapshot(generation=target.generation, position=0, term=bytes(TERM_BYTES), time=0.0)
         covered = range(target.snapshot_position + 1, target.position + 1)
         wanted = [(position, term) for position in covered if (term := target.term_of(position)) is not None]
-        feeds = self._bucket.all(session.feed_object, wanted)
-        pieces = frame_records([seal(feed) for feed in feeds if feed is not None])
+        known = self._recent.pop(session.namespace, {})
+        for feed in self._bucket.all(session.feed_object, [name for name in wanted if name[0] not in known]):
+            if feed is not None:
+                known[feed.position] = seal(feed)
+        pieces = frame_records([known[position] for position, _ in wanted if position in known])
         name = f"segments/{target.position:012x}-{self._term.hex()}"
         session.objects.put(name, pieces)
         at = session.catalogue.position

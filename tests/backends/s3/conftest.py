@@ -117,7 +117,7 @@ def open_store(endpoint: str, bucket: str) -> Iterator[Opener]:
         where = endpoint if port is None else f"http://127.0.0.1:{port}"
         place, parsed = parse_url(StoreUrl.parse(f"s3://{bucket}/store?endpoint_url={where}&{options}"))
         client = CountingClient(place, parsed)
-        opened.append(S3Backend.connect(place, parsed, client, read_only=read_only, background=False))
+        opened.append(S3Backend(place, parsed, client, read_only=read_only, background=False))
         client.take()
         return Handle(opened[-1], client)
 

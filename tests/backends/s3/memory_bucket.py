@@ -133,7 +133,7 @@ class Engines:
         settings = S3Options(**{"cache": str(directory), "connections": 1, **options})
         client, clock = MemoryClient(self.bucket), BucketClock(self.bucket, number)
         place = Place("bucket", "store/")
-        engine = S3Backend.connect(place, settings, client, read_only=read_only, clock=clock, background=False)
+        engine = S3Backend(place, settings, client, read_only=read_only, clock=clock, background=False)
         self.all.append(engine)
         self.clients[engine] = client
         return engine

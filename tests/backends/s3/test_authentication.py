@@ -22,7 +22,7 @@ from persistkv.testing.conformance.suite import read_pack, sample_identity, tabl
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_s3 import S3Backend
 from persistkv_s3.authentication import TAG_BYTES, Authenticator
-from persistkv_s3.feed.format import Entry, InboxName, Names, PackRow, StoreNames, seal
+from persistkv_s3.feed.format import Entry, InboxName, Names, PackRow, seal
 from persistkv_s3.options import parse_url
 from tests.backends.s3.conftest import Handle, Opener
 
@@ -59,7 +59,7 @@ def commit_of(table: PackTable, tags: bytes = b"") -> bytes:
 
 
 def inbox_key() -> str:
-    return StoreNames("store/", Authenticator(SECRET.encode()).key_id).inbox(FORGED)
+    return Names("store/", key_id=Authenticator(SECRET.encode()).key_id).inbox(FORGED)
 
 
 def pack_key(backend: S3Backend, pack: PackWriter) -> str:

@@ -25,7 +25,6 @@ from persistkv_s3.feed.format import (
     NamespaceHead,
     PackRow,
     Snapshot,
-    StoreNames,
     decode_head,
     encode_head,
     feed_name,
@@ -170,14 +169,14 @@ def test_decode_namespace_round_trips_and_rejects_damaged_row() -> None:
 
 
 def test_object_keys_match_format_and_parsers_reject_others() -> None:
-    names, store = Names("p/", NAMESPACE, "k"), StoreNames("p/", "k")
+    names = Names("p/", NAMESPACE, "k")
     base = f"p/{NAMESPACE.hex()}-k/"
     assert names.pack(NAMESPACE, NONCE) == f"{base}packs/{NAMESPACE.hex()}-{NONCE.hex()}"
     assert names.base + feed_name(255, TERM) == f"{base}feed/0000000000ff-{TERM.hex()}"
     commit = InboxName(NAMESPACE, WRITER, 255)
-    assert store.inbox(commit) == f"p/inbox-k/{NAMESPACE.hex()}-{WRITER.hex()}-0000000000ff"
-    assert store.head == "p/persistkv-k"
-    assert parse_inbox(store.inbox(commit)) == commit
+    assert names.inbox(commit) == f"p/inbox-k/{NAMESPACE.hex()}-{WRITER.hex()}-0000000000ff"
+    assert names.head == "p/persistkv-k"
+    assert parse_inbox(names.inbox(commit)) == commit
     assert parse_pack(names.pack(NAMESPACE, NONCE)) == (NAMESPACE, NONCE)
     assert parse_feed(names.base + feed_name(255, TERM)) == (255, TERM)
     for strange in ("p/x", "p/0-0", "p/" + "g" * 32 + "-000000000001", "p/-1"):

@@ -207,7 +207,7 @@ class History:
             read_only=reader,
         )
         transport = SimulatedTransport(process)
-        return S3Backend.connect(PLACE, options, transport, clock=process, background=False)
+        return S3Backend(PLACE, options, transport, clock=process, background=False)
 
     def _settle(self, process: Process) -> None:
         """Commit once, and lead until everything is merged."""

@@ -20,7 +20,7 @@ from persistkv.testing.conformance.suite import check_totals, read_pack, sample_
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_s3 import S3Backend
 from persistkv_s3.client.transport import BrokenError
-from persistkv_s3.feed.format import StoreNames
+from persistkv_s3.feed.format import Names
 from tests.backends.s3.conftest import Opener
 
 NAMESPACE = sample_identity().digest
@@ -120,7 +120,7 @@ def test_open_store_with_many_namespaces_reads_few_identities(
 ) -> None:
     for number in range(60):
         other = Namespace(Identity.of({"weights": f"w{number}", "config": {"block": 16}}), 1.7e9 + number)
-        raw_client.put_object(Bucket=bucket, Key=StoreNames("store/").identity(other.id), Body=encode_namespace(other))
+        raw_client.put_object(Bucket=bucket, Key=Names("store/").identity(other.id), Body=encode_namespace(other))
     layout = RowLayout(4096, (GroupLayout(((0, 4096),)),))
 
     def opened(weights: str) -> tuple[dict[str, int], str]:

@@ -29,7 +29,7 @@ from persistkv.testing.faulty import FaultyBackend
 from persistkv.testing.samples import sample_pack
 from persistkv_s3 import S3Backend
 from persistkv_s3.client.transport import LateError
-from persistkv_s3.feed.format import StoreNames
+from persistkv_s3.feed.format import Names
 from persistkv_s3.session import UploadBudget
 from tests.backends.s3.conftest import Opener
 from tests.storage.host.conftest import STRIDE, Hosted
@@ -266,7 +266,7 @@ def test_host_process_driver_log_reaches_engine(
 ) -> None:
     client = hosted.connect(f"s3://{bucket}/store?endpoint_url={endpoint}")
     client.open()
-    raw_client.put_object(Bucket=bucket, Key=StoreNames("store/").head, Body=b"PKVS3HD1" + bytes([1]) + b"damaged")
+    raw_client.put_object(Bucket=bucket, Key=Names("store/").head, Body=b"PKVS3HD1" + bytes([1]) + b"damaged")
     wait_for(client, lambda: "rebuilding it" in caplog.text)
 
 

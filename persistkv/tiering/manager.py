@@ -284,8 +284,6 @@ class TieringOffloadingManager(OffloadingManager):
         self._finish(JobResult(job.job_id, success=False))
         return False
 
-    # Loading
-
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         spec = self.primary_tier.prepare_load(keys, req_context)
         request = self._requests.get(req_context.req_id)
@@ -496,8 +494,6 @@ class TieringOffloadingManager(OffloadingManager):
             if now >= request.held_until:
                 self.stats.expired_holds += len(request.held)
                 self._release_held(request, request.held)
-
-    # All tiers
 
     def has_pending_work(self) -> bool:
         if self._pending or not (self._prewarming is None or self._prewarming.ended):

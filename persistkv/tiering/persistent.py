@@ -276,8 +276,6 @@ class PersistentTier(SecondaryTierManager):
         if len(self._ended) > _REMEMBERED_ENDS:
             del self._ended[next(iter(self._ended))]
 
-    # Recently used contexts
-
     def ask_recent(self, max_blocks: int, *, only_asked: bool = False) -> bool:
         """Ask the store for keys of stored requests, to promote their blocks: first requests that ``persistkv warm``
         named, then the most recently used ones. ``take_recent`` returns the keys.
@@ -320,8 +318,6 @@ class PersistentTier(SecondaryTierManager):
             return known
         recent = self._client.take_recent()
         return None if recent is None else [[OffloadKey(key) for key in keys] for keys in recent]
-
-    # The rest
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         news = self._client.take_events()

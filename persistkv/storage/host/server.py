@@ -106,8 +106,6 @@ class StoreServer:
         self._flushing: protocol.Flush | None = None
         self._flushed: list[protocol.Flush] = []
 
-    # Messages
-
     def handle(self, message: Any) -> None:
         """Process one message from the engine. Jobs, flushes and request ends are queued, and ``step`` starts them.
 
@@ -205,8 +203,6 @@ class StoreServer:
         except StoreError as error:
             logger.warning("the most recently used contexts cannot be read: %s", str(error))
         self._send(protocol.Recent(tuple(map(PackedKeys.of, contexts))))
-
-    # Work
 
     def seconds_to_work(self) -> float | None:
         """Return how many seconds the owner may wait before it calls ``step``; None: until a message arrives or an

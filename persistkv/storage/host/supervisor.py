@@ -373,8 +373,6 @@ class Supervisor:
         self.uses_rows = False
         """Whether a host may use rows: from the first message to it until it sends ``Ended`` or exits."""
 
-    # Life
-
     def start(self) -> None:
         """Start the host. The caller must then call ``send_hello`` until it returns True.
 

@@ -426,9 +426,7 @@ class TieringOffloadingManager(OffloadingManager):
                 self._lose_promotions(tier)
 
     def _lose_promotions(self, tier: IsolatedTier) -> None:
-        """Treat the promotions of a tier that cannot be polled as misses. Their rows stay reserved: the tier may still
-        write to them.
-        """
+        """Treat the promotions of a tier that cannot be polled as misses. It may still write to their rows."""
         for job in self._jobs.values():
             if job.tier is tier and job.data.is_promotion and job.epoch == self._epoch:
                 self._lost.update(job.data.keys)

@@ -313,10 +313,7 @@ class Watchdog:
         self._asked = None
 
     def is_silent(self, ping: Callable[[], None]) -> bool:
-        """Return whether the host has been silent for the time limit, so that the caller must kill it.
-
-        :param ping: sends a ``Ping``.
-        """
+        """Return whether the host has been silent for the time limit, so that the caller must kill it."""
         now = time.monotonic()
         if self._asked is None:
             if now - self._heard > self.patience_s / 2:
@@ -329,9 +326,7 @@ class Watchdog:
         return True
 
     def call_hangs(self, longest_s: float) -> bool:
-        """Return whether the oldest backend call, running for ``longest_s`` seconds, exceeds ten times the time limit.
-        This limit is longer because the host's loop still answers.
-        """
+        """Return whether the oldest backend call exceeds ten times the time limit, while the host's loop answers."""
         hangs = longest_s > _CALL_PATIENCE * self.patience_s
         if hangs:
             logger.error("a call of the medium has not ended for %.0f s; killing the host", longest_s)
@@ -374,10 +369,7 @@ class Supervisor:
         """Whether a host may use rows: from the first message to it until it sends ``Ended`` or exits."""
 
     def start(self) -> None:
-        """Start the host. The caller must then call ``send_hello`` until it returns True.
-
-        :raises HostError: the host cannot be started.
-        """
+        """Start the host, or raise HostError. The caller must then call ``send_hello`` until it returns True."""
         try:
             self.connection = self.host.start()
         except OSError as error:

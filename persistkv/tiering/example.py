@@ -14,7 +14,6 @@ from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 class ExampleSecondaryTier(SecondaryTierManager):
     """Keeps up to ``max_blocks`` blocks; evicts the least recently used.
 
-    :param max_blocks: bound on the blocks held.
     :param simulate_async: run each job in the next ``get_finished_jobs`` instead of in the call that submits it, as a
         tier with real I/O does.
     :raises ConfigurationError: ``max_blocks`` is not positive.
@@ -97,10 +96,7 @@ class ExampleSecondaryTier(SecondaryTierManager):
             self.completed_jobs.append(JobResult(job.job_id, True, failed))
 
     def _store(self, job: JobMetadata) -> list[OffloadKey]:
-        """Copy the blocks that are not held yet. To make room, evict blocks of other jobs only.
-
-        :returns: keys of the blocks for which there was no room.
-        """
+        """Copy the blocks that are not held yet. To make room, evict blocks of other jobs only."""
         own = set(job.keys)
         declined = []
         for key, row in zip(job.keys, job.block_ids.tolist(), strict=True):
@@ -131,7 +127,7 @@ class ExampleSecondaryTier(SecondaryTierManager):
         return failed
 
     def _ranges(self, key: OffloadKey, row: int) -> list[memoryview]:
-        """Return writable views of the bytes that the block uses in its row, as given by its group's layout."""
+        """Return writable views of the bytes that the block uses in its row."""
         layout = self.config.layout
         ranges, base = layout.groups[get_offload_group_idx(key)].ranges, row * layout.row_stride
         return [self._flat[base + offset : base + offset + size] for offset, size in ranges]

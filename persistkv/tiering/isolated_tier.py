@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class IsolatedTier:
-    """Wrapper of a secondary tier that logs its exceptions and then returns what an empty tier would.
+    """Wrapper of a secondary tier that logs its exceptions; the results are then those of an empty tier.
 
     A tier is unusable, which means that it gets no lookups and no jobs,
 

@@ -284,8 +284,6 @@ class TieringOffloadingManager(OffloadingManager):
         self._finish(JobResult(job.job_id, success=False))
         return False
 
-    # Loading
-
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         spec = self.primary_tier.prepare_load(keys, req_context)
         request = self._requests.get(req_context.req_id)
@@ -428,9 +426,7 @@ class TieringOffloadingManager(OffloadingManager):
                 self._lose_promotions(tier)
 
     def _lose_promotions(self, tier: IsolatedTier) -> None:
-        """Treat the promotions of a tier that cannot be polled as misses. Their rows stay reserved: the tier may still
-        write to them.
-        """
+        """Treat the promotions of a tier that cannot be polled as misses. It may still write to their rows."""
         for job in self._jobs.values():
             if job.tier is tier and job.data.is_promotion and job.epoch == self._epoch:
                 self._lost.update(job.data.keys)
@@ -496,8 +492,6 @@ class TieringOffloadingManager(OffloadingManager):
             if now >= request.held_until:
                 self.stats.expired_holds += len(request.held)
                 self._release_held(request, request.held)
-
-    # All tiers
 
     def has_pending_work(self) -> bool:
         if self._pending or not (self._prewarming is None or self._prewarming.ended):

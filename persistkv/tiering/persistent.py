@@ -10,7 +10,7 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
@@ -21,8 +21,8 @@ from persistkv.base import (
     OffloadKey,
     OffloadPolicy,
     ReqContext,
+    RequestDescription,
     RequestOffloadingContext,
-    Retention,
     get_offload_group_idx,
 )
 from persistkv.config import OffloadingConfig, convert_options, parse_durability, parse_size
@@ -60,11 +60,10 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     """``canary``: the blocks of another engine release are used after they have proven equal to newly computed ones. If
     ``RowLayout.numbers`` is None, it is as ``never``. ``never``: each release computes its own blocks."""
     queue_bytes: int | str = "1GiB"
-    """Bound on the raw bytes of store jobs in flight, a size such as ``1GiB``. A job that would exceed it fails, and
-    its blocks are not stored, unless no other job is in flight."""
+    """Bound on the raw bytes of store jobs in flight. A job that would exceed it fails, unless it is the only one."""
     staging_bytes: int | str = "256MiB"
-    """Bound on all memory of the store's host beyond its index, a size such as ``256MiB``. At least 64 MiB, and at
-    least the raw bytes of 32 blocks of the KV cache group with the largest blocks."""
+    """Bound on all memory of the store's host beyond its index. At least 64 MiB, and at least the raw bytes of 32
+    blocks of the KV cache group with the largest blocks."""
     max_age_s: Annotated[float, msgspec.Meta(ge=0)] = 2.0
     """Seconds after which the write of staged blocks begins although their request has not ended; ignored if
     ``durability`` is an interval."""
@@ -91,8 +90,7 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
 class PersistentTier(SecondaryTierManager):
     """Secondary tier that stores the blocks of whole requests durably, so that they survive restarts of the engine.
 
-    The constructor opens the store and waits for it at most ``open_timeout_s`` seconds. Later calls wait only if their
-    description says so, or if the option ``host`` is ``inline``, which runs the store's I/O within them.
+    Later calls than the constructor wait only if their description says so, or if the option ``host`` is ``inline``.
 
     :raises ConfigurationError: an option is invalid (the error names it), or ``config.identity`` is empty.
     :raises IdentityMismatchError: ``strict_identity`` is set and the store contains only other identities.
@@ -113,25 +111,20 @@ class PersistentTier(SecondaryTierManager):
         if staging_bytes < least:
             expected = f"{least} bytes or more, for blocks of {largest} bytes"
             raise ConfigurationError("staging_bytes", self.options.staging_bytes, expected)
+        options_of_store = StoreOptions(
+            codec=self.options.codec,
+            staging_bytes=staging_bytes,
+            max_age_s=self.options.max_age_s,
+            durability=self.options.durability,
+            io_threads=self.options.io_threads,
+            strict_identity=self.options.strict_identity,
+            adopt=self.options.adopt,
+            events=config.enable_events,
+        )
+        hello = Hello(self.options.url, Identity.of(config.identity).encode(), config.layout, options_of_store)
+        queue_bytes = parse_size(self.options.queue_bytes, name="queue_bytes")
         self._client = StoreClient(
-            self._choose_host(),
-            Hello(
-                self.options.url,
-                Identity.of(config.identity).encode(),
-                config.layout,
-                StoreOptions(
-                    codec=self.options.codec,
-                    staging_bytes=staging_bytes,
-                    max_age_s=self.options.max_age_s,
-                    durability=self.options.durability,
-                    io_threads=self.options.io_threads,
-                    strict_identity=self.options.strict_identity,
-                    adopt=self.options.adopt,
-                    events=config.enable_events,
-                ),
-            ),
-            max_queue_bytes=parse_size(self.options.queue_bytes, name="queue_bytes"),
-            watchdog_s=self.options.watchdog_s,
+            self._choose_host(), hello, max_queue_bytes=queue_bytes, watchdog_s=self.options.watchdog_s
         )
         self._client.open(self.options.open_timeout_s)
         self._engine = uuid.uuid4().hex
@@ -142,7 +135,7 @@ class PersistentTier(SecondaryTierManager):
         self._detached = False
         self._prefetches: deque[Choice | list[OffloadKey]] = deque(maxlen=_MOST_PREFETCHES)
         self._known: list[list[OffloadKey]] | None = None
-        self._contains: Callable[[bytes], bool] = self._client.contains
+        self._contains = self._client.contains
 
     def _choose_host(self) -> Host:
         num_bytes = self.config.num_blocks * self.config.layout.row_stride
@@ -164,16 +157,12 @@ class PersistentTier(SecondaryTierManager):
 
     @property
     def host(self) -> str:
-        """Where the store runs: ``process``, ``thread`` or ``inline``; ``thread`` if the option is ``process`` and a
-        host process is not possible.
-        """
+        """Where the store runs, see the option; ``thread`` if a host process is not possible."""
         return self._client.host.name
 
     @property
     def notices(self) -> Sequence[str]:
-        """Messages for the user from the opening of the store: the fields in which the identity differs from the
-        nearest stored one. Empty if there are none.
-        """
+        """Messages for the user: the fields in which the identity differs from the nearest stored one."""
         return self._client.notices
 
     # Lookups and jobs
@@ -209,9 +198,7 @@ class PersistentTier(SecondaryTierManager):
         self._client.submit_load(job_metadata.job_id, job_metadata.keys, job_metadata.block_ids.tolist())
 
     def loaded_elsewhere(self, keys: Sequence[OffloadKey]) -> None:
-        """Report that another tier loads the blocks of these keys, so that the option ``adopt`` does not compare them
-        as blocks that this engine has computed.
-        """
+        """Report that another tier loads these blocks: this engine has not computed them (option ``adopt``)."""
         if not self._detached:
             self._client.loaded_elsewhere(keys)
 
@@ -239,11 +226,8 @@ class PersistentTier(SecondaryTierManager):
         return bool(self._finished) or self._client.has_pending_work
 
     def drain_jobs(self, timeout_s: float) -> bool:
-        """Ask the host to write all accepted blocks, and wait until each submitted job has a result, so that its rows
-        are free. The next ``get_finished_jobs`` returns the results.
-
-        :returns: False if a job has no result after ``timeout_s`` seconds. True does not mean that the blocks are
-            durable: see ``flush``.
+        """See ``SecondaryTierManager``. The host writes all accepted blocks; True does not mean that they are durable:
+        see ``flush``.
         """
         deadline = time.monotonic() + timeout_s
         self._client.flush(timeout_s)
@@ -258,33 +242,31 @@ class PersistentTier(SecondaryTierManager):
         return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        arrived = self._undescribed.pop(req_context.req_id, [])
-        if self._detached:
-            self._remember(req_context.req_id, False)
-            return
+        req_id, num_groups = req_context.req_id, len(self.config.layout.groups)
+        arrived = dict.fromkeys(self._undescribed.pop(req_id, ()))
         self._sequence += 1
         description = req_context.description
-        num_groups = len(self.config.layout.groups)
-        chains: Sequence[Sequence[OffloadKey]]
         if description is None:
-            known = dict.fromkeys(arrived)
-            chains = [[key for key in known if get_offload_group_idx(key) == group] for group in range(num_groups)]
-        else:
-            chains = description.group_keys
-        if len(chains) != num_groups:
-            logger.error("request %s has keys of %d groups; there are %d", req_context.req_id, len(chains), num_groups)
-            self._remember(req_context.req_id, False)
+            description = RequestDescription(num_groups)
+            for key in arrived:
+                if (group := get_offload_group_idx(key)) < num_groups:
+                    description.extend(group, [key])
+        if len(description.group_keys) != num_groups:
+            given = len(description.group_keys)
+            logger.error("request %s has keys of %d groups; there are %d", req_id, given, num_groups)
+        if self._detached or len(description.group_keys) != num_groups:
+            self._remember(req_id, False)
             return
         self._client.end_request(
             RequestEnd(
-                req_context.req_id,
-                req_context.req_id if self.options.unique_request_ids else f"{self._engine}-{self._sequence}",
-                tuple(map(list[bytes], chains)),
-                0 if description is None else description.num_tokens,
+                req_id,
+                req_id if self.options.unique_request_ids else f"{self._engine}-{self._sequence}",
+                tuple(map(list[bytes], description.group_keys)),
+                description.num_tokens,
                 self.config.block_size,
-                description is not None,
-                {} if description is None else description.labels,
-                Retention() if description is None else description.retention,
+                description is req_context.description,
+                description.labels,
+                description.retention,
             )
         )
 
@@ -294,8 +276,6 @@ class PersistentTier(SecondaryTierManager):
         if len(self._ended) > _REMEMBERED_ENDS:
             del self._ended[next(iter(self._ended))]
 
-    # Recently used contexts
-
     def ask_recent(self, max_blocks: int, *, only_asked: bool = False) -> bool:
         """Ask the store for keys of stored requests, to promote their blocks: first requests that ``persistkv warm``
         named, then the most recently used ones. ``take_recent`` returns the keys.
@@ -303,8 +283,7 @@ class PersistentTier(SecondaryTierManager):
         :param max_blocks: most keys to return, over all requests.
         :param only_asked: ask only for the oldest entry of ``prefetch`` or, if there is none, for requests that
             ``persistkv warm`` named.
-        :returns: False if nothing was requested: the store is not open (retry later), or ``reset_cache`` has detached
-            the tier.
+        :returns: False if nothing was requested: the store is not open (retry later), or the tier is detached.
         """
         choice = self._prefetches[0] if only_asked and self._prefetches else None
         if isinstance(choice, list):  # the keys are known: there is nothing to ask
@@ -317,8 +296,7 @@ class PersistentTier(SecondaryTierManager):
         return asked
 
     def prefetch(self, choice: Choice | list[OffloadKey]) -> None:
-        """Queue contexts to promote. Each later ``ask_recent`` with ``only_asked`` takes one entry, oldest first, and
-        asks for its contexts instead of those that ``persistkv warm`` requested.
+        """Queue contexts to promote. Each later ``ask_recent`` with ``only_asked`` takes the oldest entry.
 
         At most 64 entries are queued; a further one replaces the oldest.
 
@@ -328,7 +306,7 @@ class PersistentTier(SecondaryTierManager):
 
     @property
     def prefetch_waits(self) -> bool:
-        """Whether the queue of ``prefetch`` has entries that no ``ask_recent`` has taken yet."""
+        """Whether the queue of ``prefetch`` has entries."""
         return bool(self._prefetches)
 
     def take_recent(self) -> list[list[OffloadKey]] | None:
@@ -340,8 +318,6 @@ class PersistentTier(SecondaryTierManager):
             return known
         recent = self._client.take_recent()
         return None if recent is None else [[OffloadKey(key) for key in keys] for keys in recent]
-
-    # The rest
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         news = self._client.take_events()
@@ -355,7 +331,7 @@ class PersistentTier(SecondaryTierManager):
 
     def reset_cache(self, weights_changed: bool) -> None:
         """Detach the tier for good if weights changed, since its identity is no longer the engine's: lookups miss, and
-        later jobs fail. The store keeps its blocks. If weights did not change, do nothing.
+        later jobs fail. The store keeps its blocks.
         """
         if weights_changed and not self._detached:
             self._detached = True
@@ -365,8 +341,8 @@ class PersistentTier(SecondaryTierManager):
     def wait_persisted(self, req_id: str, timeout_s: float) -> bool:
         """Wait until all blocks of a finished request are durable, at most ``timeout_s`` seconds.
 
-        :returns: True if they are. False: some were dropped or could not be stored, the timeout passed, or the result
-            is no longer known: those of the last 4,096 requests are kept.
+        :returns: whether they are. False: some were dropped, the timeout passed, or the result is no longer known:
+            those of the last 4,096 requests are kept.
         """
         deadline = time.monotonic() + timeout_s
         while req_id not in self._ended and time.monotonic() < deadline:
@@ -390,14 +366,13 @@ class PersistentTier(SecondaryTierManager):
 
     def glance(self) -> StoreStats:
         """Return the totals of ``store_stats`` without waiting, and request new ones from the host for later calls.
-
-        ``StoreStats.host`` may be some seconds old, or older while the host is down; None if no totals have arrived.
+        ``StoreStats.host`` is the last that arrived, and None if none has.
         """
         return self._client.glance()
 
     @property
     def num_held_blocks(self) -> int:
-        """Number of blocks that lookups can find, 0 while the store is not open; a block in two packs counts twice."""
+        """Number of blocks that lookups can find; a block in two packs counts twice."""
         return len(self._client)
 
     def shutdown(self) -> None:

@@ -158,39 +158,32 @@ class StoreClient:
         """
         self._check_process()
         deadline = time.monotonic() + timeout_s
-        supervisor = self.supervisor
         try:
             for attempt in range(_OPEN_ATTEMPTS):
                 self._open_error = None
-                supervisor.start()
+                self.supervisor.start()
                 while self.state is State.OPENING and time.monotonic() < deadline:
                     if not self._receive():
                         time.sleep(_NAP_S)
-                if supervisor.state is State.OPEN:
+                if self.state is State.OPEN:
                     return
-                if supervisor.state is State.OPENING and supervisor.host.restartable:
+                if self.state is State.OPENING and self.host.restartable:
                     logger.warning("the store did not open within %s s; lookups miss until it has", timeout_s)
                     return
-                if not self._may_retry_open(attempt):
-                    break
-                if not supervisor.host.wait(KILL_S):
+                if not (self.host.restartable and self._may_retry_open(attempt) and self.host.wait(KILL_S)):
                     break
                 logger.warning("the store did not open: starting its host again")
-            slow = supervisor.state is State.OPENING
+            slow = self.state is State.OPENING
             reason = f"did not open within {timeout_s} s" if slow else "died while it opened"
             raise self._open_error or HostError(f"the store's host {reason}")
         except BaseException:
-            supervisor.abandon()
+            self.supervisor.abandon()
             raise
 
     def _may_retry_open(self, attempt: int) -> bool:
-        """Return whether another host process may be able to open the store after attempt ``attempt`` (from 0) failed.
-
-        Another one may if the last process died, or found its PID in use by another container. If it found damage, one
-        more start is tried, which checks the store before it opens it.
+        """Return whether another host process may help: the last one died, or found its PID in use by another
+        container. If the first one found damage, the next one checks the store before it opens it.
         """
-        if not self.supervisor.host.restartable:
-            return False
         if self._open_error is None or isinstance(self._open_error, ProcessIdInUseError):
             return True
         return attempt == 0 and isinstance(self._open_error, CorruptStoreError)
@@ -203,8 +196,6 @@ class StoreClient:
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise HostError("this store was opened before a fork; open it again in the child")
-
-    # Jobs
 
     def __len__(self) -> int:
         return len(self.table)
@@ -381,13 +372,9 @@ class StoreClient:
         return self.state is State.OPEN
 
     def take_recent(self) -> list[list[bytes]] | None:
-        """Return the answer to ``ask_recent`` once: a list of keys per stored request. None: no answer has arrived;
-        none will if the host ended meanwhile.
-        """
+        """Return the answer to ``ask_recent`` once. None: none has arrived; none will if the host ended meanwhile."""
         recent, self._recent = self._recent, None
         return recent
-
-    # Received messages
 
     def _receive(self) -> bool:
         """Handle the messages that have arrived; return whether there were any."""
@@ -471,7 +458,7 @@ class StoreClient:
         return self._ask(protocol.Flush, timeout_s) is not None
 
     def stats(self, timeout_s: float = 5.0) -> StoreStats:
-        """Return totals of client and host; ``host`` is None if the store is not open or does not answer in time."""
+        """Return totals of client and host; waits for those of the host."""
         host = self._ask(protocol.AskStats, timeout_s)
         return StoreStats(self.state.value, self.counters, host)
 

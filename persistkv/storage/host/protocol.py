@@ -141,8 +141,6 @@ class Opened(_Message):
     """The store and the namespace are open. The answer to ``Hello``."""
 
     table: Table
-    namespace: bytes
-    """The namespace's id, 16 bytes."""
     notice: str
     """Message for the user if the namespace is new, see ``Store.notice``; may be empty."""
     wants_all: bool = False
@@ -205,28 +203,25 @@ class HostStats(_Message):
     token: int
     counters: StoreCounters
     held_blocks: int
-    """Number of blocks in the namespace's index, including usable ones of an adopted namespace; a block in two packs
-    counts twice."""
+    """``EngineStatus.indexed_blocks``."""
     staged_bytes: int
-    """Raw bytes of staged copies: blocks in memory that wait for a transaction, or that one is writing."""
     disk_bytes: int
     """Bytes that the store, with all its namespaces, takes on the medium; 0 if the medium failed or keeps no totals."""
     capacity: int | None
     """Bound on ``disk_bytes``; None: unbounded or unknown."""
     cpu_seconds: float
-    """User and system CPU time, since its start, of the process in which the store runs."""
+    """CPU time, since its start, of the process in which the store runs."""
     requests: dict[str, int] = {}
-    """Number of requests sent to the medium since the store was opened, by HTTP method or other kind; empty if not
-    counted."""
+    """Requests sent to the medium since the store was opened, by HTTP method or other kind; empty if not counted."""
     breaker: str | None = None
-    """State of the medium's circuit breaker, as in ``EngineStatus``."""
+    """``EngineStatus.breaker``."""
 
 
 class Recent(_Message):
     """The answer to ``AskRecent``."""
 
     contexts: tuple[PackedKeys, ...]
-    """As ``recent_contexts`` returns them; empty if the medium failed."""
+    """Empty if the medium failed."""
 
 
 class Pong(_Message):

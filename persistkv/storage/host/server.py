@@ -106,8 +106,6 @@ class StoreServer:
         self._flushing: protocol.Flush | None = None
         self._flushed: list[protocol.Flush] = []
 
-    # Messages
-
     def handle(self, message: Any) -> None:
         """Process one message from the engine. Jobs, flushes and request ends are queued, and ``step`` starts them.
 
@@ -155,7 +153,7 @@ class StoreServer:
             opener.close()
             self._status = StatusPublisher(store, self._executor, hello.engine_pid)
             wants_all = store.canary is not None and store.canary.active
-            self._send(protocol.Opened(self._share_table(store), store.namespace, store.notice, wants_all))
+            self._send(protocol.Opened(self._share_table(store), store.notice, wants_all))
             self._lifecycle.opened()
         finally:
             self._opening = False
@@ -206,12 +204,8 @@ class StoreServer:
             logger.warning("the most recently used contexts cannot be read: %s", str(error))
         self._send(protocol.Recent(tuple(map(PackedKeys.of, contexts))))
 
-    # Work
-
     def seconds_to_work(self) -> float | None:
-        """Return how many seconds the owner may wait before it calls ``step``; None: until a message arrives or an
-        executor call ends.
-        """
+        """Return for how many seconds ``step`` has no work; None: until a message arrives or an executor call ends."""
         if self._store is None:
             return None
         if self._may_process_next(self._store):
@@ -245,10 +239,8 @@ class StoreServer:
         return bool(self._queue) and not self._taking and self._flushing is None and store.has_room
 
     def _send_news(self, store: Store) -> None:
-        """Send the engine the new lookup table and the store's news, unless the connection is congested: an idle engine
-        may receive nothing for hours, and the outbox must not grow meanwhile.
-        """
-        if self._congested():
+        """Send the engine the new lookup table and the store's news."""
+        if self._congested():  # an idle engine may receive nothing for hours, and the outbox must not grow meanwhile
             return
         if store.index.version != self._table_version:
             self._send(self._share_table(store))

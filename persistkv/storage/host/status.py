@@ -39,19 +39,18 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     """Random name of 32 hexadecimal digits, chosen when the store was opened."""
     host: str
-    """Name of the machine on which the store is open."""
+    """Name of the machine on which the store is open; times are those of its clock, in seconds since the epoch."""
     pid: int
     """Id of the process that does the I/O."""
     namespace: str
     """The namespace's id, hexadecimal."""
     started: float
-    """Time when the store was opened: seconds since the epoch, on that machine's clock."""
+    """Time when the store was opened."""
     time: float
-    """Time when this row was written: seconds since the epoch, on that machine's clock."""
+    """Time when this row was written."""
     interval_s: float
     """Seconds until the next row is due."""
     counters: StoreCounters
-    """The store's counters since ``started``."""
     indexed_blocks: int
     """Number of blocks that a lookup finds, including usable ones of an adopted namespace; a block in two packs counts
     twice."""

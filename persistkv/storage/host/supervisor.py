@@ -68,7 +68,7 @@ class Host(ABC):
     def start(self) -> Connection:
         """Start the host and return the engine's end of the connection to it.
 
-        :raises HostError: the host cannot be started; nothing is left running.
+        :raises OSError, HostError: the host cannot be started; nothing is left running.
         """
 
     def ready(self) -> bool:
@@ -76,7 +76,7 @@ class Host(ABC):
         return True
 
     def kill(self) -> None:  # noqa: B027
-        """Kill the host if possible, without waiting for its exit. It has ended once ``wait`` returns True."""
+        """Kill the host if possible, without waiting for its exit."""
 
     @abstractmethod
     def wait(self, timeout_s: float) -> bool:
@@ -88,14 +88,13 @@ class Host(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Release the primary tier's rows, so that they can be unmapped. Called once, when the client is closed."""
+        """Release the primary tier's rows, so that they can be unmapped. Called once, at the end."""
 
 
 class ProcessHost(Host):
     """Runs the store in a separate process: its I/O never holds the engine's GIL, and each survives the other.
 
-    Before the first message, each process holds a pidfd of the other one: the host inherits the engine's, and sends its
-    own with its PID.
+    The host inherits the engine's pidfd, and sends its own with its PID.
 
     :raises OSError: the kernel has no pidfds (Linux before 5.3).
     """
@@ -119,10 +118,7 @@ class ProcessHost(Host):
 
     def start(self) -> Connection:
         self._forget()
-        try:
-            ours, theirs = socket.socketpair()
-        except OSError as error:
-            raise HostError(f"no socket for the host: {error}") from error
+        ours, theirs = socket.socketpair()
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
         with theirs:
@@ -138,9 +134,9 @@ class ProcessHost(Host):
                     start_new_session=True,
                     env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
                 )
-            except OSError as error:
+            except OSError:
                 ours.close()
-                raise HostError(f"the host process does not start: {error}") from error
+                raise
         self._socket = ours
         return SocketConnection(ours, ToEngine)
 
@@ -317,10 +313,7 @@ class Watchdog:
         self._asked = None
 
     def is_silent(self, ping: Callable[[], None]) -> bool:
-        """Return whether the host has been silent for the time limit, so that the caller must kill it.
-
-        :param ping: sends a ``Ping``.
-        """
+        """Return whether the host has been silent for the time limit, so that the caller must kill it."""
         now = time.monotonic()
         if self._asked is None:
             if now - self._heard > self.patience_s / 2:
@@ -333,9 +326,7 @@ class Watchdog:
         return True
 
     def call_hangs(self, longest_s: float) -> bool:
-        """Return whether the oldest backend call, running for ``longest_s`` seconds, exceeds ten times the time limit.
-        This limit is longer because the host's loop still answers.
-        """
+        """Return whether the oldest backend call exceeds ten times the time limit, while the host's loop answers."""
         hangs = longest_s > _CALL_PATIENCE * self.patience_s
         if hangs:
             logger.error("a call of the medium has not ended for %.0f s; killing the host", longest_s)
@@ -377,14 +368,12 @@ class Supervisor:
         self.uses_rows = False
         """Whether a host may use rows: from the first message to it until it sends ``Ended`` or exits."""
 
-    # Life
-
     def start(self) -> None:
-        """Start the host. The caller must then call ``send_hello`` until it returns True.
-
-        :raises HostError: the host cannot be started.
-        """
-        self.connection = self.host.start()
+        """Start the host, or raise HostError. The caller must then call ``send_hello`` until it returns True."""
+        try:
+            self.connection = self.host.start()
+        except OSError as error:
+            raise HostError(f"the host of the store does not start: {error}") from error
         self.state, self.uses_rows = State.OPENING, False
         self.watchdog.patience_s = self.opening_watchdog_s
         self.watchdog.restart_timer()

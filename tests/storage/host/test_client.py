@@ -130,7 +130,7 @@ def test_watchdog_slow_but_answering_host_is_not_killed() -> None:
     hello = Hello("lmdb:///absent", b"{}", layout, StoreOptions())
     client = StoreClient(Slow(memoryview(b"")), hello, max_queue_bytes=1 << 30, watchdog_s=0.3)
     fd, slots = Index().share()
-    host.send(Opened(Table(slots, fd), b"n" * 16, ""))
+    host.send(Opened(Table(slots, fd), ""))
     client.open()
     for job in range(8):
         client.submit_store(job, "a", make_keys(1, job), [0], None, 4096)

@@ -6,16 +6,19 @@ import os
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from persistkv.errors import HostError
 from persistkv.storage.format.pack import PackedKeys
-from persistkv.storage.host.connection import SocketConnection
+from persistkv.storage.host.connection import SocketConnection, ThreadConnection
 from persistkv.storage.host.protocol import Flush, JobDone, Table, ToEngine, ToStore
 from persistkv.storage.host.server import serve
 from persistkv.storage.records import News
+
+MakePair = Callable[[], tuple[SocketConnection, SocketConnection]]
 
 
 def pair() -> tuple[SocketConnection, SocketConnection]:
@@ -23,8 +26,9 @@ def pair() -> tuple[SocketConnection, SocketConnection]:
     return SocketConnection(ours, ToEngine), SocketConnection(theirs, ToStore)
 
 
-def test_connection_large_and_small_messages_arrive_in_order() -> None:
-    engine, store = pair()
+@pytest.mark.parametrize("make", [pair, ThreadConnection.pair])
+def test_connection_large_and_small_messages_arrive_in_order(make: MakePair) -> None:
+    engine, store = make()
     keys = PackedKeys.of([number.to_bytes(36, "little") for number in range(100_000)])
     sent: list[Any] = [
         JobDone(1, PackedKeys(), 5),
@@ -46,8 +50,9 @@ def test_connection_large_and_small_messages_arrive_in_order() -> None:
     engine.close()
 
 
-def test_connection_descriptor_arrives_with_its_message() -> None:
-    engine, store = pair()
+@pytest.mark.parametrize("make", [pair, ThreadConnection.pair])
+def test_connection_descriptor_arrives_with_its_message(make: MakePair) -> None:
+    engine, store = make()
     keys = [number.to_bytes(36, "little") for number in range(100_000)]
     reader, writer = os.pipe()
     sent: list[News | Table] = [
@@ -74,8 +79,9 @@ def test_connection_descriptor_arrives_with_its_message() -> None:
     engine.close()
 
 
-def test_connection_unreceived_descriptor_is_closed() -> None:
-    engine, store = pair()
+@pytest.mark.parametrize("make", [pair, ThreadConnection.pair])
+def test_connection_unreceived_descriptor_is_closed(make: MakePair) -> None:
+    engine, store = make()
     reader, writer = os.pipe()
     store.send(Table(3, os.dup(writer)))
     store.close()

@@ -121,9 +121,7 @@ class _Request:
         )
 
     def filled_blocks(self) -> list[_Offer]:
-        """Return, for each group, the offloaded blocks that became full since the last call and have device blocks;
-        those that left a sliding window before are never returned.
-        """
+        """Return, by group, the blocks that became full since the last call, and that the group still has."""
         offers = []
         for group, geometry in enumerate(self.geometries):
             chain, table, factor = self.description.group_keys[group], self.block_tables[group], geometry.factor
@@ -226,8 +224,7 @@ class OffloadingConnectorScheduler:
 
     def update_keys(self, req_id: str, group_idx: int, keys: Iterable[OffloadKey], num_tokens: int) -> None:
         """Append the keys of a request's next offloaded blocks of one group. Their KV need not be computed yet.
-
-        :param num_tokens: number of all tokens of the request now, including those of an unfinished block.
+        ``num_tokens`` counts all tokens of the request now, including those of an unfinished block.
         """
         description = self._requests[req_id].description
         description.extend(group_idx, keys)
@@ -282,17 +279,17 @@ class OffloadingConnectorScheduler:
         return [geometry.device_blocks(start + num_external_tokens, start) for geometry in self._geometries]
 
     def give_up_waiting(self, req_id: str) -> None:
-        """Let ``get_num_new_matched_tokens`` count only blocks of this request that can be loaded now, without None."""
+        """Stop waiting: later calls of ``get_num_new_matched_tokens`` for this request count only blocks that can be
+        loaded now, and never return None.
+        """
         state = self._requests[req_id]
         self.stats.late_lookups += not state.gave_up_waiting
         state.gave_up_waiting = True
 
     def num_promoted_tokens(self, req_id: str) -> int:
         """Return how many tokens of the request's last load were promoted from a secondary tier, or waited for while
-        another request wrote them; 0 if the load failed.
-
-        Counts the blocks of the first full-attention group, or of the first group if there is none. A sliding-window
-        group loads only the blocks of its window; the tokens before them count like the first loaded block.
+        another request wrote them; 0 if the load failed. Counts the first full-attention group, else the first group:
+        tokens before the window count like its first block.
         """
         state = self._requests[req_id]
         full = (group for group, geometry in enumerate(self._geometries) if geometry.spec.sliding_window is None)

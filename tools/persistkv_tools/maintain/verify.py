@@ -371,9 +371,8 @@ def _delete(backend: InspectableBackend, space: NamespacePacks, pack_id: bytes, 
 def _shortenings(
     backend: InspectableBackend, space: NamespacePacks, bad: Sequence[bytes]
 ) -> Iterator[tuple[Sequence[RequestManifest], CommitBatch]]:
-    """Yield batches of manifests that name ``bad`` packs, each with the commit that shortens them.
-
-    A shortened manifest keeps the blocks before its first bad pack. The commit leaves out those that would keep none.
+    """Yield batches of manifests that name ``bad`` packs, each with the commit that shortens them to the blocks before
+    their first bad pack. The commit leaves out those that would keep none.
     """
     heads = backend.manifests_naming(space.namespace, bad)
     good = [table for table in space.tables.values() if table.pack_id not in bad]

@@ -158,9 +158,8 @@ class ArchiveReader:
         self._file.close()
 
     def records(self, took: Took) -> Iterator[tuple[int, bytes, memoryview]]:
-        """Yield the byte position, the kind and the body of each record, with verified checksum.
-
-        :raises CorruptArchiveError: the file is damaged or incomplete, even if records were yielded before.
+        """Yield the byte position, the kind and the body of each record, with verified checksum; raise
+        CorruptArchiveError in the end if the file is incomplete.
         """
         if self._read(len(_MAGIC)) != _MAGIC:
             raise CorruptArchiveError(f"{self._path} is not a file of persistkv export")

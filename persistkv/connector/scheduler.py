@@ -56,9 +56,9 @@ class _Request:
     description: RequestDescription
     """Keys and number of tokens; passed to the manager in ``context`` only if the request's blocks are stored."""
     policy: OffloadPolicy
-    block_tables: Sequence[BlockTable] = ()
+    block_tables: Sequence[BlockTable]
     """For each group, the request's device blocks, as the engine last reported them."""
-    next_store: list[int] = field(default_factory=list)
+    next_store: list[int]
     """For each group, the index of the first offloaded block that was not offered to the manager yet."""
     num_local_tokens: int = 0
     """Leading tokens that were on the device at the last call of ``get_num_new_matched_tokens``."""
@@ -72,10 +72,6 @@ class _Request:
     """Transfers in flight."""
     gave_up_waiting: bool = False
     finished: bool = False
-
-    def __post_init__(self) -> None:
-        self.block_tables = [[] for _ in self.geometries]
-        self.next_store = [0] * len(self.geometries)
 
     @property
     def num_matched_tokens(self) -> int:
@@ -219,7 +215,8 @@ class OffloadingConnectorScheduler:
         description.retention = retention or description.retention
         context = ReqContext(req_id, kv_transfer_params, description if store else None, store)
         policy = self.manager.on_new_request(context).policy
-        self._requests[req_id] = _Request(self._geometries, context, description, policy)
+        tables: list[BlockTable] = [[] for _ in self._geometries]
+        self._requests[req_id] = _Request(self._geometries, context, description, policy, tables, [0] * len(tables))
         return context
 
     def update_keys(self, req_id: str, group_idx: int, keys: Iterable[OffloadKey], num_tokens: int) -> None:
@@ -272,9 +269,7 @@ class OffloadingConnectorScheduler:
         return matched - num_computed_tokens
 
     def needed_device_blocks(self, req_id: str, num_external_tokens: int) -> list[range]:
-        """Return, for each group, the indices of the request's device blocks that a load of ``num_external_tokens``
-        fills, a multiple of each group's device block.
-        """
+        """Return, by group, the indices of the request's device blocks that a load of so many tokens fills."""
         start = self._requests[req_id].num_local_tokens
         return [geometry.device_blocks(start + num_external_tokens, start) for geometry in self._geometries]
 

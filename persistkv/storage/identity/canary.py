@@ -68,8 +68,8 @@ class _Request:
     """Blocks that a request has offered."""
 
     counts: list[int]
-    """For each KV cache group, one more than the depth of the deepest block that was offered. All blocks before it were
-    offered, too, unless the group is in ``gaps``."""
+    """One more than the largest offered depth, by group. All blocks before were offered, unless the group is in
+    ``gaps``."""
     gaps: set[int] = field(default_factory=set)
     """Groups in which a block was offered and the one before it was not."""
     held: bool = False

@@ -135,9 +135,7 @@ def read_catalogues(backend: InspectableBackend) -> list[NamespacePacks]:
 
 
 def count_rows(backend: InspectableBackend, spaces: list[NamespacePacks]) -> list[Finding] | None:
-    """Return a finding for each of the store's totals, packs and requests, that differs from the number of readable
-    rows; None if other processes wrote during each attempt.
-    """
+    """Return a finding for each total of the store that differs from its readable rows; None if others kept writing."""
     for _ in range(_ATTEMPTS):
         before = backend.stats()
         heads = sum(1 for space in spaces for _ in backend.manifests(space.namespace))
@@ -233,9 +231,7 @@ class Verifier:
         return look if self._pool is None else self._pool.submit(look).result
 
     def packs(self) -> Iterator[VerifyState]:
-        """Check one portion after the other; yield the run's state after each. If the medium fails, the state includes
-        the portions before.
-        """
+        """Check one portion after the other, and yield the run's state after each."""
         self.begin()
         while self._portion is not None:
             space, last = self._portion[-1]
@@ -313,9 +309,7 @@ def _is_good(piece: Piece, found: memoryview) -> bool:
 
 
 def check_manifests(backend: InspectableBackend, spaces: list[NamespacePacks], took: Took) -> tuple[int, list[Finding]]:
-    """Return the number of requests, and a finding for each one with unreadable keys or with blocks that no pack holds.
-    ``took`` is called with 0 after each batch of requests.
-    """
+    """Return the number of requests, and a finding for each with unreadable keys or with blocks that are not held."""
     checked, findings = 0, []
     for space in spaces:
         names = [manifest.id for manifest in backend.manifests(space.namespace)]

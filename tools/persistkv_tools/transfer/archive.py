@@ -158,9 +158,7 @@ class ArchiveReader:
         self._file.close()
 
     def records(self, took: Took) -> Iterator[tuple[int, bytes, memoryview]]:
-        """Yield the byte position, the kind and the body of each record, with verified checksum; raise
-        CorruptArchiveError in the end if the file is incomplete.
-        """
+        """Yield byte position, kind and body of each record; raise CorruptArchiveError, also if one is missing."""
         if self._read(len(_MAGIC)) != _MAGIC:
             raise CorruptArchiveError(f"{self._path} is not a file of persistkv export")
         heads, at = xxhash.xxh3_64(), len(_MAGIC)

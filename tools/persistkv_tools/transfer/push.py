@@ -359,9 +359,7 @@ class Transfer:
 
 
 class _Receiver:
-    """Writes packs and requests to one namespace of the target, while other processes may write to it. Commits update
-    ``received``.
-    """
+    """Writes to one namespace of the target, as other processes may do meanwhile. Commits update ``received``."""
 
     def __init__(self, backend: InspectableBackend, source: Source, received: Received, took: Took) -> None:
         self._backend = backend

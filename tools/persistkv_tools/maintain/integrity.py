@@ -213,7 +213,7 @@ class Verifier:
             ]
         )
         self._portion: list[tuple[NamespacePacks, bytes]] | None = None
-        self._looks: list[tuple[_Batch, Callable[[], list[bool]]]] = []
+        self._looks: Iterable[tuple[_Batch, Callable[[], list[bool]]]] = ()
         self._pool = ThreadPool(threads, "persistkv-verify") if threads else None
         self._local = threading.local()
 
@@ -225,10 +225,11 @@ class Verifier:
             tables = (space.tables[name] for name in order if name in space.tables)
             parts = chain.from_iterable(pieces(table, self._batch_bytes) for table in tables)
             batches = _cut(parts, attrgetter("length"), self._batch_bytes)  # for one read each
-            self._looks = [(batch, self._begun(partial(self._look, batch))) for batch in batches]
+            looks = ((batch, self._begun(batch)) for batch in batches)
+            self._looks = looks if self._pool is None else list(looks)  # with threads, all begin now
 
-    def _begun(self, look: Callable[[], list[bool]]) -> Callable[[], list[bool]]:
-        return look if self._pool is None else self._pool.submit(look).result
+    def _begun(self, batch: _Batch) -> Callable[[], list[bool]]:
+        return partial(self._look, batch) if self._pool is None else self._pool.submit(self._look, batch).result
 
     def packs(self) -> Iterator[VerifyState]:
         """Check one portion after the other, and yield the run's state after each."""

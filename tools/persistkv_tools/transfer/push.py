@@ -253,11 +253,8 @@ class Transfer:
         for manifest in source.requests:
             is_held = manifest.id in names
             self._received.requests_held += is_held
-            if is_held and not orphans:
-                continue
-            keys = source.keys(manifest.id)
-            if keys is not None:
-                orphans -= source.packs.holding(all_keys(keys))
+            keys = source.keys(manifest.id) if orphans or not is_held else None
+            orphans -= source.packs.holding(all_keys(keys or ()))
             if is_held:
                 continue
             if keys is None or not source.complete(keys):

@@ -56,9 +56,9 @@ class _Request:
     description: RequestDescription
     """Keys and number of tokens; passed to the manager in ``context`` only if the request's blocks are stored."""
     policy: OffloadPolicy
-    block_tables: Sequence[BlockTable] = ()
+    block_tables: Sequence[BlockTable]
     """For each group, the request's device blocks, as the engine last reported them."""
-    next_store: list[int] = field(default_factory=list)
+    next_store: list[int]
     """For each group, the index of the first offloaded block that was not offered to the manager yet."""
     num_local_tokens: int = 0
     """Leading tokens that were on the device at the last call of ``get_num_new_matched_tokens``."""
@@ -72,10 +72,6 @@ class _Request:
     """Transfers in flight."""
     gave_up_waiting: bool = False
     finished: bool = False
-
-    def __post_init__(self) -> None:
-        self.block_tables = [[] for _ in self.geometries]
-        self.next_store = [0] * len(self.geometries)
 
     @property
     def num_matched_tokens(self) -> int:
@@ -121,9 +117,7 @@ class _Request:
         )
 
     def filled_blocks(self) -> list[_Offer]:
-        """Return, for each group, the offloaded blocks that became full since the last call and have device blocks;
-        those that left a sliding window before are never returned.
-        """
+        """Return, by group, the blocks that became full since the last call, and that the group still has."""
         offers = []
         for group, geometry in enumerate(self.geometries):
             chain, table, factor = self.description.group_keys[group], self.block_tables[group], geometry.factor
@@ -221,13 +215,13 @@ class OffloadingConnectorScheduler:
         description.retention = retention or description.retention
         context = ReqContext(req_id, kv_transfer_params, description if store else None, store)
         policy = self.manager.on_new_request(context).policy
-        self._requests[req_id] = _Request(self._geometries, context, description, policy)
+        tables: list[BlockTable] = [[] for _ in self._geometries]
+        self._requests[req_id] = _Request(self._geometries, context, description, policy, tables, [0] * len(tables))
         return context
 
     def update_keys(self, req_id: str, group_idx: int, keys: Iterable[OffloadKey], num_tokens: int) -> None:
         """Append the keys of a request's next offloaded blocks of one group. Their KV need not be computed yet.
-
-        :param num_tokens: number of all tokens of the request now, including those of an unfinished block.
+        ``num_tokens`` counts all tokens of the request now, including those of an unfinished block.
         """
         description = self._requests[req_id].description
         description.extend(group_idx, keys)
@@ -275,24 +269,22 @@ class OffloadingConnectorScheduler:
         return matched - num_computed_tokens
 
     def needed_device_blocks(self, req_id: str, num_external_tokens: int) -> list[range]:
-        """Return, for each group, the indices of the request's device blocks that a load of ``num_external_tokens``
-        fills, a multiple of each group's device block.
-        """
+        """Return, by group, the indices of the request's device blocks that a load of so many tokens fills."""
         start = self._requests[req_id].num_local_tokens
         return [geometry.device_blocks(start + num_external_tokens, start) for geometry in self._geometries]
 
     def give_up_waiting(self, req_id: str) -> None:
-        """Let ``get_num_new_matched_tokens`` count only blocks of this request that can be loaded now, without None."""
+        """Stop waiting: later calls of ``get_num_new_matched_tokens`` for this request count only blocks that can be
+        loaded now, and never return None.
+        """
         state = self._requests[req_id]
         self.stats.late_lookups += not state.gave_up_waiting
         state.gave_up_waiting = True
 
     def num_promoted_tokens(self, req_id: str) -> int:
         """Return how many tokens of the request's last load were promoted from a secondary tier, or waited for while
-        another request wrote them; 0 if the load failed.
-
-        Counts the blocks of the first full-attention group, or of the first group if there is none. A sliding-window
-        group loads only the blocks of its window; the tokens before them count like the first loaded block.
+        another request wrote them; 0 if the load failed. Counts the first full-attention group, else the first group:
+        tokens before the window count like its first block.
         """
         state = self._requests[req_id]
         full = (group for group, geometry in enumerate(self._geometries) if geometry.spec.sliding_window is None)

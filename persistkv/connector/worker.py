@@ -66,13 +66,11 @@ class OffloadingConnectorWorker:
 
     def wait(self, job_ids: Iterable[int]) -> None:
         """Block until these transfers have ended; ids that are not in flight are ignored."""
-        by_handler: dict[OffloadingHandler, set[int]] = {}
-        for job_id in job_ids:
-            if job_id in self._owners:
-                by_handler.setdefault(self._owners[job_id], set()).add(job_id)
-        for handler, ids in by_handler.items():
-            with self._isolations[handler].guard("wait", "its transfers may not have ended"):
-                handler.wait(ids)
+        wanted = self._owners.keys() & set(job_ids)
+        for handler, isolation in self._isolations.items():
+            if ids := {job_id for job_id in wanted if self._owners[job_id] is handler}:
+                with isolation.guard("wait", "its transfers may not have ended"):
+                    handler.wait(ids)
 
     def wait_all(self) -> None:
         """Block until no transfer is in flight."""

@@ -68,8 +68,8 @@ class _Request:
     """Blocks that a request has offered."""
 
     counts: list[int]
-    """For each KV cache group, one more than the depth of the deepest block that was offered. All blocks before it were
-    offered, too, unless the group is in ``gaps``."""
+    """One more than the largest offered depth, by group. All blocks before were offered, unless the group is in
+    ``gaps``."""
     gaps: set[int] = field(default_factory=set)
     """Groups in which a block was offered and the one before it was not."""
     held: bool = False
@@ -111,11 +111,7 @@ class OtherNamespace(NamespaceView):
     def __init__(
         self, own: NamespaceView, namespace: bytes, layout: RowLayout, options: StoreOptions, depths: tuple[int, ...]
     ) -> None:
-        """Read the other namespace's catalogue, on the caller's thread.
-
-        :param depths: for each KV cache group, the limit of usable depths.
-        :raises StoreError: the catalogue could not be read.
-        """
+        """Read the catalogue, on the caller's thread. ``depths`` are the limits of usable depths, by KV cache group."""
         self.depths = depths
         self._own = own
         self._own_events = options.events
@@ -127,8 +123,8 @@ class OtherNamespace(NamespaceView):
         return self.backend.changes(self.namespace, None)  # the tables of all packs are needed for the hints
 
     async def use(self, depths: tuple[int, ...]) -> None:
-        """Replace the limits of usable depths, as a flow of ``Executor.begin_write``. If the catalogue cannot be read,
-        this is logged, and the new limits hold from the next refresh on.
+        """Replace the limits of usable depths, as a flow of ``Executor.begin_write``. They hold from the next refresh
+        on if the catalogue cannot be read, which is logged.
         """
         self.depths, self.cursor = depths, None
         try:
@@ -169,10 +165,7 @@ class OtherNamespace(NamespaceView):
         return found
 
     async def usable_holders(self, keys: Sequence[bytes]) -> list[HeldPack | None]:
-        """Return, for each key, a pack in which its block is usable; None if there is none. Compares full keys.
-
-        :raises StoreError: the key tables could not be read.
-        """
+        """Return, for each key, a pack in which its block is usable; None if there is none. Compares full keys."""
         holders = await self.holders(keys)
         packs = {pack.pack_id: pack.table for pack in holders if pack is not None}
         usable = {pack_id: set(self._usable(table)) for pack_id, table in packs.items()}
@@ -263,9 +256,8 @@ class Canary:
     # Offered blocks
 
     def loaded_elsewhere(self, keys: Iterable[bytes]) -> None:
-        """Record that another tier loaded blocks, which the engine therefore did not compute.
-
-        Ends all comparisons if too many keys were recorded, or if ``keys`` is empty, which means that they are unknown.
+        """Record that another tier loaded blocks, which the engine therefore did not compute. Too many keys, or none,
+        which means that they are unknown, end all comparisons.
         """
         keys = list(keys)
         if self.active and not self._is_blind:
@@ -337,10 +329,8 @@ class Canary:
         self._judge(self.other)
 
     async def _compare(self, request: str, other: OtherNamespace, some: Sequence[tuple[Block, HeldPack]]) -> bool:
-        """Compare blocks with those of the other namespace, and add the result to the evidence.
-
-        :returns: False if a block differs; the candidate is then refused, or the adopted depths are final.
-        :raises StoreError: the medium failed.
+        """Compare blocks with those of the other namespace, and add the result to the evidence. Return False if a block
+        differs; the candidate is then refused, or the adopted depths are final.
         """
         layout, executor, backend = self._rows.layout, self._own.executor, self._own.backend
         theirs = Rows(memoryview(bytearray(len(some) * layout.row_stride)), layout)
@@ -417,9 +407,7 @@ class Canary:
         depths: tuple[int, ...],
         final: bool = False,
     ) -> None:
-        """Set the verdict, and start to record it in the store. If that fails, it is logged, and the next start of the
-        engine decides again.
-        """
+        """Set the verdict, and start to record it. A failure is logged, and the next start decides again."""
         found = self._evidence
         tokens, error, limit = sum(found.tokens), found.error, found.limit
         self.verdict = Verdict(verdict=verdict, depths=depths, final=final, tokens=tokens, error=error, limit=limit)
@@ -435,7 +423,7 @@ class Canary:
     # The adopted namespace
 
     async def refresh(self) -> None:
-        """Apply the changes of the other namespace to its index. Only for ``Executor.begin_write``. Logs failures."""
+        """Apply the changes of the other namespace, as a flow of ``Executor.begin_write``. Failures are logged."""
         if self.other is not None:
             await self.other.refresh_or_log()
 

@@ -63,10 +63,7 @@ class Agreement(NamedTuple):
 
 
 def fits(numbers: NumberLayout, group: int, block_bytes: int) -> bool:
-    """Return whether a layout is valid: the group's vectors do not overlap, and end within the group's part of a row.
-
-    :param block_bytes: bytes of one block of the group, from the start of the row.
-    """
+    """Return whether a group's vectors do not overlap, and end within its ``block_bytes`` at the start of a row."""
     layout = numbers.groups[group]
     item = _ITEM_BYTES[numbers.dtype]
     axes = sorted((stride, count) for count, stride in (*layout.cells, *layout.tokens))
@@ -79,10 +76,7 @@ def fits(numbers: NumberLayout, group: int, block_bytes: int) -> bool:
 
 
 def compare(numbers: NumberLayout, group: int, ours: ByteArray, theirs: ByteArray) -> Agreement:
-    """Compare two blocks of one key, given as whole rows. ``fits`` must be True for the layout.
-
-    :param group: index of the KV cache group of both blocks.
-    """
+    """Compare two blocks of one key and group, given as whole rows. ``fits`` must be True for the layout."""
     layout, limit = numbers.groups[group], LIMITS[numbers.dtype]
     with np.errstate(all="ignore"):  # numbers that are not finite give infinite errors
         parts = [_errors(ours, theirs, part, numbers.dtype) for part in _slices(layout)]

@@ -247,9 +247,7 @@ def _combine(entries: Sequence[_TensorEntry]) -> str:
 
 
 class _TensorEntry(NamedTuple):
-    """One tensor of a fingerprint. A weight file that is not safetensors is one entry of dtype ``file``, with its name,
-    and with its size in bytes as the shape.
-    """
+    """One tensor; or a weight file of another format, with dtype ``file`` and its size as the shape."""
 
     name: str
     dtype: str
@@ -274,10 +272,7 @@ def _stamp(status: os.stat_result) -> _Stamp:
 
 
 def _cache_file(path: Path) -> Path:
-    """Return the path of the file that caches the hashes of this weight file.
-
-    :raises RuntimeError: ``XDG_CACHE_HOME`` is not set, and the user has no home directory.
-    """
+    """Return the path of the cache for this weight file; raise RuntimeError without a home directory."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "persistkv" / "fingerprints" / f"{hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:32]}.json"
 
@@ -312,9 +307,7 @@ class _Tensor(msgspec.Struct, frozen=True):
 
 def _read_header(path: Path, descriptor: int, size: int) -> tuple[int, dict[str, _Tensor]]:
     """Return the byte offset of the end of a file's header, and the tensors by name, in the order of their bytes, which
-    cover the rest of the file (``size`` bytes in all) without gaps.
-
-    :raises ConfigurationError: the file is not a valid safetensors file.
+    cover the rest of the file without gaps; raise ConfigurationError if it is not a valid safetensors file.
     """
     length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
     if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):

@@ -42,10 +42,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_verdict(backend: Backend, ours: bytes, theirs: bytes) -> Verdict | None:
-    """Return the recorded verdict of namespace ``ours`` about ``theirs``; None if there is none that can be read.
-
-    :raises StoreError: the medium failed.
-    """
+    """Return the recorded verdict of namespace ``ours`` about ``theirs``; None if there is none that can be read."""
     content = backend.note(ours, theirs.hex()) if isinstance(backend, SupportsNotes) else None
     try:
         found = None if content is None else msgspec.json.decode(content, type=Verdict)
@@ -55,19 +52,13 @@ def read_verdict(backend: Backend, ours: bytes, theirs: bytes) -> Verdict | None
 
 
 def write_verdict(backend: Backend, ours: bytes, theirs: bytes, verdict: Verdict) -> None:
-    """Record the verdict of namespace ``ours`` about namespace ``theirs`` (ids), if the backend can hold notes.
-
-    :raises StoreError: the medium failed; the previous verdict is kept.
-    """
+    """Record the verdict of namespace ``ours`` about ``theirs``. If the medium fails, the previous one is kept."""
     if isinstance(backend, SupportsNotes):
         backend.put_note(ours, theirs.hex(), msgspec.json.encode(verdict))
 
 
 def verdicts(backend: Backend, namespaces: Sequence[Namespace]) -> dict[tuple[bytes, bytes], Verdict]:
-    """Return all recorded verdicts of namespaces about each other: (id of ours, id of theirs) → verdict.
-
-    :raises StoreError: the medium failed.
-    """
+    """Return all recorded verdicts of namespaces about each other: (id of ours, id of theirs) → verdict."""
     found = {}
     for ours in namespaces:
         for theirs in candidates(backend, ours.identity, namespaces):
@@ -77,9 +68,8 @@ def verdicts(backend: Backend, namespaces: Sequence[Namespace]) -> dict[tuple[by
 
 
 def candidates(backend: Backend, identity: Identity, others: Iterable[Namespace]) -> list[Namespace]:
-    """Return the namespaces of ``others`` that differ from an identity in the release alone, latest written first.
-
-    The time of writing is that of the latest manifest, or of the namespace's creation if it has none or cannot be read.
+    """Return the namespaces of ``others`` that differ from an identity in the release alone, latest written first: by
+    the latest manifest, or by their creation if they have none that can be read.
     """
     found = [
         other

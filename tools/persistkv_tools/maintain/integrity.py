@@ -75,7 +75,7 @@ class Tally(msgspec.Struct, kw_only=True):
 
 
 class VerifyState(Tally, kw_only=True):
-    """Saved progress of a run: totals and findings so far, and the last pack in the order of namespace and pack ids."""
+    """Saved progress of a run."""
 
     version: int = _STATE_VERSION
     store: str
@@ -89,7 +89,7 @@ class VerifyState(Tally, kw_only=True):
 
     @classmethod
     def begin(cls, url: str, sample: float) -> VerifyState:
-        """Return the state of a new run, with a new random sample of this share of the packs (above 0, up to 1)."""
+        """Return the state of a new run, with a new random sample."""
         parsed = StoreUrl.parse(url)
         return cls(store=f"{parsed.scheme}://{parsed.location}", sample=sample, salt=secrets.randbits(32))
 
@@ -97,7 +97,7 @@ class VerifyState(Tally, kw_only=True):
     def load(cls, path: Path, url: str, sample: float) -> VerifyState:
         """Return the state that a file holds; a new state if the file is absent.
 
-        :raises ConfigurationError: the file is unreadable, or was saved for another store or sample.
+        :raises ConfigurationError: the file is unreadable, or of another store or sample.
         """
         fresh = cls.begin(url, sample)
         try:
@@ -114,13 +114,13 @@ class VerifyState(Tally, kw_only=True):
         return state
 
     def take(self, tally: Tally, after: str) -> None:
-        """Add the totals and findings of a finished portion; ``after`` identifies its last pack."""
+        """Add the totals and findings of a finished portion, whose last pack is ``after``."""
         self.after = after
         for name in Tally.__struct_fields__:
             setattr(self, name, getattr(self, name) + getattr(tally, name))
 
     def save(self, path: Path) -> None:
-        """Write the state to a file, which is replaced atomically; raise ConfigurationError if that fails."""
+        """Write the state to a file, atomically; raise ConfigurationError if that fails."""
         options.write_file(path, msgspec.json.encode(self))
 
     def draws(self, pack_id: bytes) -> bool:
@@ -135,10 +135,7 @@ def read_catalogues(backend: InspectableBackend) -> list[NamespacePacks]:
 
 
 def count_rows(backend: InspectableBackend, spaces: list[NamespacePacks]) -> list[Finding] | None:
-    """Compare the store's totals with the numbers of readable catalogue rows, for packs and for requests.
-
-    :returns: a finding for each number that differs; None if other processes wrote during each attempt.
-    """
+    """Return a finding for each total of the store that differs from its readable rows; None if others kept writing."""
     for _ in range(_ATTEMPTS):
         before = backend.stats()
         heads = sum(1 for space in spaces for _ in backend.manifests(space.namespace))
@@ -188,10 +185,10 @@ class Verifier:
 
     :param state: progress of the run, updated after each portion.
     :param took: called with the number of bytes of each piece after its check; may sleep to limit the pace.
-    :param threads: number of threads that read and check ahead; 0: the thread that iterates ``packs`` reads and checks.
-    :param portion_bytes: payload bytes of a portion; infinite: all packs of a namespace are one portion. Within a
-        portion, packs are read in their order on the medium, and not in the order of their ids.
-    :param batch_bytes: largest number of bytes of one read, except for a frame that is larger.
+    :param threads: threads that read and check ahead; 0: the thread that iterates ``packs`` reads and checks.
+    :param portion_bytes: most payload bytes of a portion, within which packs are read in their order on the medium.
+        Infinite: all packs of a namespace are one portion.
+    :param batch_bytes: most bytes of one read, except for a frame that is larger.
     """
 
     def __init__(
@@ -216,7 +213,7 @@ class Verifier:
             ]
         )
         self._portion: list[tuple[NamespacePacks, bytes]] | None = None
-        self._looks: list[tuple[_Batch, Callable[[], list[bool]]]] = []
+        self._looks: Iterable[tuple[_Batch, Callable[[], list[bool]]]] = ()
         self._pool = ThreadPool(threads, "persistkv-verify") if threads else None
         self._local = threading.local()
 
@@ -228,15 +225,14 @@ class Verifier:
             tables = (space.tables[name] for name in order if name in space.tables)
             parts = chain.from_iterable(pieces(table, self._batch_bytes) for table in tables)
             batches = _cut(parts, attrgetter("length"), self._batch_bytes)  # for one read each
-            self._looks = [(batch, self._begun(partial(self._look, batch))) for batch in batches]
+            looks = ((batch, self._begun(batch)) for batch in batches)
+            self._looks = looks if self._pool is None else list(looks)  # with threads, all begin now
 
-    def _begun(self, look: Callable[[], list[bool]]) -> Callable[[], list[bool]]:
-        return look if self._pool is None else self._pool.submit(look).result
+    def _begun(self, batch: _Batch) -> Callable[[], list[bool]]:
+        return partial(self._look, batch) if self._pool is None else self._pool.submit(self._look, batch).result
 
     def packs(self) -> Iterator[VerifyState]:
-        """Check one portion after the other; yield the run's state after each. If the medium fails, the state includes
-        the portions before.
-        """
+        """Check one portion after the other, and yield the run's state after each."""
         self.begin()
         while self._portion is not None:
             space, last = self._portion[-1]
@@ -254,9 +250,8 @@ class Verifier:
             self.begin()
 
     def close(self) -> None:
-        """Cancel reads that have not started. Wait for running reads if the store is local.
-
-        Running reads of a remote store continue until their deadline at the latest; they write only to own memory.
+        """Cancel reads that have not started, and wait for running reads of a local store. Those of a remote store
+        continue until their deadline at the latest; they write only to own memory.
         """
         if self._pool is not None:
             self._pool.shutdown(wait=not self._backend.capabilities.remote, cancel_futures=True)
@@ -315,10 +310,7 @@ def _is_good(piece: Piece, found: memoryview) -> bool:
 
 
 def check_manifests(backend: InspectableBackend, spaces: list[NamespacePacks], took: Took) -> tuple[int, list[Finding]]:
-    """Return the number of requests, and a finding for each one with unreadable keys or with blocks that no pack holds.
-
-    :param took: called with 0 after each batch of requests; may sleep to limit the pace.
-    """
+    """Return the number of requests, and a finding for each with unreadable keys or with blocks that are not held."""
     checked, findings = 0, []
     for space in spaces:
         names = [manifest.id for manifest in backend.manifests(space.namespace)]

@@ -79,10 +79,7 @@ def _pin(url: str, request: str, namespace: str | None, json: bool, *, pinned: b
 
 
 def parse_labels(texts: Iterable[str]) -> dict[str, str]:
-    """Return the labels of ``NAME=VALUE`` texts; values may be empty.
-
-    :raises ConfigurationError: a text has another form, or a name occurs twice.
-    """
+    """Return the labels of ``NAME=VALUE`` texts; raise ConfigurationError for another form, or a name given twice."""
     labels: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")

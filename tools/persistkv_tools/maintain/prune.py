@@ -88,9 +88,7 @@ class Plan(msgspec.Struct):
 
 
 class Done(msgspec.Struct):
-    """Totals of what a prune has deleted. Packs are added after each commit, requests after the last commit of their
-    namespace or after an error.
-    """
+    """Totals of a prune's deletions. Requests are counted after the last commit of their namespace or an error."""
 
     goes: Amount = msgspec.field(default_factory=Amount)
     requests: int = 0

@@ -28,13 +28,12 @@ class Consequences(msgspec.Struct, frozen=True):
     disk_bytes: int
     """Bytes that the store takes on disk now."""
     evicted_bytes: int
-    """Part of ``disk_bytes`` that the next commits evict to fit a new capacity, least recently used first."""
+    """Part of ``disk_bytes`` that the next commits evict to fit a new capacity."""
     expiring_requests: int
-    """Number of requests that the next commits delete, because their last use is too long ago for a new ttl."""
+    """Requests that the next commits delete, because their last use is too long ago for a new ttl."""
     requests: int
-    """Number of all requests of the store."""
     missing_disk_bytes: int
-    """Bytes that the disk lacks for the store to grow to the new capacity. 0 if the store is not on a local disk."""
+    """Bytes that a local disk lacks for the store to grow to the new capacity."""
 
 
 def set_(
@@ -77,10 +76,7 @@ def set_(
 
 
 def _changed(policy: Policy, values: list[str]) -> Policy:
-    """Return the policy with the values of ``NAME=VALUE`` texts.
-
-    :raises ConfigurationError: an invalid value, or a name that does not exist or cannot be changed.
-    """
+    """Return the policy with the values of ``NAME=VALUE`` texts; raise ConfigurationError if one is invalid."""
     for text in values:
         name, equals, value = text.partition("=")
         if not equals:

@@ -161,8 +161,7 @@ def verify(
     """
     if repair:
         ensure_consent("verify --repair", "--yes", yes=yes, json=json)
-    if rate is not None:
-        parse_size(rate, name="--rate")
+    bytes_per_s = None if rate is None else parse_size(rate, name="--rate")
     failure = None
     with open_store(url, read_only=not repair) as store:
         with byte_progress() as progress:
@@ -190,7 +189,7 @@ def verify(
     if json:
         render.print_json(summary)
     else:
-        _print(summary, rate)
+        _print(summary, bytes_per_s)
     if failure is not None:
         raise failure
     if summary.problems:
@@ -285,7 +284,7 @@ def _print_plan(plan: RepairPlan) -> None:
     render.say(f"to delete: {packs}, {going}; to shorten: {render.count(shortened, 'request')}")
 
 
-def _print(summary: Summary, rate: str | None) -> None:
+def _print(summary: Summary, bytes_per_s: int | None) -> None:
     if summary.findings:
         render.show_table(_FINDINGS, summary.findings, left="pack or request,namespace,detail", most=_SHOWN)
     read_bytes = summary.stored_bytes - summary.resumed_bytes
@@ -296,8 +295,7 @@ def _print(summary: Summary, rate: str | None) -> None:
         earlier = f"{render.count(summary.resumed_packs, 'pack')} ({render.format_size(summary.resumed_bytes)})"
         render.say(f"this includes {earlier} that earlier, interrupted runs read")
     if summary.beside_engines:
-        size = "" if rate is None else render.format_size(parse_size(rate, name="--rate"))
-        bound = f"{size}/s" if size else "5 % of the time"
+        bound = "5 % of the time" if bytes_per_s is None else f"{render.format_size(bytes_per_s)}/s"
         render.say(f"reads were limited to {bound}; {render.count(summary.beside_engines, 'engine')} used the store")
     if summary.went_meanwhile:
         render.say(f"no problem: {render.count(summary.went_meanwhile, 'pack')} deleted or replaced while verify read")
@@ -371,9 +369,8 @@ def _delete(backend: InspectableBackend, space: NamespacePacks, pack_id: bytes, 
 def _shortenings(
     backend: InspectableBackend, space: NamespacePacks, bad: Sequence[bytes]
 ) -> Iterator[tuple[Sequence[RequestManifest], CommitBatch]]:
-    """Yield batches of manifests that name ``bad`` packs, each with the commit that shortens them.
-
-    A shortened manifest keeps the blocks before its first bad pack. The commit leaves out those that would keep none.
+    """Yield batches of manifests that name ``bad`` packs, each with the commit that shortens them to the blocks before
+    their first bad pack. The commit leaves out those that would keep none.
     """
     heads = backend.manifests_naming(space.namespace, bad)
     good = [table for table in space.tables.values() if table.pack_id not in bad]

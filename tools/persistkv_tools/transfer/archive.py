@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO
 
 import msgspec
 import xxhash
@@ -53,9 +53,6 @@ class _End(msgspec.Struct, frozen=True):
     records: int
     heads: str
     """xxh3-64 over the heads of all preceding records, hexadecimal."""
-
-
-M = TypeVar("M", _Head, _End)
 
 
 @contextmanager
@@ -158,26 +155,25 @@ class ArchiveReader:
         self._file.close()
 
     def records(self, took: Took) -> Iterator[tuple[int, bytes, memoryview]]:
-        """Yield the byte position, the kind and the body of each record, with verified checksum.
-
-        :raises CorruptArchiveError: the file is damaged or incomplete, even if records were yielded before.
-        """
+        """Yield byte position, kind and body of each record; raise CorruptArchiveError, also if one is missing."""
         if self._read(len(_MAGIC)) != _MAGIC:
             raise CorruptArchiveError(f"{self._path} is not a file of persistkv export")
         heads, at = xxhash.xxh3_64(), len(_MAGIC)
-        kind, body = self._record()
-        head = self._decoded(body, _Head)
-        if kind != _HEAD or head.version != ARCHIVE_VERSION:
-            raise self.corrupt(at, f"version {head.version}; this release reads {ARCHIVE_VERSION}")
-        while True:
-            heads.update(self._heads[at])
-            at = self._file.tell()
+        try:
             kind, body = self._record()
-            took(len(body))
-            if kind == _END:
-                break
-            yield at, kind, body
-        end = self._decoded(body, _End)
+            head = msgspec.json.decode(body, type=_Head)
+            if kind != _HEAD or head.version != ARCHIVE_VERSION:
+                raise self.corrupt(at, f"version {head.version}; this release reads {ARCHIVE_VERSION}")
+            while kind != _END:
+                heads.update(self._heads[at])
+                at = self._file.tell()
+                kind, body = self._record()
+                took(len(body))
+                if kind != _END:
+                    yield at, kind, body
+            end = msgspec.json.decode(body, type=_End)
+        except msgspec.DecodeError as error:
+            raise self.corrupt(at, str(error)) from None
         if (end.records, end.heads) != (len(self._heads) - 1, heads.hexdigest()) or self._read(1):
             raise self.corrupt(at, "records are missing, or bytes follow the last one")
 
@@ -206,12 +202,6 @@ class ArchiveReader:
     def _read(self, length: int) -> bytes:
         with _file_errors("read", self._path):
             return self._file.read(length)
-
-    def _decoded(self, body: memoryview, kind: type[M]) -> M:
-        try:
-            return msgspec.json.decode(body, type=kind)
-        except msgspec.DecodeError as error:
-            raise self.corrupt(self._file.tell() - len(body), str(error)) from None
 
     def corrupt(self, at: int, problem: str) -> CorruptArchiveError:
         """Return the error that names the file, the byte ``at`` where a bad record begins, and the problem."""

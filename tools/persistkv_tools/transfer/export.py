@@ -62,7 +62,7 @@ class Source(NamedTuple):
         return sum(tables[pack].payload_length for pack in set().union(*chains) if pack in tables)
 
     def complete(self, keys: ManifestKeys | None) -> bool:
-        """Return whether packs hold all keys of a request; False if ``keys`` is None (unreadable)."""
+        """Return whether packs hold all keys of a request; False if ``keys`` is None."""
         return keys is not None and self.packs.hold(all_keys(keys))
 
 
@@ -120,12 +120,10 @@ def export(
 def export_requests(
     backend: InspectableBackend, found: Iterable[FoundRequest], writer: ArchiveWriter, begin: Callable[[int], Took]
 ) -> Sent:
-    """Write requests with their packs, each pack once; leave out requests with blocks that are damaged or gone.
-
-    A pack is written whole, including blocks of other requests.
+    """Write requests with their packs, each pack once and whole, with blocks of other requests; leave out requests with
+    blocks that are damaged or gone.
 
     :param begin: called with the total of bytes to read; returns the function to call with the bytes of each read.
-    :raises StoreError: the medium failed.
     """
     by_namespace: dict[bytes, list[FoundRequest]] = {}
     for request in found:
@@ -158,6 +156,5 @@ def export_requests(
 
 
 def print_incomplete(names: list[str], *, stderr: bool = False) -> None:
-    """Print the requests that were left out, because some of their blocks are damaged or no longer held."""
     for name in names:
         render.say(f"left out, because some of its blocks are damaged or missing: {name}", stderr=stderr)

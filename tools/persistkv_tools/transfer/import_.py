@@ -101,10 +101,7 @@ class _Contents:
         self._positions: dict[bytes | str, int] = {}
 
     def add_pack(self, at: int, body: memoryview) -> None:
-        """Check a pack and add it.
-
-        :raises ValueError: the pack is damaged, of another namespace, or cannot be decoded.
-        """
+        """Add a pack; raise ValueError if it is damaged, of another namespace, or cannot be decoded."""
         table = PackTable.parse(body)
         name = f"pack {table.pack_id.hex()}"
         if table.namespace != self.source.identity.digest:
@@ -119,11 +116,7 @@ class _Contents:
         self._positions[table.pack_id] = at
 
     def add_request(self, at: int, body: memoryview) -> None:
-        """Check a request and add it.
-
-        :raises ValueError: its manifest states other numbers of blocks than it has keys, or no preceding pack holds one
-            of the keys.
-        """
+        """Add a request; raise ValueError if its block counts are wrong, or no preceding pack holds a block."""
         head, rest = _split_request(body)
         manifest, keys = decode_manifest(head), decode_manifest_keys(rest)
         name = f"request {manifest.id!r}"

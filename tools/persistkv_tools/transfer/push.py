@@ -227,11 +227,8 @@ class Choice(NamedTuple):
 
 
 class Transfer:
-    """Finds the content of sources that a target store lacks, and copies it.
-
-    :param target: the target, open for reading; None: it does not exist yet.
-    :param url: URL of the target.
-    :param everything: also copy packs that no request names.
+    """Finds the content of sources that a target store lacks, and copies it; with ``everything``, also packs that no
+    request names. The target is open for reading; None: it does not exist yet.
     """
 
     def __init__(
@@ -256,11 +253,8 @@ class Transfer:
         for manifest in source.requests:
             is_held = manifest.id in names
             self._received.requests_held += is_held
-            if is_held and not orphans:
-                continue
-            keys = source.keys(manifest.id)
-            if keys is not None:
-                orphans -= source.packs.holding(all_keys(keys))
+            keys = source.keys(manifest.id) if orphans or not is_held else None
+            orphans -= source.packs.holding(all_keys(keys or ()))
             if is_held:
                 continue
             if keys is None or not source.complete(keys):
@@ -279,7 +273,7 @@ class Transfer:
         """Return the content to copy: all of it if it fits; otherwise, with ``newest``, the newest requests that fit,
         without packs that no request names. After a request that does not fit, older ones are tried.
 
-        :param room: room in the target; None: its size is unlimited.
+        :param room: room in the target; None: unlimited.
         :raises StoreTooSmallError: the content does not fit, and ``newest`` is false.
         """
         content = self.content
@@ -312,10 +306,9 @@ class Transfer:
     ) -> tuple[str, int | None, Choice]:
         """Return the URL to open the target with for writing, the target's capacity, and the content to copy.
 
-        If the default capacity of a new target is too small for the content, or below ``least`` bytes, the returned URL
-        names a larger one. A capacity that the URL names already is not changed.
+        If the default capacity of a new target (``there`` is None) is too small for the content, or below ``least``
+        bytes, the returned URL names a larger one. A capacity that the URL names already is not changed.
 
-        :param there: the target, open for reading; None: it does not exist yet.
         :raises StoreTooSmallError: the content does not fit, and ``newest`` is false; nothing was created or written.
         """
         if there is not None:
@@ -343,8 +336,8 @@ class Transfer:
         """Copy all content or, with ``newest``, the newest requests that fit. Requests are copied oldest first.
 
         :raises StoreTooSmallError: the content does not fit, and ``newest`` is false; nothing was written.
-        :raises CorruptArchiveError: the file to import changed meanwhile; earlier commits stay in effect.
         :raises StoreError: a store failed; earlier commits stay in effect, and the next transfer skips their content.
+            The same holds for a CorruptArchiveError: the file to import changed meanwhile.
         """
         choice = self.choose(Room.of(target), newest=newest)
         received, receivers = self._begun(choice), []
@@ -363,9 +356,7 @@ class Transfer:
 
 
 class _Receiver:
-    """Writes packs and requests to one namespace of the target, which is created if absent. Other processes may write
-    to it meanwhile. Each commit updates ``received``.
-    """
+    """Writes to one namespace of the target, as other processes may do meanwhile. Commits update ``received``."""
 
     def __init__(self, backend: InspectableBackend, source: Source, received: Received, took: Took) -> None:
         self._backend = backend
@@ -384,7 +375,6 @@ class _Receiver:
 
     def pack(self, pack: bytes) -> None:
         """Read a pack for the next commit, if the target lacks any of its blocks; skip it if it is damaged or gone.
-
         Packs that wait already are committed first if they would be too large together with it.
         """
         table = self._source.packs.tables[pack]
@@ -400,9 +390,8 @@ class _Receiver:
         self._packs.add(table)
 
     def request(self, manifest: RequestManifest) -> None:
-        """Commit a request with those of its packs that the target lacks, and with other waiting packs.
-
-        A request that the target holds already, or that is incomplete, is only counted.
+        """Commit a request with those of its packs that the target lacks, and with other waiting packs. If it is held
+        already, or incomplete, it is only counted.
         """
         if manifest.id in self._requests:
             self._received.requests_held += 1

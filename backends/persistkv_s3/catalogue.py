@@ -668,4 +668,4 @@ def _nonce(rows: Rows, name: bytes) -> bytes:
 def _oldest(rows: Rows) -> float:
     """Return the time of the oldest use of a pack or manifest that may be evicted; 0 if there is none."""
     order = EvictionOrder(rows, at=0.0)
-    return min((each.time for low in (True, False) for each in islice(order.oldest(low), 1)), default=0.0)
+    return min((row.time for low in (True, False) for _, row in islice(order.oldest(low), 1)), default=0.0)

@@ -191,8 +191,8 @@ class LocalRows(Rows):
 
     def undo(self) -> None:
         """Undo the changes of pending commits."""
-        for _, value in reversed(list(self.range(UNDO, b""))):
-            self._write(*_DECODE_BEFORE(value))
+        for table, key, before in reversed(list(_undo_log(self))):
+            self._write(table, key, before)
         self.db.execute(f"DELETE FROM '{UNDO}'")
 
     def discard(self, name: str) -> None:
@@ -655,8 +655,14 @@ def _merged_number(rows: Rows, writer: bytes) -> int:
 
 
 def _undo_log(rows: Rows) -> Iterator[tuple[str, bytes, bytes | None]]:
+    """Yield the undo log; skip invalid rows, which a snapshot in an untrusted bucket may contain."""
     for _, value in rows.range(UNDO, b""):
-        yield _DECODE_BEFORE(value)
+        try:
+            table, key, before = _DECODE_BEFORE(value)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+        if table in _TABLES:
+            yield table, key, before
 
 
 def _nonce(rows: Rows, name: bytes) -> bytes:

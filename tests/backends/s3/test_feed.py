@@ -8,9 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from persistkv.errors import StoreError, StoreUnavailableError
+from persistkv.errors import CorruptPackError, StoreError, StoreUnavailableError
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.extensions import Policy
 from persistkv.testing.conformance.suite import check_totals, read_pack, sample_identity, tables
@@ -18,6 +19,7 @@ from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_s3 import S3Backend
 from persistkv_s3.client.transport import BrokenError, LateError
 from persistkv_s3.feed import leader
+from persistkv_s3.feed.format import Dump, seal, split_records, unseal
 from tests.backends.s3.memory_bucket import Engines, MemoryBucket
 
 NAMESPACE = sample_identity().digest
@@ -823,3 +825,56 @@ def test_touches_send_no_request_and_are_written_at_close(engines: Engines) -> N
     uses = [use for use in fresh.uses(NAMESPACE, ["r1", "r2"]) if use is not None]
     assert [use.reused for use in uses] == [True, False]
     assert uses[0].last_used > uses[1].last_used
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "value"),
+    [
+        ("undo", bytes(8), msgspec.msgpack.encode(("packs' (key, value) VALUES (x'00', x'00') --", b"", b""))),
+        ("undo", bytes(8), msgspec.msgpack.encode(("absent", b"", b""))),
+        ("undo", bytes(8), b"\x93\xa1\xff\xc4\0\xc4\0"),
+        ("undo", bytes(8), b"junk"),
+        ("undo", b"", b"junk"),
+        ("states", NAMESPACE, b"junk"),
+        ("meta", b"clock", b"junk"),
+        ("meta", b"bytes", b"junk"),
+        ("meta", b"feed", b"junk"),
+        ("objects", NAMESPACE + bytes(16), b"junk"),
+        ("packs", NAMESPACE + bytes(16), b"junk"),
+        ("writers", bytes(16), b"junk"),
+        ("garbage", b"junk", b"junk"),
+        ("key_objects", b"junk", b"junk"),
+        ("manifest_keys", NAMESPACE + bytes(16), b"junk"),
+        ("manifests", NAMESPACE + bytes(16), b"junk"),
+        ("order", b"junk", b"junk"),
+        ("uses", NAMESPACE + bytes(16), b"junk"),
+        ("absent", b"junk", b"junk"),
+    ],
+)
+def test_open_snapshot_with_forged_rows_serves_other_packs_and_stores(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, table: str, key: bytes, value: bytes
+) -> None:
+    monkeypatch.setattr(leader, "SNAPSHOT_AFTER", 4)
+    monkeypatch.setattr(leader, "_MOST_TAILS", 2)
+    engine = open_engine(engines)
+    for seed in range(30):
+        store(engine, seed)
+        engines.run(2)
+    dumps = 0
+    for name in engines.bucket.keys("/segments/"):
+        records = []
+        for sealed in split_records(engines.bucket.data(name)):
+            with suppress(CorruptPackError):
+                dump = unseal(sealed, Dump)
+                dump.tables.setdefault(table, []).append((key, value))
+                sealed, dumps = seal(dump), dumps + 1
+            records.append(len(sealed).to_bytes(8, "little") + bytes(sealed))
+        engines.bucket.replace(name, b"".join(records))
+    assert dumps
+    fresh = open_engine(engines)
+    assert held_packs(fresh) <= pack_ids(*range(30))
+    store(fresh, 30)
+    engines.run(60)
+    for reader in (fresh, open_engine(engines)):
+        assert pack_ids(30) <= held_packs(reader)
+        assert is_intact(reader, 30)

@@ -260,6 +260,8 @@ class InlineHost(_EngineHost):
 
 
 class _InlineConnection(Connection):
+    congested = False
+
     def __init__(self, rows_buffer: memoryview) -> None:
         self._messages: list[Any] = []
         self._answers: list[Any] = []

@@ -862,13 +862,14 @@ def test_open_snapshot_with_forged_rows_serves_other_packs_and_stores(
         engines.run(2)
     dumps = 0
     for name in engines.bucket.keys("/segments/"):
-        records = []
-        for sealed in split_records(engines.bucket.data(name)):
+        records: list[bytes] = []
+        for record in split_records(engines.bucket.data(name)):
+            sealed = bytes(record)
             with suppress(CorruptPackError):
                 dump = unseal(sealed, Dump)
                 dump.tables.setdefault(table, []).append((key, value))
                 sealed, dumps = seal(dump), dumps + 1
-            records.append(len(sealed).to_bytes(8, "little") + bytes(sealed))
+            records.append(len(sealed).to_bytes(8, "little") + sealed)
         engines.bucket.replace(name, b"".join(records))
     assert dumps
     fresh = open_engine(engines)

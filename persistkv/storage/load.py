@@ -5,8 +5,8 @@ which all blocks are wanted are read straight into the rows if they are raw, and
 if they are encoded; other frames pass through temporary buffers (scratch memory). The thread that read a part verifies
 and decodes it, while other threads continue to read.
 
-A call to a store with ``SupportsFrames`` has high latency, so one call reads all adjacent encoded frames. They share a
-buffer of the size of the largest frame, and are decoded as they arrive.
+A call to a store with ``SupportsFrames`` has high latency, so one call reads all adjacent frames if some are encoded.
+All of them, raw ones too, pass through a buffer of the size of the largest frame, as they arrive.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class FrameRead:
 
     @property
     def direct(self) -> bool:
-        """Whether the stored bytes are read straight into rows."""
+        """Whether the stored bytes are read straight into rows, unless they are streamed."""
         return self.whole and not self.frame.encoded
 
     @property
@@ -232,11 +232,14 @@ def read_part(
         with scratch.lend() as take:
             raw = take(max(read.frame.raw_length for read in part))
 
+            streams = isinstance(backend, SupportsFrames) and _any_encoded(part)
+
             def finish(number: int, *stored: memoryview) -> None:
-                _finish(left[number], stored, namespace, rows, raw, outcome)
+                read = left[number]
+                _finish(read, stored, namespace, rows, raw, outcome, in_rows=read.direct and not streams)
                 del left[number]
 
-            if isinstance(backend, SupportsFrames) and _any_encoded(part):
+            if isinstance(backend, SupportsFrames) and streams:
                 frames = [read.frame for read in part]
                 buffer = take(max(frame.stored_length for frame in frames))
                 backend.read_frames(namespace, part[0].pack.pack_id, frames, buffer, finish)
@@ -276,18 +279,26 @@ def _span(run: Sequence[tuple[FrameRead, list[memoryview]]], padding: memoryview
 
 
 def _finish(
-    read: FrameRead, stored: Sequence[memoryview], namespace: bytes, rows: Rows, raw: memoryview, outcome: ReadOutcome
+    read: FrameRead,
+    stored: Sequence[memoryview],
+    namespace: bytes,
+    rows: Rows,
+    raw: memoryview,
+    outcome: ReadOutcome,
+    *,
+    in_rows: bool,
 ) -> None:
     """Verify the frame, put its blocks into their rows and add the result to ``outcome``.
 
     :param raw: temporary memory for one decoded frame.
+    :param in_rows: whether ``stored`` is memory of the rows.
     """
     frame = read.frame
-    if not read.direct:
+    if not in_rows:
         stored = [stored[0][: frame.stored_length]]
     try:
         verify_frame(frame, stored, frame_seed(namespace, b"".join(read.keys)))
-        if not read.direct:
+        if not in_rows:
             _decode(read, stored[0], rows, raw)
     except CorruptPackError as error:
         outcome.failed += read.wanted

@@ -134,7 +134,9 @@ def test_read_encoded_blocks_sends_one_request_per_run(
     monkeypatch.setenv("PERSISTKV_TEST_KEY", "k" * 32)
     backend, client = open_store(f"refresh=1h{key}")
     rows, keys = make_rows(256), make_keys(256)
+    noise = rows.array[16:32].copy()
     rows.array[:, 4096:] = rows.array[:, :1]  # compressible content for the codecs
+    rows.array[16:32] = noise  # frames between others, which the codec stores raw
     store = open_on(backend, rows, codec="zstd")
     store.put("r", keys, range(256), range(256))
     store.flush()
@@ -152,9 +154,9 @@ def test_read_encoded_blocks_sends_one_request_per_run(
     assert client.take() == {"GET": 2}, "two packs of 32 MiB raw"
     assert (rows.array == expected).all()
     assert sum(lent) <= 4 << 20, "256 blocks are 64 MiB"
-    far_apart = [*range(3, 8), *range(40, 44), *range(200, 208)]
+    far_apart = [*range(3, 8), *range(14, 30), *range(40, 44), *range(200, 208)]
     assert store.read([keys[n] for n in far_apart], [255 - n for n in far_apart]) == []
-    assert client.take() == {"GET": 3}
+    assert client.take() == {"GET": 4}
     assert (rows.array[[255 - n for n in far_apart]] == expected[far_apart]).all()
 
 

@@ -123,7 +123,7 @@ class BatchCommit:
                 environment.age()
                 self._drop_shared_manifests(1)
                 return self.write()
-            while map_is_full(full) and self._widen():
+            while map_is_full(full) and not environment.shares.inline and self._widen():
                 try:
                     return self.write()
                 except StoreFullError as error:

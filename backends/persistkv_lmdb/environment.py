@@ -119,8 +119,8 @@ class Environment:
         self._map_lock = _MapLock()
         self._stuck = 0  # a wait for readers with a snapshot of this transaction, or of an older one, timed out
         self._is_open = False
-        self.shares = Shares(0, False, 0)  # these two are valid within a write transaction
-        self.map_bytes = 0  # present bound of ``data.mdb``
+        self.shares = Shares(0, False, 0)  # valid within a write transaction
+        self.map_bytes = 0  # present bound of ``data.mdb``; valid within a write transaction
         self._guard = None if read_only else Guard(path)
         self._policy = policy
         with ExitStack() as undone:  # undoes each step if a later one fails
@@ -453,7 +453,7 @@ class _Slot(NamedTuple):
 
 
 class Environments:
-    """Registry of the environments that this process has open, at most one per directory. Thread-safe.
+    """Registry of the environments that this process has open, normally one per directory. Thread-safe.
 
     One thread at a time opens, reopens or closes an environment. The wait for another thread is bounded and per store:
     opening may take long, because of an integrity check or a stopped process that holds a lock.

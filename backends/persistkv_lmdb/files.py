@@ -83,7 +83,7 @@ def translated(path: Path) -> Iterator[None]:
 @contextmanager
 def translated_at_open(path: Path) -> Iterator[None]:
     """Translate errors within the ``with`` statement, which opens the store in ``path``: LMDB's errors that mean damage
-    into ``CorruptStoreError``, other errors and ``OSError`` into ``StoreUnavailableError``.
+    into ``CorruptStoreError``, its other errors and ``OSError`` into ``StoreUnavailableError``.
     """
     try:
         yield
@@ -154,8 +154,9 @@ def open_regular(path: str | Path, flags: int, *, dir_fd: int | None = None) -> 
 def prepare_directory(store: Path, *, read_only: bool) -> None:
     """Create a store's directory and its parents durably unless ``read_only``, and check its content.
 
-    :raises StoreUnavailableError: it cannot be created, is another user's (except root's) and opened for writing, has a
-        link, FIFO or other type in place of a store's file, or no store but other files, or none and is ``read_only``.
+    :raises StoreUnavailableError: it cannot be created; it belongs to another user (except root) and is opened for
+        writing; a store's file is a link, FIFO or of another type; it contains other files and no store; or it is empty
+        and ``read_only``.
     """
     with translated_at_open(store):
         if not read_only:
@@ -183,8 +184,8 @@ def prepare_directory(store: Path, *, read_only: bool) -> None:
         own = {*STORE_FILES, SEGMENT_DIRECTORY, STATUS_DIRECTORY, "lost+found"}  # the last one: of a file system's root
         names = [entry.name for entry in store.iterdir() if not entry.name.startswith(INDEX_PREFIX)]
         if others := sorted(name for name in names if name not in own):
-            files = f"{store} is a directory with other files ({', '.join(others[:3])}) and no store"
-            raise StoreUnavailableError(f"{files}: name a store, or a new or empty directory to create one")
+            reason = f"{store} is a directory with other files ({', '.join(others[:3])}) and no store"
+            raise StoreUnavailableError(f"{reason}: name a store, or a new or empty directory to create one")
         if read_only:
             raise StoreUnavailableError(f"{store} is an empty directory and no store")
 

@@ -51,7 +51,7 @@ class OtherReleaseError(CorruptStoreError):
 
 class Transaction(Rows):
     """One running LMDB transaction; tables are LMDB databases. Returned buffers are valid until its next change of a
-    row.
+    row, or its end.
     """
 
     def __init__(self, txn: lmdb.Transaction[memoryview], databases: Mapping[str, _Database]) -> None:

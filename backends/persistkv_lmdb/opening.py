@@ -117,7 +117,9 @@ class Guard:
         self.lock.mark(begun=False)
 
     def suspect(self) -> None:
-        """Have the next process that opens the store for writing alone check it first. Ignore write errors."""
+        """Have the store checked by the next process that opens it for writing while no other has it open. Ignore write
+        errors.
+        """
         with suppress(OSError):
             self._write(_State.SUSPECT)
 

@@ -135,7 +135,8 @@ class SegmentFiles:
         """Start writing a payload to its extents. The stream's buffers are in use until ``settle`` or ``sync`` returns.
 
         :returns: length of the payload in bytes, padded to a multiple of 4 KiB. The rest of the extents is not written.
-        :raises StoreError: the extents are too short, or the disk failed. ``settle`` and ``sync`` may raise it, too.
+        :raises StoreError: the extents are too short, or the disk failed (``StoreFullError``: it is full, which a
+            copy-on-write file system reports only now). ``settle`` and ``sync`` may raise it, too.
         """
         written = 0
         for buffers in self._bounce.aligned(stream):
@@ -305,8 +306,9 @@ class SegmentFiles:
     def _opened(self, segment: int, create: bool) -> _Descriptors:
         name = f"{segment:08d}.seg"
         access = os.O_RDONLY if self._read_only else os.O_RDWR
-        self._unnamed = self._unnamed or create  # also if the file exists: one more sync per process
         with self._directory(create=create) as directory:
+            if create:  # not before: ``sync`` opens the directory. Also if the file exists: one more sync per process
+                self._unnamed = True
             buffered = open_regular(name, access | os.O_CREAT if create else access, dir_fd=directory)
             try:
                 return _Descriptors(buffered, open_regular(name, access | os.O_DIRECT, dir_fd=directory))
@@ -365,8 +367,9 @@ def _neighbours_of(
         for run in _runs_of(extents, offset, length):
             if (run.segment, run.offset) != end:
                 groups.append([])
-            groups[-1].append(_Piece(number, run, front(rest, run.length)))
-            rest = after_bytes(rest, run.length)
+            whole = run.length == length  # the usual case: one run, nothing to split
+            groups[-1].append(_Piece(number, run, rest if whole else front(rest, run.length)))
+            rest = [] if whole else after_bytes(rest, run.length)
             end = (run.segment, run.offset + run.length)
     return groups
 

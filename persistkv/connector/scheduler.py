@@ -110,10 +110,11 @@ class _Request:
 
     def load_target(self) -> GPULoadStoreSpec:
         """Return the device blocks to load into. A group's first one may be in the middle of an offloaded block."""
-        needed = [one.device_blocks(self.num_matched_tokens, self.num_local_tokens) for one in self.geometries]
+        matched, local = self.num_matched_tokens, self.num_local_tokens
+        needed = [geometry.device_blocks(matched, local) for geometry in self.geometries]
         tables = zip(self.block_tables, needed, strict=True)
         return _device_blocks(
-            [table[blocks.start : blocks.stop] for table, blocks in tables], [n.start for n in needed]
+            [table[blocks.start : blocks.stop] for table, blocks in tables], [blocks.start for blocks in needed]
         )
 
     def filled_blocks(self) -> list[_Offer]:
@@ -125,9 +126,10 @@ class _Request:
             first = self.next_store[group]
             filled = max(first, min(computed, len(chain), len(table) // factor))
             self.next_store[group] = filled
-            offers.append(
-                {chain[at]: at for at in range(first, filled) if None not in table[at * factor : (at + 1) * factor]}
-            )
+            held: Sequence[int] = range(first, filled)
+            if None in table[first * factor : filled * factor]:
+                held = [at for at in held if None not in table[at * factor : (at + 1) * factor]]
+            offers.append({chain[at]: at for at in held})
         return offers
 
     def store_source(self, offers: Sequence[_Offer]) -> GPULoadStoreSpec:
@@ -405,8 +407,9 @@ class OffloadingConnectorScheduler:
         self.stats.dropped_blocks += offered - asked
         if output is None or not output.keys_to_store:
             return None
-        wanted = set(output.keys_to_store)
-        offers = [{key: at for key, at in offer.items() if key in wanted} for offer in offers]
+        if len(output.keys_to_store) < asked:
+            wanted = set(output.keys_to_store)
+            offers = [{key: at for key, at in offer.items() if key in wanted} for offer in offers]
         spec = (state.store_source(offers), output.store_spec)
         return self._job(state, output.keys_to_store, spec, is_load=False)
 

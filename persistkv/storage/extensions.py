@@ -1,7 +1,8 @@
 """Optional capabilities of drivers: interfaces in addition to ``Backend``. Callers test them with ``isinstance``.
 
 As in ``Backend``, a failure of the medium raises a ``StoreError``, never an exception of the vendor. Any thread may
-call ``scan`` and ``read_frames``, concurrently with any other call; only one thread at a time the other methods.
+call ``scan`` and ``read_frames``, concurrently with any other call. Only one thread at a time may call the
+other methods.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ class InspectableBackend(Backend):
     def scan(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
         """Read as ``read`` does, for large amounts that are read only once: drivers may keep them out of caches.
 
-        Fastest if the spans are in ``scan_order``, and offsets, lengths and buffer addresses multiples of 4 KiB.
+        Fastest if the spans are in ``scan_order``, so that neighbours are read with one call, and if offsets, lengths
+        and buffer addresses are multiples of 4 KiB.
         """
         return self.read(namespace, spans)
 

@@ -217,7 +217,7 @@ class _Table:
         self._memory = mmap.mmap(self.fd, (self.slots + 1) * 8)
         self.fingerprints, self._header = np.split(np.frombuffer(self._memory, np.uint64), [self.slots])
         self.packs = np.zeros(self.slots, np.uint32)
-        """``Index.number_of`` each slot's pack; 0 if the slot has no entry."""
+        """Number of each slot's pack (``Index.number_of``); 0: no entry."""
         self.used = 0
         """Number of slots that are not empty: entries and ``_GONE``."""
         self._released = 0
@@ -349,7 +349,7 @@ class HeldPack:
     def __init__(self, table: PackTable, number: int) -> None:
         self.table = table
         self.number = number
-        """``Index.number_of`` the pack when this object was made."""
+        """The pack's ``Index.number_of`` when this object was made; 0: the index did not hold it."""
         self.keys = tuple(table.keys.unpack())
         """Keys of all blocks, frame after frame."""
         self.places: Mapping[bytes, int] = {key: place for place, key in enumerate(self.keys)}
@@ -365,7 +365,8 @@ class Index:
     """Index of a namespace: finds the packs that may hold a key, by its fingerprint. Not thread-safe."""
 
     def __init__(self, most_keys: int | None = None) -> None:
-        """:param most_keys: keys that fit the store's capacity, the bound on the table's growth; None: unknown."""
+        """:param most_keys: keys that fit the store's capacity: the table grows further only if it holds more; None:
+        unknown."""
         self._most_keys = most_keys
         self._table = _Table(0)
         self._new: _Table | None = None
@@ -405,7 +406,7 @@ class Index:
         return [pack_id for number in numbers if (pack_id := self._packs.id(number)) is not None]
 
     def first_candidates(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """Return ``candidates`` of each key, but only the first; None if no pack holds it."""
+        """Return ``candidates`` of each key, but only the first; None if there is none."""
         if len(keys) < _FEW:
             return [next(iter(self.candidates(key)), None) for key in keys]
         table = self._table

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _FAILURE_LOG_S = 60.0  # seconds between warnings that blocks are dropped
 _QUARANTINE_ATTEMPTS = 3
-_MOST_RECENT_KEYS = 16_384  # keys of the packs whose tables are kept: 2 MB
+_MOST_RECENT_KEYS = 16_384  # keys of the packs whose tables are kept: 3 MB
 _READ_AT_ONCE = 4
 """Number of tables of a local store up to which the caller's thread reads them, in 0.1 to 0.3 ms. Another thread would
 begin 0.2 to 1.8 ms later, or after all parts of queued load jobs."""

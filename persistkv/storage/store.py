@@ -88,7 +88,7 @@ class Store:
         self.rows = rows
         self.counters = StoreCounters()
         self.notice = _notice(backend, identity, options, url)
-        """If the namespace is new and the store has others: in which fields it differs from the nearest. Else empty."""
+        """Fields that differ from the nearest namespace, if this one is new and others exist. Otherwise empty."""
         backend.open_namespace(identity)
         self.namespace = identity.digest
         executor = executor or Executor()
@@ -495,7 +495,7 @@ class Store:
     # Blocking calls
 
     def put(self, request: str, keys: Sequence[bytes], block_ids: Sequence[int], depths: Sequence[int] | None) -> bool:
-        """Call ``begin_put``, and wait; return whether the rows may be reused now, see there."""
+        """Call ``begin_put``, and wait; return whether the rows may be reused now, see ``begin_put``."""
         ended: list[bool] = []
         self.begin_put(request, keys, block_ids, depths, lambda free, borrowed: ended.append(free))
         self.catalogue.executor.run_until(lambda: bool(ended))

@@ -43,7 +43,7 @@ class IsolatedTier:
             return False
 
     def num_held(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:
-        """Return the tier's ``lookup_prefix``; 0 if it has no own one, so that single lookups are as fast."""
+        """Return the tier's ``lookup_prefix``; 0 if it does not override it: single lookups are then as fast."""
         if type(self.tier).lookup_prefix is SecondaryTierManager.lookup_prefix:
             return 0
         return self._attempt("lookup_prefix", "its blocks are misses", 0, self.tier.lookup_prefix, keys, req_context)
@@ -76,7 +76,9 @@ class IsolatedTier:
         )
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._attempt("on_request_finished", "the tier may miss it", None, self.tier.on_request_finished, req_context)
+        self._attempt(
+            "on_request_finished", "the tier may miss the end", None, self.tier.on_request_finished, req_context
+        )
 
     def take_events(self) -> list[OffloadingEvent]:
         events: list[OffloadingEvent] = []

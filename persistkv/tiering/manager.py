@@ -99,7 +99,8 @@ class _Request:
     storing: int = 0
     """Number of blocks of the request that are being written to the primary tier."""
     awaiting: set[OffloadKey] = field(default_factory=set)
-    """Blocks that the request offered for storing while a promotion or another request was writing them."""
+    """Blocks that the request offered for storing while a promotion or another request was writing them. The tiers
+    receive these blocks before ``on_request_finished``."""
     finished: bool = False
     missed: set[OffloadKey] = field(default_factory=set)
     """Blocks whose promotion failed or found no row: misses for this request, so that it does not retry forever."""
@@ -117,7 +118,7 @@ class TieringOffloadingManager(OffloadingManager):
     :param primary_tier: owned by the manager, which shuts it down last.
     :param secondary_tiers: in the order of lookups; owned by the manager. May be empty.
     :param enable_events: whether ``take_events`` returns events. Call it in each step either way: it starts promotions.
-    :param cascade_share: see ``TieringOffloadingOptions``, as for the other numbers.
+    :param cascade_share: see ``TieringOffloadingOptions``, also for ``hold_s`` and ``prewarm_share``.
     :raises ConfigurationError: a number is out of range.
     """
 
@@ -371,7 +372,7 @@ class TieringOffloadingManager(OffloadingManager):
         return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL if wants_all else OffloadPolicy.BLOCK_LEVEL)
 
     def _begin(self, req_context: ReqContext) -> _Request:
-        """Create the state of a request, and announce the request to each tier."""
+        """Create the state of a request, and announce the request to each tier before its first lookup or job there."""
         wanting = [tier for tier in self._tiers if tier.on_new_request(req_context) is OffloadPolicy.REQUEST_LEVEL]
         request = self._requests[req_context.req_id] = _Request(req_context, wanting)
         return request

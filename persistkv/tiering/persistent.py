@@ -90,7 +90,8 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
 class PersistentTier(SecondaryTierManager):
     """Secondary tier that stores the blocks of whole requests durably, so that they survive restarts of the engine.
 
-    Later calls than the constructor wait only if their description says so, or if the option ``host`` is ``inline``.
+    The constructor waits up to ``open_timeout_s`` seconds for the store. Later calls wait only if their description
+    says so, or if the option ``host`` is ``inline``.
 
     :raises ConfigurationError: an option is invalid (the error names it), or ``config.identity`` is empty.
     :raises IdentityMismatchError: ``strict_identity`` is set and the store contains only other identities.
@@ -372,7 +373,7 @@ class PersistentTier(SecondaryTierManager):
 
     @property
     def num_held_blocks(self) -> int:
-        """Number of blocks that lookups can find; a block in two packs counts twice."""
+        """Number of blocks that lookups can find, 0 while the store is not open; a block in two packs counts twice."""
         return len(self._client)
 
     def shutdown(self) -> None:

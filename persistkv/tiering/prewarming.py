@@ -20,7 +20,11 @@ class RecentContexts(Protocol):
     """Optional interface of a tier that lists recently used contexts; see ``PersistentTier``."""
 
     def ask_recent(self, max_blocks: int, *, only_asked: bool = False) -> bool:
-        """Ask for keys of recently used requests; return False if the tier is not ready."""
+        """Ask for keys of recently used requests, at most ``max_blocks`` in all, which ``take_recent`` returns. Return
+        False if the tier is not ready; the caller asks again later.
+
+        :param only_asked: ask only for requests that were explicitly selected, such as with ``persistkv warm``.
+        """
         ...
 
     def take_recent(self) -> list[list[OffloadKey]] | None:

@@ -68,7 +68,7 @@ class ClientCounters(msgspec.Struct):
     refused_bytes: int = 0
     """Raw bytes of the refused store jobs."""
     refused_ends: int = 0
-    """Request ends refused for the same reasons; their requests get no manifest."""
+    """Request ends refused because their queue was full or the store was not open; their requests get no manifest."""
     lost_jobs: int = 0
     """Jobs that were in flight when the host died; they failed."""
     restarts: int = 0

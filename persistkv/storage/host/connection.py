@@ -45,8 +45,8 @@ class Connection:
         """Send or queue a message. Never waits; drops the message after the connection has ended."""
 
     def receive(self) -> list[Any]:
-        """Return messages that have arrived: 256 KiB at most, so that a step of the engine or of the host's loop stays
-        short. Never waits.
+        """Return messages that have arrived. Never waits. A call reads 256 KiB at most, so that a step of the engine or
+        of the host's loop stays short.
 
         :raises HostError: the input is malformed; the connection has ended.
         """
@@ -63,7 +63,7 @@ class Connection:
 
 
 class SocketConnection(Connection):
-    """One end of a connection between processes: length-prefixed msgpack messages on a stream socket.
+    """One end of a connection over a socket: length-prefixed msgpack messages on a stream socket.
 
     Only ``wake`` and ``post`` may be called by other threads than the one that waits for messages.
     """
@@ -240,12 +240,17 @@ class ThreadConnection(SocketConnection):
         return ends
 
     def push(self) -> None:
-        super().push()
-        self._other._has_bytes = True
+        if self._outbox:
+            try:
+                super().push()
+            finally:  # the bytes may have been sent before an interrupt
+                self._other._has_bytes = True
 
     def close(self) -> None:
-        super().close()
-        self._other._has_bytes = True
+        try:
+            super().close()
+        finally:
+            self._other._has_bytes = True
 
     def _pull(self) -> bool:
         if not self._has_bytes:

@@ -155,7 +155,7 @@ def _publish(backend: Backend, name: str, row: bytes | None) -> None:
 def _withdraw(backend: Backend, name: str) -> None:
     _publish(backend, name, None)
     prefix = f"{_ANSWER}{name.removeprefix(_ASK)}{_BY}"
-    for row in statuses(backend):
+    for row in list(statuses(backend)):
         if row.startswith(prefix):
             _publish(backend, row, None)
 

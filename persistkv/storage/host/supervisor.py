@@ -62,7 +62,7 @@ class Host(ABC):
     restartable: ClassVar[bool]
     """Whether ``start`` may be called again after the host is dead."""
     idle_look_s: ClassVar[float]
-    """Seconds between two polls while no answer is due."""
+    """Seconds between two polls while no answer is due. These polls find keys that other processes stored."""
 
     @abstractmethod
     def start(self) -> Connection:
@@ -228,9 +228,16 @@ class ThreadHost(_EngineHost):
     _thread: threading.Thread | None = None
 
     def start(self) -> Connection:
+        rows = self._rows()
         ours, theirs = ThreadConnection.pair()
-        self._thread = threading.Thread(target=serve, args=(theirs, self._rows()), name="persistkv-store", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=serve, args=(theirs, rows), name="persistkv-store", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            ours.close()
+            theirs.close()
+            raise
+        self._thread = thread
         return ours
 
     def wait(self, timeout_s: float) -> bool:
@@ -260,7 +267,7 @@ class InlineHost(_EngineHost):
 
 
 class _InlineConnection(Connection):
-    congested = False
+    congested = False  # messages are handled by the next ``receive``
 
     def __init__(self, rows_buffer: memoryview) -> None:
         self._messages: list[Any] = []

@@ -68,7 +68,7 @@ class _Request:
     """Blocks that a request has offered."""
 
     counts: list[int]
-    """One more than the largest offered depth, by group. All blocks before were offered, unless the group is in
+    """One more than the largest offered depth, by group. All blocks before it were offered, unless the group is in
     ``gaps``."""
     gaps: set[int] = field(default_factory=set)
     """Groups in which a block was offered and the one before it was not."""
@@ -143,12 +143,12 @@ class OtherNamespace(NamespaceView):
             super()._learn(changes)
             return
         index, added = self._own.index, list(changes.added)
-        super()._learn(replace(changes, added=added))
-        self._own_reloads = index.reloads
         if changes.reset:
             index.remove_hints()
         for fingerprints in changes.removed.values():
             index.remove_hints(fingerprints)
+        super()._learn(replace(changes, added=added))
+        self._own_reloads = index.reloads
         keys = [key for table in added for key in self._usable(table)]
         if self._own_events:
             self._own.news.add(stored=index.absent(keys))

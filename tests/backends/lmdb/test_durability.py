@@ -429,3 +429,28 @@ def test_open_new_store_failed_directory_sync_removes_created_files(
     namespace = backend.open_namespace(identity).id
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     assert len(tables(backend, namespace)) == 1
+
+
+def test_commit_full_disk_without_segment_directory_refuses_only_packs(
+    open_store: Opener, path: Path, identity: Identity, placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if placement == "inline":
+        pytest.skip("an inline store has no segments")
+    mkdir = os.mkdir
+
+    def refuse(name: Any, *arguments: Any, **options: Any) -> None:
+        if name == "segments":
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        mkdir(name, *arguments, **options)
+
+    backend = open_store()
+    namespace = backend.open_namespace(identity).id
+    pack = sample_pack(namespace, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkdir", refuse)
+        with pytest.raises(StoreFullError):
+            backend.commit(namespace, CommitBatch([pack]))
+        backend.commit(namespace, CommitBatch(touches=[pack.pack_id]))
+    backend.commit(namespace, CommitBatch(touches=[pack.pack_id]))
+    backend.close()
+    assert (path / "guard").read_text().split()[0] == "clean"

@@ -97,8 +97,8 @@ class Authenticator:
         return self._tag(b"frame", [digest, _NUMBER.pack(number), *stored])
 
     def _tag(self, kind: bytes, parts: Iterable[Buffer]) -> bytes:
-        """Return the HMAC of ``kind`` and ``parts``. All parts except the last have a fixed or encoded length, so a tag
-        of one kind is never valid for content of another kind.
+        """Return the HMAC of ``kind`` and ``parts``. A tag of one kind is never valid for content of another kind. Within
+        a kind, all parts except the last have a fixed or encoded length.
         """
         mac = hmac.new(self._key, kind + b"\0", "sha256")
         for part in parts:
@@ -143,7 +143,7 @@ class SignedObjects:
                 return record
             raise CorruptPackError(kind.__name__, "content of another name")
         except CorruptPackError as error:
-            logger.warning("%s is unreadable (%s): its packs are misses", key or self.names.base + name, error)
+            logger.warning("%s is unreadable (%s)", key or self.names.base + name, error)
         except ObjectMissingError:
             if not may_be_missing:
                 raise

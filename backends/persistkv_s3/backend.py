@@ -201,7 +201,7 @@ class S3Backend(InspectableBackend):
             self._leader.round()
 
     def _refresh(self) -> None:
-        """Read the head, rebuild it if necessary, and apply the feeds of open namespaces to their local catalogues."""
+        """Read the head, rebuild it if necessary (only if opened for writing), and apply the feeds of open namespaces to their local catalogues."""
         try:
             self._head.poll()
         except (ObjectMissingError, CorruptPackError):

@@ -17,29 +17,35 @@ import struct
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from persistkv.config import PAGE_BYTES
-from persistkv.errors import CorruptPackError, StoreBusyError, StoreError, StoreFullError
+from persistkv.errors import CorruptPackError, CorruptStoreError, StoreBusyError, StoreError, StoreFullError
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.catalog import LOG_ENTRIES, TABLES, Catalog, CatalogTransaction, Rows
-from persistkv.storage.catalog.order import EvictionOrder, Reading, StoreClock, next_expiry, read_clock, write_clock
+from persistkv.storage.catalog.order import Reading, StoreClock, next_expiry, read_clock, write_clock
 from persistkv.storage.catalog.rows import (
     ADDED,
+    CHAINS,
     LOG,
     LOG_KEY,
+    MANIFEST,
     MANIFEST_KEYS,
     MANIFESTS,
     META,
+    ORDER,
+    ORDER_KEY,
     PACKS,
     PIECES,
     REMOVED,
     STATES,
+    USES,
+    Chain,
     NamespaceState,
+    Use,
     encode_change,
     manifest_row,
     pack_table,
@@ -555,7 +561,10 @@ class Catalogue(Catalog):
         return row in (None, store)
 
     def load(self, dumps: Iterable[Dump], position: Position, store: bytes) -> None:
-        """Replace the whole catalogue by dumped table rows; all earlier cursors become invalid."""
+        """Replace the whole catalogue by dumped table rows; all earlier cursors become invalid.
+
+        :raises CorruptStoreError: essential rows are invalid; the catalogue is unchanged.
+        """
         with self.rows(write=True) as rows:
             for table in _TABLES:
                 rows.db.execute(f"DELETE FROM '{table}'")
@@ -570,6 +579,8 @@ class Catalogue(Catalog):
             state.generation = _new_state().generation
             rows.put(STATES, self._namespace, state.encode())
             read_clock(rows)
+            if (row := rows.get(META, _BYTES_ROW)) is not None and len(row) != _BYTES.size:
+                raise CorruptStoreError(f"bytes of the namespace: {len(row)} bytes instead of {_BYTES.size}")
             rows.put(META, _STORE_ROW, store)
             rows.position = position
 
@@ -661,7 +672,7 @@ def _undo_log(rows: Rows) -> Iterator[tuple[str, bytes, bytes | None]]:
             table, key, before = _DECODE_BEFORE(value)
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue
-        if table in _TABLES:
+        if table in _DUMPED or (table == META and key in _DUMPED_META):
             yield table, key, before
 
 
@@ -672,6 +683,13 @@ def _nonce(rows: Rows, name: bytes) -> bytes:
 
 
 def _oldest(rows: Rows) -> float:
-    """Return the time of the oldest use of a pack or manifest that may be evicted; 0 if there is none."""
-    order = EvictionOrder(rows, at=0.0)
-    return min((row.time for low in (True, False) for _, row in islice(order.oldest(low), 1)), default=0.0)
+    """Return the time of the oldest use of a pack or manifest that may be evicted; 0: there is none. Writes nothing."""
+    times = list[float]()
+    for low in (True, False):
+        for key, _ in rows.starting_with(ORDER, bytes([not low])):
+            _, _, _, kind, name = ORDER_KEY.unpack(key)
+            row = Chain.decode(rows.get(CHAINS, name)) if kind == MANIFEST else Use.decode(rows.get(USES, name))
+            if row is not None:
+                times.append(row.time)
+                break
+    return min(times, default=0.0)

@@ -23,11 +23,10 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from itertools import groupby
 from typing import TypeVar
 
-from persistkv.errors import CorruptPackError, StoreError
+from persistkv.errors import CorruptPackError, CorruptStoreError, StoreError
 from persistkv.storage.backend import CommitBatch, CommitResult, ReadSpan
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.manifest import ManifestKeys, decode_manifest_keys, encode_manifest, encode_manifest_keys
@@ -293,7 +292,8 @@ class NamespaceSession:
             return self._fill(run, check)
 
         spans = [ReadSpan(pack_id, frame.offset, [buffer[: frame.stored_length]]) for frame in frames]
-        for run in self._runs(spans, [False] * len(spans)):
+        gap = memoryview(bytearray(_GAP_BYTES))  # receives the bytes of all gaps, which are not longer
+        for run in self._runs(spans, [False] * len(spans), gap):
             if not fetch(run):
                 return
 
@@ -306,8 +306,11 @@ class NamespaceSession:
             self._mark_missing(run.pack_id, run.held.nonce)
             return False
 
-    def _runs(self, spans: Sequence[ReadSpan], filled: list[bool]) -> list[_RangedGet]:
-        """Group spans into GETs; mark empty spans as filled; skip spans of missing packs or beyond the payload."""
+    def _runs(self, spans: Sequence[ReadSpan], filled: list[bool], gap: memoryview | None = None) -> list[_RangedGet]:
+        """Group spans into GETs; mark empty spans as filled; skip spans of missing packs or beyond the payload.
+
+        :param gap: memory for the bytes between two spans; None: new memory for each gap.
+        """
         runs: list[_RangedGet] = []
         objects = self.catalogue.objects({span.pack_id for span in spans})
         for index in sorted(range(len(spans)), key=lambda n: (spans[n].pack_id, spans[n].offset)):
@@ -320,7 +323,7 @@ class NamespaceSession:
                 filled[index] = True
                 continue
             if not runs or runs[-1].held is not held or not 0 <= span.offset - runs[-1].end <= _GAP_BYTES:
-                runs.append(_RangedGet(span.pack_id, held, span.offset))
+                runs.append(_RangedGet(span.pack_id, held, span.offset, gap))
             runs[-1].add(index, span, length)
         return runs
 
@@ -332,7 +335,10 @@ class NamespaceSession:
     # Feed
 
     def sync(self) -> None:
-        """Apply the feed to the local catalogue, up to the newest known head, or until a request fails."""
+        """Apply the feed to the local catalogue, up to the newest known head.
+
+        :raises S3Error: a request failed; the catalogue has the position of the last feed object that was applied.
+        """
         with self._lock:
             for tries_left in reversed(range(_TRIES)):
                 try:
@@ -374,14 +380,16 @@ class NamespaceSession:
 
         :returns: False if the head does not name all of them, or if one does not follow its predecessor.
         """
-        fetch = partial(self.feed_object, may_be_missing=False)
-        names: list[tuple[int, bytes]] = []
-        for position in range(at.position + 1, target.position + 1):
-            found = target.term_of(position)
+
+        def fetch(position: int) -> tuple[bytes, Feed | None] | None:
+            term = target.term_of(position)
+            return None if term is None else (term, self.feed_object((position, term), may_be_missing=False))
+
+        positions = range(at.position + 1, target.position + 1)  # not a list: a forged head may name 2 ** 48
+        for position, found in self._bucket.each(fetch, positions, _AT_ONCE):
             if found is None:
                 return False
-            names.append((position, found))
-        for (position, term), feed in self._bucket.each(fetch, names, _AT_ONCE):
+            term, feed = found
             if feed is None:
                 at = Position(target.generation, position, term, at.time, damaged=True)
                 self.catalogue.skip_to(at)
@@ -410,7 +418,12 @@ class NamespaceSession:
             self._reload([], at)
             return at
         damaged: list[str] = []
-        self._reload(self._records(found.base, Dump, damaged), Position(generation))
+        try:
+            self._reload(self._records(found.base, Dump, damaged), Position(generation))
+        except CorruptStoreError as error:
+            logger.warning("%s%s has invalid rows (%s): its packs are misses", self._names.base, name, error)
+            damaged.append(name)
+            self._reload([], Position(generation))
         for feed in self._records(found.tails, Feed, damaged):
             self.catalogue.skip_to(Position(generation, feed.position - 1, feed.previous, 0.0))
             self.catalogue.apply_feed(feed)
@@ -499,10 +512,11 @@ class NamespaceSession:
 class _RangedGet:
     """One GET of bytes ``start`` to ``end`` (exclusive) of the pack object ``held``. The range is empty at first."""
 
-    def __init__(self, pack_id: bytes, held: PackObject, start: int) -> None:
+    def __init__(self, pack_id: bytes, held: PackObject, start: int, gap: memoryview | None) -> None:
         self.pack_id = pack_id
         self.held = held
         self.start = self.end = start
+        self._gap = gap
         self.buffers: list[memoryview] = []
         self.spans: list[tuple[int, int, int]] = []
         """(index among the requested spans, offset of the first byte in the payload, offset after the last byte)."""
@@ -519,7 +533,7 @@ class _RangedGet:
 
     def _skip(self, length: int) -> None:
         if length > 0:
-            self.buffers.append(memoryview(bytearray(length)))
+            self.buffers.append(memoryview(bytearray(length)) if self._gap is None else self._gap[:length])
             self.end += length
 
     def widen(self) -> list[tuple[int, Frame]]:

@@ -157,7 +157,7 @@ class Body:
 
 
 Take = Callable[[int, memoryview], None]
-"""Receives the index of a buffer, frame or range, and its bytes, which are valid until it returns."""
+"""Receives the index of a buffer or frame, and its bytes, which are valid until it returns."""
 
 
 class Sink:

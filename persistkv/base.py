@@ -182,6 +182,12 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
     def medium() -> str:
         return "GPU"
 
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.block_ids.tolist()!r}, group_sizes={self.group_sizes!r}, "
+            f"block_indices={self.block_indices!r})"
+        )
+
 
 TransferSpec = tuple[LoadStoreSpec, LoadStoreSpec]
 """Source and destination of a transfer."""
@@ -309,7 +315,8 @@ class OffloadingManager(ABC):
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """End the engine's step, and return the events since the last call; none if events are disabled. A manager with
-        secondary tiers processes their results and submits promotions in this call, so it is needed once per step.
+        secondary tiers processes their results and submits promotions in this call. Must be called once per step, also
+        if events are disabled.
         """
         return ()
 

@@ -97,8 +97,8 @@ class Authenticator:
         return self._tag(b"frame", [digest, _NUMBER.pack(number), *stored])
 
     def _tag(self, kind: bytes, parts: Iterable[Buffer]) -> bytes:
-        """Return the HMAC of ``kind`` and ``parts``. A tag of one kind is never valid for content of another kind. Within
-        a kind, all parts except the last have a fixed or encoded length.
+        """Return the HMAC of ``kind`` and ``parts``. A tag of one kind is never valid for content of another kind.
+        Within a kind, all parts except the last have a fixed or encoded length.
         """
         mac = hmac.new(self._key, kind + b"\0", "sha256")
         for part in parts:

@@ -201,7 +201,9 @@ class S3Backend(InspectableBackend):
             self._leader.round()
 
     def _refresh(self) -> None:
-        """Read the head, rebuild it if necessary (only if opened for writing), and apply the feeds of open namespaces to their local catalogues."""
+        """Read the head, and apply the feeds of open namespaces to their local catalogues. A handle that may write
+        rebuilds the head if necessary.
+        """
         try:
             self._head.poll()
         except (ObjectMissingError, CorruptPackError):

@@ -158,7 +158,9 @@ class CPUOffloadingSpec(OffloadingSpec):
         return iter((store, load))
 
     def shutdown(self) -> None:
-        """Shut down the handlers, the manager and the region, even if one raises, which is logged; idempotent."""
+        """Shut down the handlers, the manager and the region; idempotent. An exception of one of the first two is
+        logged and does not stop the rest.
+        """
         if self._handlers is not None:
             self._handlers.shutdown()
         if self._manager is not None:

@@ -26,6 +26,8 @@ FEW_RUNS = 8  # up to this many calls are cheaper than a copy through the buffer
 # patterns are preserved.
 WIDE = (torch.complex128, torch.int64, torch.int32, torch.int16)
 
+Index = tuple[torch.Tensor, ...]
+
 logger = logging.getLogger(__name__)
 
 
@@ -82,17 +84,23 @@ class CPUCopyEngine(CopyEngine):
         if (sub_blocks[1:] <= sub_blocks[:-1]).any():
             order = np.argsort(sub_blocks, kind="stable")
             blocks, sub_blocks = blocks[order], sub_blocks[order]
-        runs = consecutive_runs(sub_blocks)
-        if len(runs) > max(FEW_RUNS, 2 * -(-part.num_bytes // BUFFER_BYTES)):
-            self._copy_buffered(pages, rows, blocks, sub_blocks)
+        stores = self.direction is Direction.STORE
+        most_runs = max(FEW_RUNS, 2 * -(-part.num_bytes // BUFFER_BYTES))
+        if len(runs := consecutive_runs(sub_blocks)) <= most_runs:
+            for run in runs:
+                for begin, end, rectangle in _rectangles(sub_blocks[run], rows):
+                    index = torch.from_numpy(blocks[run][begin:end]).view(rectangle.shape[:2])
+                    _move(pages, (index,), rectangle, gathers=stores)
             return
-        for run in runs:
-            for begin, end, rectangle in _rectangles(sub_blocks[run], rows):
-                index = torch.from_numpy(blocks[run][begin:end]).view(rectangle.shape[:2])
-                if self.direction is Direction.STORE:
-                    _gather(pages, (index,), rectangle)
-                else:
-                    _scatter(rectangle, pages, (index,))
+        order = np.argsort(blocks, kind="stable")
+        in_order, scattered = blocks[order], sub_blocks[order]
+        if len(runs := consecutive_runs(in_order)) <= most_runs:  # fresh blocks of the device, fragmented rows
+            for run in runs:
+                first = int(in_order[run.start])
+                some = pages[first : first + run.stop - run.start]
+                _move(rows, _row_index(scattered[run], rows), some, gathers=not stores)
+            return
+        self._copy_buffered(pages, rows, blocks, sub_blocks)
 
     def _copy_buffered(self, pages: torch.Tensor, rows: torch.Tensor, blocks: IntArray, sub_blocks: IntArray) -> None:
         """Gather each part of up to 8 MiB into a buffer, and scatter it from there."""
@@ -103,21 +111,34 @@ class CPUCopyEngine(CopyEngine):
         buffer = self._buffer[: step * page_bytes].view(step, page_bytes)
         for begin in range(0, len(blocks), step):
             page_index = torch.from_numpy(blocks[begin : begin + step])
-            row_index = map(torch.from_numpy, np.divmod(sub_blocks[begin : begin + step], rows.shape[1]))
+            row_index = _row_index(sub_blocks[begin : begin + step], rows)
             part = buffer[: len(page_index)]
-            sides = [(pages, (page_index,)), (rows, tuple(row_index))]
+            sides = [(pages, (page_index,)), (rows, row_index)]
             source, target = sides if self.direction is Direction.STORE else reversed(sides)
             _gather(*source, part)
             _scatter(part, *target)
 
 
-def _gather(source: torch.Tensor, index: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+def _row_index(sub_blocks: IntArray, rows: torch.Tensor) -> Index:
+    row, position = np.divmod(sub_blocks, rows.shape[1])
+    return torch.from_numpy(row), torch.from_numpy(position)
+
+
+def _move(indexed: torch.Tensor, index: Index, plain: torch.Tensor, *, gathers: bool) -> None:
+    """Copy ``indexed[index]`` to ``plain`` if ``gathers``, else the other way."""
+    if gathers:
+        _gather(indexed, index, plain)
+    else:
+        _scatter(plain, indexed, index)
+
+
+def _gather(source: torch.Tensor, index: Index, out: torch.Tensor) -> None:
     """Perform ``out[...] = source[index]`` without an intermediate copy."""
     source, out = widened(source, out)
     torch.ops.aten.index.Tensor_out(source, index, out=out)
 
 
-def _scatter(source: torch.Tensor, target: torch.Tensor, index: tuple[torch.Tensor, ...]) -> None:
+def _scatter(source: torch.Tensor, target: torch.Tensor, index: Index) -> None:
     """Perform ``target[index] = source``."""
     source, target = widened(source, target)
     target.index_put_(index, source)

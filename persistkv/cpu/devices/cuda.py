@@ -86,7 +86,8 @@ class CUDACopyEngine(CopyEngine):
                     end.synchronize()
 
     def shutdown(self) -> None:
-        self._synchronize()
+        if self.memory.rows:  # not twice: the stream may have another owner then
+            self._synchronize()
         self._jobs.clear()
         super().shutdown()
 

@@ -159,7 +159,8 @@ def _grouped(name: str, layers: list[DynamicLayer]) -> KVGeometry:
                 f"{name}: layer {layer_idx} has keys of {tuple(keys.shape)} and values of {tuple(values.shape)}; "
                 "(1, heads, 1, head size) is needed for both"
             )
-        kind = keys.shape[1], keys.shape[3], getattr(layer, "sliding_window", None), keys.dtype, keys.device
+        window = getattr(layer, "sliding_window", None)
+        kind = keys.shape[1], keys.shape[3], None if window is None else int(window), keys.dtype, keys.device
         kinds.setdefault(kind, []).append(layer_idx)
     groups = tuple(KVGroupGeometry(tuple(members), *kind) for kind, members in kinds.items())
     places = sorted({f"{group.dtype} on {group.device}" for group in groups})

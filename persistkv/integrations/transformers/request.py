@@ -232,10 +232,11 @@ class Request:
 
     def _allocate(self, pool: BlockPool, count: int) -> list[int]:
         """Return device blocks to write; if too few are available, wait for transfers of earlier requests first."""
-        for _ in range(3):
+        for attempt in range(3):
+            if attempt:
+                self._tiers.step(wait=True)
             if (allocated := pool.allocate(count)) is not None:
                 return allocated
-            self._tiers.step(wait=True)
         raise PersistKVError(f"{count} device blocks are needed, {pool.num_available} are available")
 
     def _publish(self, first: int) -> None:

@@ -120,7 +120,8 @@ def remove_leftovers(directory: str = SHARED_MEMORY_DIRECTORY, *, sees_all_proce
     removed = []
     for path, file in left.items():
         with suppress(OSError):
-            if file not in used:
+            # the file may have been replaced since then, by a live engine with the same id
+            if file not in used and _file_id(path.stat(follow_symlinks=False)) == file:
                 path.unlink()
                 removed.append(str(path))
     if removed:

@@ -130,7 +130,7 @@ def bench(
         try:
             report = _bench(url, job_bytes, rounds, took)
         except OSError as error:
-            raise StoreError(f"the plain file cannot be written or read: {error.strerror}") from error
+            raise StoreError(f"the plain file or the temporary store failed: {error.strerror or error}") from error
     if json:
         render.print_json(report)
         return
@@ -219,7 +219,7 @@ def _measure_codecs(
                 times[operation, name].append(measure(clients[name], keys))
                 took(job.num_bytes)
             hosts = hosts or {name: client.stats().host for name, client in clients.items()}
-        if directory is not None:
+        if directory is not None and operation == "store":
             with suppress(OSError):  # on a file system in memory
                 drop_page_cache([directory])
     median = {name: statistics.median(seconds[1:]) for name, seconds in times.items()}
@@ -266,7 +266,9 @@ def recommend(figures: Sequence[CodecFigure]) -> Advice:
 
 @contextmanager
 def _scratch(url: str, notes: list[str]) -> Iterator[tuple[str, Path | None]]:
-    """Create a temporary store next to that of the URL; yield its URL and directory (None: remote)."""
+    """Create a temporary store next to that of the URL; yield its URL and directory (None: remote). At the end, remove
+    the directory; empty a remote store.
+    """
     parsed = StoreUrl.parse(url)
     location = f"{parsed.location.rstrip('/')}.bench-{secrets.token_hex(4)}"
     query = urlencode(parsed.options)
@@ -326,8 +328,13 @@ class _Job:
         job_id = next(self._ids)
         begin = time.perf_counter()
         client.submit_store(job_id, f"request {job_id}", keys, self._order, range(len(keys)), self.num_bytes)
-        if not client.flush(_TIMEOUT_S) or not all(map(client.contains, keys)):
-            raise StoreError(f"blocks were not stored in {_TIMEOUT_S:g} s")
+        if failed := finish(client, job_id).failed:
+            raise StoreError(f"{len(failed)} blocks were not stored")
+        while not all(map(client.contains, keys)):
+            client.poll()
+            if time.perf_counter() - begin > _TIMEOUT_S:
+                raise StoreError(f"stored blocks were not visible in {_TIMEOUT_S:g} s")
+            time.sleep(_NAP_S)
         return time.perf_counter() - begin
 
     def load(self, client: StoreClient, keys: list[bytes]) -> float:
@@ -337,8 +344,10 @@ class _Job:
         client.submit_load(job_id, keys, [row + len(keys) for row in self._order])
         failed = finish(client, job_id).failed
         seconds = time.perf_counter() - begin
-        if failed or not np.array_equal(self._loaded, self._stored):
-            raise StoreError(f"{len(failed)} blocks were not loaded, or the loaded bytes differ from the stored ones")
+        if failed:
+            raise StoreError(f"{len(failed)} blocks were not loaded")
+        if not np.array_equal(self._loaded, self._stored):
+            raise StoreError("the loaded bytes differ from the stored ones")
         self.clear()
         return seconds
 
@@ -390,7 +399,7 @@ class _PlainDisk(PlainMedium):
         self._end = 0
 
     def write(self, buffers: Sequence[memoryview]) -> None:
-        """Append the buffers, bypassing the page cache."""
+        """Append the buffers, bypassing the page cache. They are durable on return, as a store's are."""
         transfer(os.pwritev, self._direct, buffers, self._end)
         os.fdatasync(self._direct)
         self._end += sum(map(len, buffers))

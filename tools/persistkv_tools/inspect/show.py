@@ -271,7 +271,7 @@ def _pack_views(
 
 def prefix_tree(backend: InspectableBackend, found: FoundRequest, node_limit: int) -> tuple[TreeNode, int]:
     """Return the prefix tree of all requests in a request's namespace, and the index of the KV cache group whose keys
-    it is made of: that with most blocks of the request. Requests without readable keys in it are left out.
+    it is made of: the one with the most blocks of the request. Requests without readable keys in it are left out.
 
     The top node has no blocks.
 

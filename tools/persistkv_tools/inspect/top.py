@@ -21,7 +21,7 @@ from persistkv_tools import options, render
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """Rates per second, from the difference of two status rows of an engine. Each is of the counter of its name."""
+    """Rates per second of the counters with these names, from the difference of two status rows of an engine."""
 
     stored_raw_bytes: float
     stored_bytes: float

@@ -75,7 +75,7 @@ class Tally(msgspec.Struct, kw_only=True):
 
 
 class VerifyState(Tally, kw_only=True):
-    """Saved progress of a run."""
+    """Saved progress of a run: totals, findings, and the last pack in the order of namespace and pack ids."""
 
     version: int = _STATE_VERSION
     store: str

@@ -26,7 +26,8 @@ class FaultyBackend(InspectableBackend, Generic[B]):
         backend.after("read", lambda filled, namespace, spans: [False for _ in filled])  # and find nothing
         backend.clear_faults()
 
-    Calls that the wrapped backend makes to itself have no faults. Naming a method that it lacks raises ValueError.
+    Calls that the wrapped backend makes to itself have no faults: one on ``read`` does not reach the backend's own
+    ``scan``, even if that calls ``read``. Naming a method that it lacks raises ValueError.
     """
 
     inner: B

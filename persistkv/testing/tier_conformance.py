@@ -46,7 +46,9 @@ class TierRig:
         return job.job_id
 
     def results(self, job_ids: Collection[int]) -> dict[int, JobResult]:
-        """Poll the tier until each of the jobs has a result, 90 s at most; return the results by job id."""
+        """Poll the tier until each of the jobs has a result, 90 s at most; return the results by job id. Fail if
+        another job gets a result, or one of these jobs gets two.
+        """
         found: dict[int, JobResult] = {}
         deadline = time.monotonic() + TIMEOUT_S
         while len(found) < len(job_ids):
@@ -63,7 +65,9 @@ class TierRig:
         return self.results([job_id])[job_id]
 
     def wait_held(self, keys: Sequence[OffloadKey], req: ReqContext) -> None:
-        """Poll the tier until lookups find all keys, 90 s at most: it may need time to make the blocks durable."""
+        """Poll the tier until lookups find all keys, 90 s at most: it may need time to make the blocks durable.
+        Fail if a job gets a result meanwhile.
+        """
         deadline = time.monotonic() + TIMEOUT_S
         while not all(self.tier.lookup(key, req) for key in keys):
             assert not list(self.tier.get_finished_jobs())

@@ -13,14 +13,8 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch, ManifestWrite, ReadSpan
-from persistkv.storage.extensions import (
-    InspectableBackend,
-    SupportsFrames,
-    SupportsNotes,
-    SupportsStatus,
-)
+from persistkv.storage.extensions import InspectableBackend, SupportsFrames
 from persistkv.storage.format.codec import RawCodec, ZstdCodec
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackedKeys
@@ -65,51 +59,6 @@ class CatalogueRules(BackendSuite):
         backend.commit(ours, CommitBatch(deletions=[mine.pack_id, other.pack_id]))
         assert tables(backend, ours) == {}
         assert read_pack(backend, theirs, other.table) == payload_of(other)
-
-    def test_put_note_is_kept_per_namespace(self, backend: InspectableBackend) -> None:
-        if not isinstance(backend, SupportsNotes):
-            pytest.skip("the driver keeps no notes")
-        ours, theirs = (backend.open_namespace(sample_identity(number)).id for number in (1, 2))
-        assert backend.note(ours, "a1") is None
-        backend.put_note(ours, "a1", b"first")
-        backend.put_note(ours, "b2", b"other")
-        backend.put_note(ours, "a1", b"second")
-        assert (backend.note(ours, "a1"), backend.note(ours, "b2")) == (b"second", b"other")
-        assert backend.note(theirs, "a1") is None
-        assert {namespace.id for namespace in backend.namespaces()} == {ours, theirs}
-        check_totals(backend)
-
-    def test_commit_unknown_namespace_raises(self, backend: InspectableBackend) -> None:
-        stranger = sample_identity(9).digest
-        with pytest.raises(StoreError):
-            backend.commit(stranger, CommitBatch([sample_pack(stranger, 1)]))
-
-    def test_commit_pack_of_other_namespace_raises(self, backend: InspectableBackend, namespace: bytes) -> None:
-        with pytest.raises(StoreError):
-            backend.commit(namespace, CommitBatch([sample_pack(sample_identity(9).digest, 1)]))
-        assert tables(backend, namespace) == {}
-
-    def test_commit_existing_pack_id_keeps_first_pack(self, backend: InspectableBackend, namespace: bytes) -> None:
-        first, second = sample_pack(namespace, 1, content=10), sample_pack(namespace, 1, content=20)
-        assert first.pack_id == second.pack_id
-        cursor = backend.commit(namespace, CommitBatch([first, second])).cursor
-        backend.commit(namespace, CommitBatch([second]))
-        assert tables(backend, namespace) == {first.pack_id: first.table}
-        assert read_pack(backend, namespace, first.table) == payload_of(first)
-        assert list(backend.changes(namespace, cursor).added) == []
-        assert check_totals(backend).packs == 1
-
-    def test_commit_deletion_and_same_pack_id_replaces_pack(
-        self, backend: InspectableBackend, namespace: bytes
-    ) -> None:
-        bad, good = sample_pack(namespace, 1, content=10), sample_pack(namespace, 1, content=20)
-        cursor = backend.commit(namespace, CommitBatch([bad])).cursor
-        result = backend.commit(namespace, CommitBatch([good], deletions=[bad.pack_id]))
-        assert list(result.evicted) == [bad.table]
-        assert read_pack(backend, namespace, good.table) == payload_of(good)
-        changes = backend.changes(namespace, cursor)
-        assert changes.removed == {bad.pack_id: bad.table.keys.fingerprints}
-        assert list(changes.added) == [good.table]
 
     def test_stats_after_many_commits_equal_recount(self, backend: InspectableBackend) -> None:
         names = [backend.open_namespace(sample_identity(number)).id for number in range(2)]
@@ -198,27 +147,6 @@ class CatalogueRules(BackendSuite):
         backend.close()
         assert bytes_read == payload_of(pack)
         assert list(held) == [pack.table]
-
-    @pytest.mark.parametrize("is_scan", [False, True], ids=["read", "scan"])
-    def test_read_random_spans_of_several_packs_returns_stored_bytes(
-        self, backend: InspectableBackend, namespace: bytes, is_scan: bool
-    ) -> None:
-        packs = [sample_pack(namespace, seed, blocks=5, block_bytes=300_001) for seed in range(4)]
-        backend.commit(namespace, CommitBatch(packs))
-        payloads = [payload_of(pack) for pack in packs]
-        rng = np.random.default_rng(11)
-        spans, expected = [], []
-        for _ in range(60):
-            which = int(rng.integers(4))
-            offset = int(rng.integers(len(payloads[which])))
-            length = int(rng.integers(len(payloads[which]) - offset))
-            cut = int(rng.integers(length + 1))
-            buffers = [memoryview(bytearray(cut)), memoryview(bytearray(length - cut))]
-            spans.append(ReadSpan(packs[which].pack_id, offset, buffers))
-            expected.append(payloads[which][offset : offset + length])
-        filled = backend.scan(namespace, spans) if is_scan else backend.read(namespace, spans)
-        assert filled == [True] * 60
-        assert [b"".join(span.buffers) for span in spans] == expected
 
     @pytest.mark.parametrize("numbers", [range(6), [1, 2, 5], [4], []])
     def test_read_frames_passes_frames_in_order_through_one_buffer(
@@ -319,37 +247,6 @@ class CatalogueRules(BackendSuite):
         backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
         backend.close()
 
-    def test_open_read_only_with_open_writer_sees_its_commits(self, url: str) -> None:
-        self.need_sharing()
-        writer = self.open(url)
-        namespace = writer.open_namespace(sample_identity()).id
-        reader = self.open(url, read_only=True)
-        cursor = reader.changes(namespace, None).cursor
-        pack = sample_pack(namespace, 1)
-        writer.commit(namespace, CommitBatch([pack], [sample_manifest("r1")]))
-        assert list(reader.changes(namespace, cursor).added) == [pack.table]
-        assert read_pack(reader, namespace, pack.table) == payload_of(pack)
-        assert [manifest.id for manifest in reader.manifests(namespace)] == ["r1"]
-        writer.close()
-        assert reader.stats().packs == 1
-        again = self.open(url)
-        again.commit(namespace, CommitBatch([sample_pack(namespace, 2)]))
-        assert reader.stats().packs == 2
-        again.close()
-        reader.close()
-
-    def test_statuses_read_only_handle_reads_but_cannot_publish(self, backend: InspectableBackend, url: str) -> None:
-        self.need_sharing()
-        reader = self.open(url, read_only=True)
-        if not (isinstance(backend, SupportsStatus) and isinstance(reader, SupportsStatus)):
-            pytest.skip("the driver keeps no status rows")
-        assert reader.statuses() == {}
-        backend.publish_status("one", b"row")
-        assert reader.statuses() == {"one": b"row"}
-        with pytest.raises(StoreError):
-            reader.publish_status("two", b"row")
-        reader.close()
-
     def test_commit_several_packs_and_manifests_stores_all(self, backend: InspectableBackend, namespace: bytes) -> None:
         packs = [sample_pack(namespace, seed) for seed in range(5)]
         manifests = [sample_manifest(f"r{seed}", seed) for seed in range(3)]
@@ -358,15 +255,6 @@ class CatalogueRules(BackendSuite):
         assert not result.evicted
         assert tables(backend, namespace) == {pack.pack_id: pack.table for pack in packs}
         assert {manifest.id for manifest in backend.manifests(namespace)} == {"r0", "r1", "r2"}
-
-    @pytest.mark.parametrize("cursor", [b"", b"x", b"\xff" * 8, b"\xff" * 16, bytes(16), b"\xff" * 64])
-    def test_changes_unknown_cursor_resets(self, backend: InspectableBackend, namespace: bytes, cursor: bytes) -> None:
-        pack = sample_pack(namespace, 1)
-        backend.commit(namespace, CommitBatch([pack]))
-        changes = backend.changes(namespace, cursor)
-        assert changes.reset
-        assert list(changes.added) == [pack.table]
-        assert backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)], seen=cursor)).stale
 
     def test_manifests_commits_during_iteration_returns_all(
         self, backend: InspectableBackend, namespace: bytes
@@ -415,33 +303,6 @@ class CatalogueRules(BackendSuite):
         assert list(backend.manifests(namespace)) == [manifest]
         assert backend.manifest_keys(namespace, [manifest_id, "nobody"]) == [keys, None]
         assert check_totals(backend).requests == 1
-
-    def test_open_two_handles_see_each_others_commits(self, url: str) -> None:
-        self.need_sharing()
-        first, second = self.open(url), self.open(url)
-        namespace = first.open_namespace(sample_identity()).id
-        assert second.open_namespace(sample_identity()).id == namespace
-        cursor = second.changes(namespace, None).cursor
-        pack = sample_pack(namespace, 1)
-        first.commit(namespace, CommitBatch([pack]))
-        assert second.commit(namespace, CommitBatch([sample_pack(namespace, 2)], seen=cursor)).stale
-        assert list(second.changes(namespace, cursor).added) == [pack.table]
-        first.close()
-        assert read_pack(second, namespace, pack.table) == payload_of(pack)
-        assert not second.commit(namespace, CommitBatch([sample_pack(namespace, 2)])).stale
-        check_totals(second)
-        second.close()
-
-    def test_publish_status_adds_replaces_and_removes_row(self, backend: InspectableBackend) -> None:
-        if not isinstance(backend, SupportsStatus):
-            pytest.skip("the driver keeps no status rows")
-        backend.publish_status("one", b"first")
-        backend.publish_status("other", b"theirs")
-        backend.publish_status("one", b"second")
-        assert backend.statuses() == {"one": b"second", "other": b"theirs"}
-        for _ in range(2):
-            backend.publish_status("one", None)
-        assert backend.statuses() == {"other": b"theirs"}
 
 
 def _sizes(pack: PackWriter) -> tuple[int, int]:

@@ -13,8 +13,9 @@ A driver's tests subclass it, and define the driver and the URLs of its stores:
         def raw(self, url, backend):
             return MyRawStore(url)  # the medium's own client, without the driver
 
-Tests of features that a driver's ``Capabilities`` exclude are skipped. Rules that ``persistkv.storage.catalog``
-implements for all drivers, such as cascading deletions and ``ttl``, are tested in persistkv's repository.
+Tests of capacity, of features that a driver's ``Capabilities`` exclude, and of optional protocols that the driver does
+not implement are skipped. Rules that ``persistkv.storage.catalog`` implements for all drivers, such as cascading
+deletions and ``ttl``, are tested in persistkv's repository.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
+import numpy as np
 import pytest
 
 from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError, StoreError, StoreFullError, StoreUnavailableError
 from persistkv.memory.rows import StagedBlocks
 from persistkv.storage.backend import CommitBatch, ReadSpan
-from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage.extensions import InspectableBackend, SupportsNotes, SupportsStatus
 from persistkv.storage.format.codec import RawCodec
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.testing.conformance.suite import (
@@ -120,6 +122,41 @@ class BackendConformance(BackendSuite):
         assert list(reader.namespaces()) == [opened]
         reader.close()
 
+    def test_open_two_handles_see_each_others_commits(self, url: str) -> None:
+        self.need_sharing()
+        first, second = self.open(url), self.open(url)
+        namespace = first.open_namespace(sample_identity()).id
+        assert second.open_namespace(sample_identity()).id == namespace
+        cursor = second.changes(namespace, None).cursor
+        pack = sample_pack(namespace, 1)
+        first.commit(namespace, CommitBatch([pack]))
+        assert second.commit(namespace, CommitBatch([sample_pack(namespace, 2)], seen=cursor)).stale
+        assert list(second.changes(namespace, cursor).added) == [pack.table]
+        first.close()
+        assert read_pack(second, namespace, pack.table) == payload_of(pack)
+        assert not second.commit(namespace, CommitBatch([sample_pack(namespace, 2)])).stale
+        check_totals(second)
+        second.close()
+
+    def test_open_read_only_with_open_writer_sees_its_commits(self, url: str) -> None:
+        self.need_sharing()
+        writer = self.open(url)
+        namespace = writer.open_namespace(sample_identity()).id
+        reader = self.open(url, read_only=True)
+        cursor = reader.changes(namespace, None).cursor
+        pack = sample_pack(namespace, 1)
+        writer.commit(namespace, CommitBatch([pack], [sample_manifest("r1")]))
+        assert list(reader.changes(namespace, cursor).added) == [pack.table]
+        assert read_pack(reader, namespace, pack.table) == payload_of(pack)
+        assert [manifest.id for manifest in reader.manifests(namespace)] == ["r1"]
+        writer.close()
+        assert reader.stats().packs == 1
+        again = self.open(url)
+        again.commit(namespace, CommitBatch([sample_pack(namespace, 2)]))
+        assert reader.stats().packs == 2
+        again.close()
+        reader.close()
+
     def test_open_unknown_option_raises_and_creates_nothing(self, url: str) -> None:
         wrong = f"{url}{'&' if '?' in url else '?'}no_such_option=1"
         with pytest.raises(ConfigurationError, match="no_such_option"):
@@ -151,6 +188,26 @@ class BackendConformance(BackendSuite):
         assert tables(backend, namespace) == {pack.pack_id: pack.table}
         assert list(backend.tables(namespace, [bytes(16), pack.pack_id])) == [pack.table]
         assert read_pack(backend, namespace, pack.table) == payload_of(pack)
+
+    def test_commit_unknown_namespace_raises(self, backend: InspectableBackend) -> None:
+        stranger = sample_identity(9).digest
+        with pytest.raises(StoreError):
+            backend.commit(stranger, CommitBatch([sample_pack(stranger, 1)]))
+
+    def test_commit_pack_of_other_namespace_raises(self, backend: InspectableBackend, namespace: bytes) -> None:
+        with pytest.raises(StoreError):
+            backend.commit(namespace, CommitBatch([sample_pack(sample_identity(9).digest, 1)]))
+        assert tables(backend, namespace) == {}
+
+    def test_commit_existing_pack_id_keeps_first_pack(self, backend: InspectableBackend, namespace: bytes) -> None:
+        first, second = sample_pack(namespace, 1, content=10), sample_pack(namespace, 1, content=20)
+        assert first.pack_id == second.pack_id
+        cursor = backend.commit(namespace, CommitBatch([first, second])).cursor
+        backend.commit(namespace, CommitBatch([second]))
+        assert tables(backend, namespace) == {first.pack_id: first.table}
+        assert read_pack(backend, namespace, first.table) == payload_of(first)
+        assert list(backend.changes(namespace, cursor).added) == []
+        assert check_totals(backend).packs == 1
 
     def test_commit_failing_stream_changes_nothing(self, backend: InspectableBackend, namespace: bytes) -> None:
         held, good = sample_pack(namespace, 1), sample_pack(namespace, 2)
@@ -229,6 +286,18 @@ class BackendConformance(BackendSuite):
         backend.commit(namespace, CommitBatch([back]))
         assert read_pack(backend, namespace, back.table) == payload_of(back)
 
+    def test_commit_deletion_and_same_pack_id_replaces_pack(
+        self, backend: InspectableBackend, namespace: bytes
+    ) -> None:
+        bad, good = sample_pack(namespace, 1, content=10), sample_pack(namespace, 1, content=20)
+        cursor = backend.commit(namespace, CommitBatch([bad])).cursor
+        result = backend.commit(namespace, CommitBatch([good], deletions=[bad.pack_id]))
+        assert list(result.evicted) == [bad.table]
+        assert read_pack(backend, namespace, good.table) == payload_of(good)
+        changes = backend.changes(namespace, cursor)
+        assert changes.removed == {bad.pack_id: bad.table.keys.fingerprints}
+        assert list(changes.added) == [good.table]
+
     def test_commit_stale_cursor_changes_nothing(self, backend: InspectableBackend, namespace: bytes) -> None:
         seen = backend.changes(namespace, None).cursor
         first, second = sample_pack(namespace, 1), sample_pack(namespace, 2)
@@ -260,6 +329,15 @@ class BackendConformance(BackendSuite):
         assert {table.pack_id for table in changes.added} == {second.pack_id, third.pack_id}
         assert changes.removed == {first.pack_id: first.table.keys.fingerprints}
         assert not list(backend.changes(namespace, changes.cursor).added)
+
+    @pytest.mark.parametrize("cursor", [b"", b"x", b"\xff" * 8, b"\xff" * 16, bytes(16), b"\xff" * 64])
+    def test_changes_unknown_cursor_resets(self, backend: InspectableBackend, namespace: bytes, cursor: bytes) -> None:
+        pack = sample_pack(namespace, 1)
+        backend.commit(namespace, CommitBatch([pack]))
+        changes = backend.changes(namespace, cursor)
+        assert changes.reset
+        assert list(changes.added) == [pack.table]
+        assert backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)], seen=cursor)).stale
 
     def test_changes_damaged_table_is_omitted_until_rewritten_or_deleted(
         self, backend: InspectableBackend, namespace: bytes, raw: RawStore
@@ -301,6 +379,27 @@ class BackendConformance(BackendSuite):
         buffers = [memoryview(bytearray(length)) for length in lengths]
         assert backend.read(namespace, [ReadSpan(pack.pack_id, offset, buffers)]) == [True]
         assert b"".join(buffers) == payload_of(pack)[offset : offset + sum(lengths)]
+
+    @pytest.mark.parametrize("is_scan", [False, True], ids=["read", "scan"])
+    def test_read_random_spans_of_several_packs_returns_stored_bytes(
+        self, backend: InspectableBackend, namespace: bytes, is_scan: bool
+    ) -> None:
+        packs = [sample_pack(namespace, seed, blocks=5, block_bytes=300_001) for seed in range(4)]
+        backend.commit(namespace, CommitBatch(packs))
+        payloads = [payload_of(pack) for pack in packs]
+        rng = np.random.default_rng(11)
+        spans, expected = [], []
+        for _ in range(60):
+            which = int(rng.integers(4))
+            offset = int(rng.integers(len(payloads[which])))
+            length = int(rng.integers(len(payloads[which]) - offset))
+            cut = int(rng.integers(length + 1))
+            buffers = [memoryview(bytearray(cut)), memoryview(bytearray(length - cut))]
+            spans.append(ReadSpan(packs[which].pack_id, offset, buffers))
+            expected.append(payloads[which][offset : offset + length])
+        filled = backend.scan(namespace, spans) if is_scan else backend.read(namespace, spans)
+        assert filled == [True] * 60
+        assert [b"".join(span.buffers) for span in spans] == expected
 
     @pytest.mark.parametrize("is_scan", [False, True], ids=["read", "scan"])
     def test_read_hits_and_misses_in_one_call_are_reported_per_span(
@@ -351,6 +450,42 @@ class BackendConformance(BackendSuite):
         backend.commit(namespace, CommitBatch(manifests=writes[:2]))
         assert {manifest.id for manifest in backend.manifests(namespace)} == {"r0", "r1", "r2"}
         assert backend.manifest_keys(namespace, ["r1"])[0] == writes[1].keys
+
+    def test_put_note_is_kept_per_namespace(self, backend: InspectableBackend) -> None:
+        if not isinstance(backend, SupportsNotes):
+            pytest.skip("the driver keeps no notes")
+        ours, theirs = (backend.open_namespace(sample_identity(number)).id for number in (1, 2))
+        assert backend.note(ours, "a1") is None
+        backend.put_note(ours, "a1", b"first")
+        backend.put_note(ours, "b2", b"other")
+        backend.put_note(ours, "a1", b"second")
+        assert (backend.note(ours, "a1"), backend.note(ours, "b2")) == (b"second", b"other")
+        assert backend.note(theirs, "a1") is None
+        assert {namespace.id for namespace in backend.namespaces()} == {ours, theirs}
+        check_totals(backend)
+
+    def test_publish_status_adds_replaces_and_removes_row(self, backend: InspectableBackend) -> None:
+        if not isinstance(backend, SupportsStatus):
+            pytest.skip("the driver keeps no status rows")
+        backend.publish_status("one", b"first")
+        backend.publish_status("other", b"theirs")
+        backend.publish_status("one", b"second")
+        assert backend.statuses() == {"one": b"second", "other": b"theirs"}
+        for _ in range(2):
+            backend.publish_status("one", None)
+        assert backend.statuses() == {"other": b"theirs"}
+
+    def test_statuses_read_only_handle_reads_but_cannot_publish(self, backend: InspectableBackend, url: str) -> None:
+        self.need_sharing()
+        reader = self.open(url, read_only=True)
+        if not (isinstance(backend, SupportsStatus) and isinstance(reader, SupportsStatus)):
+            pytest.skip("the driver keeps no status rows")
+        assert reader.statuses() == {}
+        backend.publish_status("one", b"row")
+        assert reader.statuses() == {"one": b"row"}
+        with pytest.raises(StoreError):
+            reader.publish_status("two", b"row")
+        reader.close()
 
     def test_commit_two_processes_keeps_all_batches(self, url: str) -> None:
         self.need_sharing()

@@ -143,7 +143,8 @@ def plan_copies(gpu: GPULoadStoreSpec, cpu: BlockIDsLoadStoreSpec, memory: KVMem
 
     A group uses as many rows as its blocks need. Its first block is paired with sub-block
     ``block_indices % block_size_factor`` of its first row. The rows of group 0 are first. Copies of several groups with
-    the same tensor and page size are merged. Raise ValueError if blocks and rows do not match or exist.
+    the same tensor and page size are merged. Raise ValueError if a block or row does not exist, or if
+    their numbers do not match.
     """
     groups = memory.group_data_refs
     if len(gpu.group_sizes) != len(groups):

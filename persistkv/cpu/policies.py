@@ -213,7 +213,9 @@ class ARCCachePolicy(CachePolicy):
         return True
 
     def _trim_gone(self) -> None:
-        """Bound the first list and its evicted keys to ``num_blocks`` entries, and all four to twice as many."""
+        """Bound the first list and its evicted keys to ``num_blocks`` entries, and both lists with their evicted keys
+        to twice as many.
+        """
         while self._gone_once and len(self._once) + len(self._gone_once) > self._num_blocks:
             self._gone_once.popitem(last=False)
         held = len(self._once) + len(self._again)

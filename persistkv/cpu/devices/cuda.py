@@ -139,7 +139,7 @@ class Batch:
         source: torch.Tensor,
         registrations: IntArray | None = None,
     ) -> Batch:
-        """Return a batch of copies of ``page_bytes`` bytes each, before the merge.
+        """Return a batch of copies of ``page_bytes`` bytes each, of which adjacent ones are merged.
 
         :param registrations: for each copy, the number of the registration with CUDA that holds its host memory. Copies
             of different registrations are not merged: CUDA refuses a copy that touches two. None: there is only one.

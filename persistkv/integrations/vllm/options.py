@@ -21,12 +21,13 @@ class VllmTierOptions(PersistentTierOptions, frozen=True, kw_only=True):
     host: Literal["process", "thread"] = "process"
     capacity: int | str | None = None
     """Maximum bytes on disk of a store that this engine creates; ``persistkv set`` changes that of an existing one.
-    This option and the next two may be in the URL instead; None: as in the URL."""
+    May be set in the URL instead. None: as in the URL."""
     ttl: str | None = None
     """Duration such as ``7d`` from the last use of content to its expiry, for a store that this engine creates;
-    ``persistkv set`` changes that of an existing one."""
+    ``persistkv set`` changes that of an existing one. May be set in the URL instead. None: as in the URL."""
     deadline: str | None = None
-    """Time limit of one operation of a remote store, including retries."""
+    """Time limit of one operation of a remote store, including retries. May be set in the URL instead. None: as in the
+    URL."""
     policy: Literal["request", "chunk"] = "request"
     """``request``: vLLM offers every chunk of a request to the tier, including prefix hits, and the store lists the
     whole context. ``chunk``: it offers newly computed chunks only."""

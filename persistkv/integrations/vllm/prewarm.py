@@ -40,6 +40,8 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]  # vLLM is n
     """Secondary tier that stores nothing: it promotes recently used contexts, listed by the first ``persistkv`` tier.
 
     Enabled by ``{"type": "persistkv-prewarm", "share": 0.5}`` in ``secondary_tiers``, after the ``persistkv`` tiers.
+
+    :raises ConfigurationError: an option is invalid, or no ``persistkv`` tier is before this one.
     """
 
     def __init__(

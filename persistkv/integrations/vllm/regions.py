@@ -152,7 +152,8 @@ def _sources(address: int, num_bytes: int) -> list[tuple[_Mapping, int]]:
 
 
 def _mappings(process: str) -> Iterator[_Mapping]:
-    """Yield the mappings of a process in order of their addresses; raise OSError if it has ended."""
+    """Yield the mappings of a process in order of their addresses; raise OSError if it has ended, or if this user
+    may not read it."""
     with open(f"/proc/{process}/maps") as lines:
         for line in lines:
             addresses, _, offset, device, inode, *path = line.split(maxsplit=5)
@@ -163,7 +164,8 @@ def _mappings(process: str) -> Iterator[_Mapping]:
 
 
 def _descriptors(process: str) -> Iterator[tuple[str, FileId]]:
-    """Yield the path and the file of each open descriptor of a process; raise OSError if it has ended."""
+    """Yield the path and the file of each open descriptor of a process; raise OSError if it has ended, or if this user
+    may not read it."""
     for name in os.listdir(f"/proc/{process}/fd"):
         with suppress(OSError):  # closed in the meantime
             path = f"/proc/{process}/fd/{name}"

@@ -103,7 +103,7 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is no
         return results
 
     def wait(self, job_ids: set[int]) -> None:
-        """Do nothing: transfers end when they are submitted."""
+        """Do nothing: transfers have ended when ``submit_store`` and ``submit_load`` return."""
 
     def shutdown(self) -> None:
         """Release the rows; idempotent."""

@@ -308,6 +308,7 @@ def _context_keys(
 ) -> list[ours.OffloadKey]:
     """Return the keys of a context's full chunks, in token order, one KV cache group after the other: those of a
     request with this prompt, without LoRA and without multimodal inputs. Takes as long as the hashing of its prompt.
+    Runs in the engine's process, where vLLM has drawn the seed of its hashes.
     """
     hash_tokens = offloading.cache.tokens_per_hash
     request = Request(

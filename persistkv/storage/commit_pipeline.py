@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import NamedTuple
@@ -185,6 +185,14 @@ class Blocks(NamedTuple):
     depths: Sequence[int]
     """UNKNOWN_DEPTH for blocks whose depth is not known."""
 
+    @property
+    def chained(self) -> bool:
+        """Whether all blocks are of one group and have consecutive, known depths. This is the usual case."""
+        if not self.keys or UNKNOWN_DEPTH in self.depths:
+            return False
+        first, count = self.depths[0], len(self.keys)
+        return list(self.depths) == list(range(first, first + count)) and self.groups.count(self.groups[0]) == count
+
 
 def blocks_per_pack(rows: Rows, max_bytes: int = TARGET_PACK_BYTES) -> int:
     """Return the maximum number of blocks of each group in a pack that is cut at fixed depths: the largest power of two
@@ -203,11 +211,22 @@ def plan_packs(rows: Rows, blocks: Blocks, max_bytes: int = MAX_PACK_BYTES) -> l
         same packs of a prefix if ``max_bytes`` is at least 32 MiB in both, or equal in both.
     """
     cut = blocks_per_pack(rows, max_bytes)
+    if blocks.chained:  # 0.2 instead of 3 ms for 4,096 blocks
+        return [[_segment(rows, part)] for part in _parts(blocks, cut)]
     packs: dict[tuple[bool, int], list[int]] = {}
     for place, depth in enumerate(blocks.depths):
         is_unknown = depth == UNKNOWN_DEPTH
         packs.setdefault((is_unknown, (place if is_unknown else depth) // cut), []).append(place)
     return [_segments(rows, blocks, places) for places in packs.values()]
+
+
+def _parts(blocks: Blocks, cut: int) -> Iterator[Blocks]:
+    """Cut blocks of one group with consecutive depths into packs, before each depth that is a multiple of ``cut``."""
+    start = 0
+    while start < len(blocks.keys):
+        stop = start + cut - blocks.depths[start] % cut
+        yield Blocks._make(column[start:stop] for column in blocks)
+        start = stop
 
 
 def _segments(rows: Rows, blocks: Blocks, places: Iterable[int]) -> list[Segment]:

@@ -135,6 +135,21 @@ def test_remove_leftovers_mapped_region_is_kept(file, tmp_path):
     assert remove_leftovers(str(tmp_path), sees_all_processes=True) == [str(file)]
 
 
+def test_remove_leftovers_region_replaced_during_scan_is_kept(file, tmp_path, monkeypatch):
+    """An engine with the id of a killed one may create its region meanwhile."""
+    listdir = os.listdir
+
+    def replace_and_list(path):
+        if path == "/proc":
+            (tmp_path / "new").write_bytes(b"live")
+            (tmp_path / "new").rename(file)
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", replace_and_list)
+    assert remove_leftovers(str(tmp_path), sees_all_processes=True) == []
+    assert file.read_bytes() == b"live"
+
+
 def test_remove_leftovers_young_region_in_pid_namespace_is_kept(file, tmp_path):
     assert remove_leftovers(str(tmp_path), sees_all_processes=False) == []
     os.utime(file, (0, 0))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import threading
+
 import pytest
 
 from persistkv.config import GroupLayout, RowLayout
@@ -9,7 +12,7 @@ from persistkv.errors import HostError
 from persistkv.storage.host import supervisor
 from persistkv.storage.host.connection import Connection
 from persistkv.storage.host.protocol import Hello
-from persistkv.storage.host.supervisor import Host, Supervisor, Watchdog
+from persistkv.storage.host.supervisor import Host, Supervisor, ThreadHost, Watchdog
 from persistkv.storage.records import StoreOptions
 
 FINE, ASK, SILENT = "fine", "ask", "silent"
@@ -101,3 +104,18 @@ def test_supervisor_restart_delay_doubles_up_to_bound_until_success(clock: Clock
     assert broken.maybe_restart()
     clock.now += 0.11
     assert broken.maybe_restart()
+
+
+def test_thread_host_failed_start_leaves_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    host = ThreadHost(memoryview(bytearray(4096)))
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    before = sorted(os.listdir("/proc/self/fd"))
+    with pytest.raises(RuntimeError):
+        host.start()
+    host.release()
+    with pytest.raises(HostError):
+        host.start()
+    assert sorted(os.listdir("/proc/self/fd")) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,12 +15,14 @@ import pytest
 from persistkv.errors import CorruptPackError, StoreError, StoreUnavailableError
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.extensions import Policy
+from persistkv.storage.format.codec import RawCodec
+from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.testing.conformance.suite import check_totals, read_pack, sample_identity, tables
-from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
+from persistkv.testing.samples import payload_of, sample_manifest, sample_pack, sample_segment
 from persistkv_s3 import S3Backend
 from persistkv_s3.client.transport import BrokenError, LateError
 from persistkv_s3.feed import leader
-from persistkv_s3.feed.format import Dump, seal, split_records, unseal
+from persistkv_s3.feed.format import Dump, decode_head, encode_head, seal, split_records, unseal
 from tests.backends.s3.memory_bucket import Engines, MemoryBucket
 
 NAMESPACE = sample_identity().digest
@@ -883,3 +886,39 @@ def test_open_snapshot_with_forged_rows_serves_other_packs_and_stores(
     for reader in (fresh, open_engine(engines)):
         assert pack_ids(30) <= held_packs(reader)
         assert is_intact(reader, 30)
+
+
+def test_open_forged_head_naming_many_feed_objects_takes_little_memory(engines: Engines) -> None:
+    engine = open_engine(engines)
+    store(engine, 1)
+    engines.run(5)
+    head = decode_head(engines.bucket.data("store/persistkv"), "head")
+    space = head.namespaces[NAMESPACE]
+    space.position = 1 << 20
+    space.spans = [(1, space.position, space.spans[0][2])]
+    engines.bucket.replace("store/persistkv", encode_head(head))
+    tracemalloc.start()
+    try:
+        with pytest.raises(StoreError):
+            open_engine(engines)
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_read_frames_with_gaps_takes_memory_for_one_gap(engines: Engines) -> None:
+    engine = open_engine(engines)
+    segments = [sample_segment(n, blocks=1, block_bytes=60_000, depth=2 * n) for n in range(300)]  # a frame each
+    pack = PackWriter(NAMESPACE, RawCodec(), segments)
+    engine.commit(NAMESPACE, CommitBatch([pack]))
+    frames = [frame for number, frame in enumerate(pack.table.frames) if number % 2]
+    buffer = memoryview(bytearray(max(frame.stored_length for frame in frames)))
+    came: list[int] = []
+    tracemalloc.start()
+    try:
+        engine.read_frames(NAMESPACE, pack.pack_id, frames, buffer, lambda number, _: came.append(number))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert came == list(range(len(frames)))
+    assert peak < pack.table.payload_length + (4 << 20), "the bucket of the test copies the object; gaps took 9 MB"

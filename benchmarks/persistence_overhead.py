@@ -29,7 +29,7 @@ def turn(engine: Engine, prompts: list[list[int]], new_tokens: int) -> float:
     for prompt in prompts:
         engine.generate(prompt, new_tokens)
     if not engine.flush():
-        raise TimeoutError("what was stored did not become durable")
+        raise TimeoutError("the stored blocks did not become durable")
     return time.perf_counter() - begin
 
 

@@ -171,7 +171,7 @@ def main() -> None:
         packs, per_commit = arguments.packs, arguments.per_commit
         fill(url("open", directory), packs, per_commit, arguments.blocks)
         commits = -(-packs // per_commit)
-        each = f"a commit, beside its packs: mean of {commits:,}, snapshots included"
+        each = f"a commit without its packs: mean of {commits:,}, snapshots included"
         rows = [
             [each, f"{(proxy.take() - packs) / commits:.2f}", "", ""],
             count_open(url("open"), proxy, packs, ""),

@@ -385,7 +385,7 @@ class S3Backend(InspectableBackend):
         check_batch(namespace, batch)
         session = self.session(namespace)
         if batch.deletions or batch.bad or not self._options.refresh_s:
-            self.refresh()  # a manifest that another engine wrote since may name what is deleted
+            self.refresh()  # manifests that another engine wrote since may name the deleted packs
         self._used_at = self._clock.monotonic()
         waited = session.is_waiting
         result = session.commit(batch)

@@ -1,7 +1,7 @@
 """Memory budget of a host process: the division of ``staging_bytes``, which bounds all its memory except the index.
 
-The medium may keep the data of one transaction in memory until it ends (LMDB keeps changed pages). What the shares
-leave is for read buffers, frames that are encoded ahead, messages and the allocator.
+The medium may keep the data of one transaction in memory until it ends (LMDB keeps changed pages). The rest is
+for read buffers, frames that are encoded ahead, messages and the allocator.
 """
 
 from __future__ import annotations

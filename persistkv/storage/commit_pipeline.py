@@ -34,7 +34,7 @@ class StagedPack:
     segments: list[Segment] = field(default_factory=list)
     num_bytes: int = 0
     closed: bool = False
-    """True: the pack is complete; no more blocks are added."""
+    """True: the pack is complete; it accepts no more blocks."""
 
 
 class Staging:

@@ -149,26 +149,29 @@ def plan_reads(
     :param streams: whether the backend has ``SupportsFrames``. Then adjacent encoded frames are a part of their own,
         without the bound ``scratch_bytes``: they pass through a buffer for one frame.
     """
-    wanted: dict[HeldPack | None, dict[bytes, int]] = {}
+    wanted: dict[HeldPack, dict[bytes, int]] = {}
+    missing: dict[bytes, None] = {}
     for pack, key, row in zip(holders, keys, block_ids, strict=True):
-        wanted.setdefault(pack, {})[key] = row
-    missing = list(wanted.pop(None, ()))
+        if pack is None:
+            missing[key] = None
+        else:
+            wanted.setdefault(pack, {})[key] = row
     fitting: list[FrameRead] = []
     streamed: list[list[FrameRead]] = []
     sizes = dict(enumerate(group.block_bytes for group in rows.layout.groups))
     for pack, row_of in wanted.items():
         reads = []
-        for read in _frames(pack, row_of) if pack is not None else ():
+        for read in _frames(pack, row_of):
             if sizes.get(read.frame.group) == read.frame.block_bytes:
                 reads.append(read)
             else:
-                missing += read.wanted
+                missing.update(dict.fromkeys(read.wanted))
         for run in _adjacent(reads) if streams else [reads]:
             if streams and _any_encoded(run):
                 streamed += _cut(run, part_bytes)
             else:
                 fitting += run
-    return [*streamed, *_parts(fitting, part_bytes, scratch_bytes)], missing
+    return [*streamed, *_parts(fitting, part_bytes, scratch_bytes)], list(missing)
 
 
 def _adjacent(reads: Iterable[FrameRead]) -> Iterator[list[FrameRead]]:
@@ -232,17 +235,17 @@ def read_part(
         with scratch.lend() as take:
             raw = take(max(read.frame.raw_length for read in part))
 
-            streams = isinstance(backend, SupportsFrames) and _any_encoded(part)
+            streaming = backend if isinstance(backend, SupportsFrames) and _any_encoded(part) else None
 
             def finish(number: int, *stored: memoryview) -> None:
                 read = left[number]
-                _finish(read, stored, namespace, rows, raw, outcome, in_rows=read.direct and not streams)
+                _finish(read, stored, namespace, rows, raw, outcome, in_rows=read.direct and streaming is None)
                 del left[number]
 
-            if isinstance(backend, SupportsFrames) and streams:
+            if streaming is not None:
                 frames = [read.frame for read in part]
                 buffer = take(max(frame.stored_length for frame in frames))
-                backend.read_frames(namespace, part[0].pack.pack_id, frames, buffer, finish)
+                streaming.read_frames(namespace, part[0].pack.pack_id, frames, buffer, finish)
             else:
                 padding = take(PAGE_BYTES)
                 runs = [[(read, _buffers(read, rows, take)) for read in run] for run in _adjacent(part)]

@@ -341,9 +341,11 @@ class Store:
         try:
             for retries_left in reversed(range(_STALE_RETRIES + 1)):
                 writers = [writer for writer in packs if not await self._holds_all(writer)]
-                keys = dict.fromkeys(key for end in ends for group in end.group_keys for key in group)
-                pack_of = {key: writer.pack_id for writer in writers for key in writer.keys.unpack()}
-                pack_of |= await catalogue.pack_of(list(keys))
+                pack_of: dict[bytes, bytes] = {}
+                if ends:
+                    keys = dict.fromkeys(key for end in ends for group in end.group_keys for key in group)
+                    pack_of = {key: writer.pack_id for writer in writers for key in writer.keys.unpack()}
+                    pack_of |= await catalogue.pack_of(list(keys))
                 manifests = [make_manifest(end, pack_of, catalogue.block_bytes) for end in ends]
                 seen = catalogue.cursor if retries_left else None
                 written = [manifest for manifest, _ in manifests if manifest is not None]

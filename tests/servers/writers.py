@@ -175,7 +175,7 @@ def problems_of(url: str, bucket: str, client: object, reports: list[Report]) ->
     holders = Counter(key for table in tables for key in table.keys.unpack())
     twice = [key for key, count in holders.items() if count > 1]
     if twice:
-        problems.append(f"{len(twice)} blocks lie in more than one pack")
+        problems.append(f"{len(twice)} blocks are in more than one pack")
     prefix = f"{Names('store/', store.namespace).base}packs/"
     names = filter(None, map(parse_pack, stored_objects(client, bucket, prefix)))
     objects = {pack_id for pack_id, _ in names}

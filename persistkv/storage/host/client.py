@@ -28,6 +28,7 @@ import msgspec
 from persistkv.errors import CorruptStoreError, HostError, PersistKVError, ProcessIdInUseError
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host import protocol
+from persistkv.storage.host.connection import CONGESTED_BYTES
 from persistkv.storage.host.supervisor import KILL_S, Host, State, Supervisor
 from persistkv.storage.index import LookupTable
 from persistkv.storage.records import Choice, News, RequestEnd
@@ -344,8 +345,8 @@ class StoreClient:
         return outcomes
 
     def _send_touched(self) -> None:
-        """Send some keys recorded by ``touch``, unless the connection is congested: its outbox must stay bounded."""
-        if self.state is State.OPEN and not self.supervisor.connection.congested:
+        """Send some keys recorded by ``touch``, unless the host is slow to receive: the outbox must stay bounded."""
+        if self.state is State.OPEN and self.supervisor.connection.outbox_bytes <= CONGESTED_BYTES:
             touched = [self._touched.pop() for _ in range(min(len(self._touched), _TOUCHED_A_STEP))]
             if touched:
                 self.supervisor.connection.send(protocol.Touch(PackedKeys.of(touched)))

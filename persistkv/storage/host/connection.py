@@ -1,7 +1,7 @@
 """Transport of messages between the engine and the host.
 
-Neither side ever waits for the other: bytes that the socket does not accept stay in an outbox. Each side checks whether
-its outbox is ``congested`` before it sends messages that can wait. The engine also bounds its jobs in flight.
+Neither side ever waits for the other: bytes that the socket does not accept stay in an outbox. Each side sends
+messages that can wait only while its outbox has at most ``CONGESTED_BYTES``. The engine also bounds its jobs in flight.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class Connection:
 
     ended = False
     """True: this end was closed, or the other side has closed and all its messages were received."""
+    outbox_bytes = 0
+    """Bytes of sent messages that the socket has not accepted yet."""
 
     def send(self, message: ToStore | ToEngine) -> None:
         """Send or queue a message. Never waits; drops the message after the connection has ended."""
@@ -51,11 +53,6 @@ class Connection:
         :raises HostError: the input is malformed; the connection has ended.
         """
         return []
-
-    @property
-    def congested(self) -> bool:
-        """Whether the other side is slow to receive: more than 1 MiB are queued."""
-        return False
 
     def close(self) -> None:
         """Close this end; idempotent."""
@@ -78,7 +75,7 @@ class SocketConnection(Connection):
         self._inbox = bytearray()
         self._outbox: deque[tuple[memoryview, Table | None]] = deque()
         self._fds: deque[int] = deque()
-        self._outbox_bytes = 0
+        self.outbox_bytes = 0
         self._posted: deque[ToEngine] = deque(maxlen=_MOST_POSTED)
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
@@ -91,12 +88,8 @@ class SocketConnection(Connection):
             return
         body = self._encoder.encode(message)
         self._outbox.append((memoryview(_LENGTH.pack(len(body)) + body), table_of(message)))
-        self._outbox_bytes += _LENGTH.size + len(body)
+        self.outbox_bytes += _LENGTH.size + len(body)
         self.push()
-
-    @property
-    def congested(self) -> bool:
-        return self._outbox_bytes > CONGESTED_BYTES
 
     def wake(self) -> None:
         """Make the current or next ``wait`` return."""
@@ -118,7 +111,7 @@ class SocketConnection(Connection):
                 else:
                     sent = socket.send_fds(self._socket, [data], [table.fd])
                     table.discard()
-                self._outbox_bytes -= sent
+                self.outbox_bytes -= sent
                 self._outbox[0] = data[sent:], None
                 if sent == len(data):
                     self._outbox.popleft()
@@ -130,7 +123,7 @@ class SocketConnection(Connection):
     def _drop_outbox(self) -> None:
         discard(table for _, table in self._outbox)
         self._outbox.clear()
-        self._outbox_bytes = 0
+        self.outbox_bytes = 0
 
     def receive(self) -> list[Any]:
         if self._outbox:
@@ -158,7 +151,7 @@ class SocketConnection(Connection):
         ready = poller.poll(None if seconds is None else seconds * 1000)
         if any(fd == self._bell for fd, _ in ready):
             os.eventfd_read(self._bell)
-        while self._posted and not self.congested:
+        while self._posted and self.outbox_bytes <= CONGESTED_BYTES:
             self.send(self._posted.popleft())
         return any(fd == engine_pidfd for fd, _ in ready)
 

@@ -34,7 +34,7 @@ from persistkv.storage.executor import Executor
 from persistkv.storage.extensions import InspectableBackend, SupportsCounters
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host import protocol
-from persistkv.storage.host.connection import SocketConnection
+from persistkv.storage.host.connection import CONGESTED_BYTES, SocketConnection
 from persistkv.storage.host.prewarm import recent_contexts
 from persistkv.storage.host.protocol import Notice
 from persistkv.storage.host.status import StatusPublisher
@@ -83,7 +83,7 @@ class StoreServer:
         """:param rows_buffer: the primary tier's rows, writable; used from the first job to ``Lifecycle.released``.
         :param send: sends a message to the engine; never waits.
         :param make_executor: returns an executor with the given number of threads. The server closes it.
-        :param congested: returns whether the engine is slow to receive; see ``Connection.congested``.
+        :param congested: returns whether the engine is slow to receive.
         """
         self._buffer: memoryview | None = rows_buffer
         self._send = send
@@ -433,7 +433,7 @@ def serve(
         rows_buffer,
         connection.send,
         lambda threads: Executor(threads, connection.wake),
-        lambda: connection.congested,
+        lambda: connection.outbox_bytes > CONGESTED_BYTES,
         lifecycle,
     )
     del rows_buffer  # a traceback can keep this frame alive, and with it the rows mapped

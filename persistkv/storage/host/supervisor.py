@@ -267,8 +267,6 @@ class InlineHost(_EngineHost):
 
 
 class _InlineConnection(Connection):
-    congested = False  # messages are handled by the next ``receive``
-
     def __init__(self, rows_buffer: memoryview) -> None:
         self._messages: list[Any] = []
         self._answers: list[Any] = []

@@ -74,7 +74,7 @@ class Amount(msgspec.Struct):
 
 
 class Plan(msgspec.Struct):
-    """What a prune is to delete: requests and packs."""
+    """Requests and packs that a prune will delete."""
 
     requests: list[RequestView]
     """Requests to delete because they lose a pack, oldest first: chosen ones and, with --shared-packs, others that
@@ -237,7 +237,7 @@ def _amount(amount: Amount) -> str:
 
 
 class _Usage:
-    """Requests and packs of one namespace, their relations, and what a plan deletes of them."""
+    """Requests and packs of one namespace, their relations, and the part that a plan deletes."""
 
     def __init__(self, backend: InspectableBackend, namespace: Namespace) -> None:
         self.namespace = namespace

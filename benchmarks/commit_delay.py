@@ -6,7 +6,7 @@ benchmark changes from outside: one store per class, in turns of random order, w
 per core. A Python thread, the scheduler, polls about once a millisecond meanwhile, and works in between if the machine
 is loaded. Its own delays are shown, too: a class that serves the store sooner may preempt the engine.
 
-The kernel's autogroups give each session the same share of a core, and the host process has its own session. Control
+The kernel's autogroups give each session the same share of a core; the host process is in its engine's. Control
 groups, hence containers, have no autogroups: to measure that case, run this command in a control group.
 """
 

@@ -26,6 +26,14 @@ from persistkv.storage.host.server import Lifecycle, NoticeHandler, serve
 _STEP_BYTES = 16 << 20  # 16 MiB: takes 2 ms, during which no other memory of this process can be mapped
 _END_S = 20  # seconds to end in, if the medium is local
 _REMOTE_END_S = 60
+_IGNORED = (
+    signal.SIGINT,  # these three are for the engine: this process commits and exits after it
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGTSTP,  # a terminal stops its background processes, such as this one, with these three
+    signal.SIGTTIN,
+    signal.SIGTTOU,
+)
 _RAISED_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_DATA, resource.RLIMIT_NOFILE)
 
 
@@ -92,8 +100,8 @@ def _reset() -> None:
     for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:  # Python ignores these two
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # for the engine only: this process commits and exits after it
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
     for limit in _RAISED_LIMITS:
         hard = resource.getrlimit(limit)[1]
         resource.setrlimit(limit, (hard, hard))

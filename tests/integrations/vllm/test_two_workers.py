@@ -27,9 +27,7 @@ PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 def start_two(start_engine: StartEngine) -> Callable[[str], Engine]:
     """Return a function that starts an engine with two workers on a store.
 
-    Workers that spin on all cores can delay the opening of the store by more than the default limit. On Linux 6.18 with
-    ``kernel.sched_autogroup_enabled`` = 1, they can keep the host process from running for longer than its watchdog
-    waits: set it to 0 there ("BUG: workqueue lockup" in dmesg).
+    Workers that spin on all cores can delay the opening of the store by more than the default limit.
     """
     options: dict[str, Any] = TWO_WORKERS | {"environment": TWO_WORKERS["environment"] | PROCESSES}
     return lambda url: start_engine(tier(url, open_timeout_s=600), **options)

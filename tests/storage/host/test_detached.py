@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import pty
 import random
 import signal
 import subprocess
 import sys
+import termios
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,15 @@ from tests.storage.host.jobs import BLOCK, ENGINE_AS_INIT, KINDS, end, make_keys
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = "tests.storage.host.engine_program"
+FOR_ENGINE = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGTSTP,
+    signal.SIGTTIN,
+    signal.SIGTTOU,
+)
+"""Signals of terminals and shells, which are meant for the engine."""
 SLOW_REPEATS = int(os.environ.get("PERSISTKV_REPEATS", "20"))
 
 
@@ -33,12 +44,52 @@ def engine(url: str, first: int, sizes: str) -> Iterator[tuple[int, int]]:
     """Run an engine until its jobs are answered; yield its PID and the PID of its host process."""
     command = [sys.executable, "-m", PROGRAM, url, str(first), sizes]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=environment) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=environment, process_group=0) as process:
         try:
             assert process.stdout is not None
             yield process.pid, int(process.stdout.readline())
         finally:
             kill_tree(process.pid)
+
+
+LEADER = """
+import fcntl, subprocess, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+subprocess.run([sys.executable, "-m", *sys.argv[1:]])
+"""
+"""Leader of a session with a terminal: makes its standard input the terminal, then runs a module in the foreground."""
+
+
+@contextmanager
+def engine_in_terminal(url: str, first: int, sizes: str) -> Iterator[tuple[int, int, int]]:
+    """Run an engine in the foreground of a new terminal until its jobs are answered. Yield the PID of the session's
+    leader, the PID of the host process, and the terminal's other end, which the caller may close.
+
+    The terminal stops background processes that write to it.
+    """
+    master, slave = pty.openpty()
+    settings = termios.tcgetattr(slave)
+    settings[3] |= termios.TOSTOP
+    termios.tcsetattr(slave, termios.TCSANOW, settings)
+    command = [sys.executable, "-c", LEADER, PROGRAM, url, str(first), sizes]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    with subprocess.Popen(
+        command,
+        stdin=slave,
+        stdout=subprocess.PIPE,
+        stderr=slave,
+        cwd=ROOT,
+        env=environment,
+        start_new_session=True,
+    ) as process:
+        os.close(slave)
+        try:
+            assert process.stdout is not None
+            yield process.pid, int(process.stdout.readline()), master
+        finally:
+            kill_tree(process.pid)
+            with suppress(OSError):
+                os.close(master)
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
@@ -53,14 +104,16 @@ def status(pid: int) -> dict[str, str]:
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
-def test_host_process_is_detached_from_engine_session_and_signals(tmp_path: Path) -> None:
+def test_host_process_has_own_group_in_engine_session_and_own_signals(tmp_path: Path) -> None:
     with engine(f"lmdb://{tmp_path}/store", 0, "1") as (pid, host):
         found = status(host)
         ignored = int(found["SigIgn"], 16)
         assert not any(ignored >> (number - 1) & 1 for number in (signal.SIGALRM, signal.SIGCHLD))
+        assert all(ignored >> (number - 1) & 1 for number in FOR_ENGINE)
         assert int(found["SigBlk"], 16) == 0
         assert int(found["PPid"]) != pid
-        assert os.getsid(host) not in (os.getsid(pid), os.getsid(0))
+        assert os.getsid(host) == os.getsid(pid), "autogroups: it shares the engine's part of the CPU time"
+        assert os.getpgid(host) not in (os.getpgid(pid), os.getpgid(0))
         assert os.sched_getaffinity(host) == os.sched_getaffinity(0) > os.sched_getaffinity(pid) or os.cpu_count() == 1
         assert os.readlink(f"/proc/{host}/cwd") == "/"
         limits = Path(f"/proc/{host}/limits").read_text().splitlines()
@@ -77,23 +130,54 @@ def kill_and_verify(hosted: Any, tmp_path: Path, repeats: int) -> None:
         sizes = [chance.choice([1, 3, 30, 70]) for _ in range(chance.randint(1, 3))]
         with engine(url, first, ",".join(map(str, sizes))) as (pid, host):
             kill_tree(pid)
-        client = hosted.connect(url, refresh_s=0.05)
-        client.open()
-        keys = make_keys(sum(sizes), first)
-        wait_until(lambda: client.poll() == [] and all(map(client.contains, keys)))  # noqa: B023
-        for start in range(0, len(keys), 100):
-            part = keys[start : start + 100]
-            client.submit_load(start, part, range(len(part)))
-            assert hosted.finish(client, start).failed == []
-            for row in range(len(part)):
-                assert hosted.array[row].tobytes() == content(first + start + row)
-        assert client.close()
-        wait_until(lambda: host not in host_processes())
-        first += len(keys)
+        verify(hosted, url, first, sum(sizes), host)
+        first += sum(sizes)
+
+
+def verify(hosted: Any, url: str, first: int, count: int, host: int) -> None:
+    """Check that another engine finds all accepted blocks of a killed one, and that the killed one's host has exited.
+
+    The blocks are not committed before the kill, so they are found only if the host survives it.
+    """
+    client = hosted.connect(url, refresh_s=0.05)
+    client.open()
+    keys = make_keys(count, first)
+    wait_until(lambda: client.poll() == [] and all(map(client.contains, keys)))
+    for start in range(0, len(keys), 100):
+        part = keys[start : start + 100]
+        client.submit_load(start, part, range(len(part)))
+        assert hosted.finish(client, start).failed == []
+        for row in range(len(part)):
+            assert hosted.array[row].tobytes() == content(first + start + row)
+    assert client.close()
+    wait_until(lambda: host not in host_processes())
 
 
 def test_accepted_blocks_survive_killed_process_tree(hosted: Any, tmp_path: Path) -> None:
     kill_and_verify(hosted, tmp_path, 3)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_accepted_blocks_survive_killed_process_group(hosted: Any, tmp_path: Path, number: signal.Signals) -> None:
+    url = f"lmdb://{tmp_path}/store"
+    with engine(url, 0, "3") as (pid, host):
+        os.killpg(os.getpgid(pid), number)
+    verify(hosted, url, 0, 3, host)
+
+
+@pytest.mark.parametrize("end", ["leader", "terminal", "interrupt"])
+def test_accepted_blocks_survive_end_of_terminal(hosted: Any, tmp_path: Path, end: str) -> None:
+    """The leader of the session is killed, the terminal hangs up, or its user presses Ctrl-C."""
+    url = f"lmdb://{tmp_path}/store"
+    with engine_in_terminal(url, 0, "3") as (leader, host, terminal):
+        match end:
+            case "leader":
+                os.kill(leader, signal.SIGKILL)
+            case "terminal":
+                os.close(terminal)
+            case "interrupt":
+                os.write(terminal, b"\x03")
+        verify(hosted, url, 0, 3, host)
 
 
 @pytest.mark.slow

@@ -37,6 +37,11 @@ def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
     return OffloadKey(block_hash + group_idx.to_bytes(GROUP_INDEX_BYTES, "big"))
 
 
+def get_offload_block_hash(key: bytes) -> bytes:
+    """Return the hash of the key's block, as it was given to ``make_offload_key``."""
+    return key[:-GROUP_INDEX_BYTES]
+
+
 def get_offload_group_idx(key: bytes) -> int:
     """Return the index of the key's KV cache group."""
     return int.from_bytes(key[-GROUP_INDEX_BYTES:], "big")

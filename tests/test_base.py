@@ -7,7 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from persistkv.base import GPULoadStoreSpec
+from persistkv.base import (
+    GPULoadStoreSpec,
+    get_offload_block_hash,
+    get_offload_group_idx,
+    make_offload_key,
+)
 from persistkv.cpu.manager import CPULoadStoreSpec
 
 
@@ -25,6 +30,12 @@ def test_load_store_spec_copies_block_ids() -> None:
     spec = CPULoadStoreSpec(rows)
     rows[0] = 9
     assert spec.block_ids.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("block_hash", [b"", b"\0\0\0\0", bytes(range(32))])
+def test_offload_key_parts_are_block_hash_and_group(block_hash: bytes) -> None:
+    key = make_offload_key(block_hash, 7)
+    assert (get_offload_block_hash(key), get_offload_group_idx(key)) == (block_hash, 7)
 
 
 def test_base_import_does_not_import_torch() -> None:

@@ -9,7 +9,7 @@ from persistkv.cpu.devices.base import CopyEngine, Direction
 from persistkv.cpu.devices.cpu import CPUCopyEngine
 from persistkv.cpu.devices.cuda import CUDACopyEngine
 from persistkv.cpu.layout import KVMemory, cell_bytes, check_kv_caches, tensor_offsets
-from persistkv.cpu.shared_offload_region import SharedOffloadRegion
+from persistkv.cpu.shared_offload_region import SharedOffloadRegion, pin_mmap_region
 from persistkv.errors import ConfigurationError
 from persistkv.isolation import Isolation
 
@@ -74,7 +74,7 @@ def _rows(
         raise ConfigurationError("num_cpu_blocks", num_cpu_blocks, f"{region.num_blocks}, as the region has")
     if device.type == "cuda":
         with torch.cuda.device(device):  # registering memory creates a context on the current device
-            region.pin()
+            pin_mmap_region(region)
     cell = region.create_next_view(cell_bytes(kv_caches, block_size_factor))
     offsets = tensor_offsets(kv_caches, block_size_factor)
     return tuple(cell[:, offset : offset + size] for offset, size in zip(offsets, sizes, strict=True))

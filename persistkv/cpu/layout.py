@@ -175,6 +175,20 @@ def plan_copies(gpu: GPULoadStoreSpec, cpu: BlockIDsLoadStoreSpec, memory: KVMem
     ]
 
 
+def compute_sub_block_ptrs(sub_blocks: IntArray, block_size_factor: int, tensor: torch.Tensor) -> IntArray:
+    """Return the memory address of each sub-block of a tensor.
+
+    :param sub_blocks: for each, its row of ``tensor`` times ``block_size_factor``, plus its position in the row. With a
+        factor of 1 they are rows.
+    :param tensor: int8, shape (rows, ``block_size_factor`` * bytes of a sub-block), rows contiguous, with or without
+        gaps between them.
+    """
+    row, position = np.divmod(sub_blocks, block_size_factor)
+    sub_block_bytes = tensor.shape[1] // block_size_factor
+    pointers: IntArray = tensor.data_ptr() + row * tensor.stride(0) + position * sub_block_bytes
+    return pointers
+
+
 def consecutive_runs(*sides: IntArray) -> list[slice]:
     """Return the longest runs, as slices in order, in which each number of every array is the previous one plus 1."""
     breaks = np.logical_or.reduce([np.diff(ids) != 1 for ids in sides])

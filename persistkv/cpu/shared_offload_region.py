@@ -13,7 +13,7 @@ from persistkv.cpu.region_file import SHARED_MEMORY_DIRECTORY, RegionFile, regio
 from persistkv.errors import ConfigurationError, RegionError
 from persistkv.memory.pages import prefault
 
-__all__ = ["SharedOffloadRegion", "remove_leftover_regions", "row_stride_bytes"]
+__all__ = ["SharedOffloadRegion", "pin_mmap_region", "remove_leftover_regions", "row_stride_bytes"]
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context of the process
 
@@ -140,38 +140,6 @@ class SharedOffloadRegion:
         """Return all rows without a copy: writable, shape (num_blocks, row_stride), format ``B``."""
         return memoryview(self._mapped()[0]).cast("B", (self.num_blocks, self.row_stride))
 
-    def pin(self, runtime: CudaRuntime | None = None) -> bool:
-        """Register the mapping with CUDA, so that the GPU accesses it directly, until ``cleanup``; return whether this
-        succeeded. It does not without a CUDA device.
-
-        Several calls of CUDA register one range of rows each, which ends between two rows, since a single copy must not
-        touch two registrations. If CUDA refuses a range, the ranges before it are unregistered, and one warning is
-        logged.
-
-        :param runtime: for tests; by default the CUDA runtime of torch.
-        """
-        if self._pinned:
-            return True
-        if runtime is None:
-            if not torch.cuda.is_available():
-                return False
-            runtime = cast(CudaRuntime, torch.cuda.cudart())  # type: ignore[no-untyped-call]
-        self._cuda = runtime
-        step = self.rows_per_registration * self.row_stride
-        for offset in range(0, self.total_size_bytes, step):
-            size = min(step, self.total_size_bytes - offset)
-            code = int(runtime.cudaHostRegister(self.address + offset, size, _PORTABLE))
-            if code:
-                self._unpin()
-                _clear_cuda_error()
-                where = f"{size} bytes at offset {offset} of {self.mmap_path}"
-                logger.warning(
-                    "CUDA error %d while pinning %s: copies use unpinned memory, which is slower", code, where
-                )
-                return False
-            self._pinned.append(self.address + offset)
-        return True
-
     def cleanup(self) -> None:
         """Unpin and unmap the memory, and release the file; the last process deletes it. Idempotent.
 
@@ -205,6 +173,37 @@ class SharedOffloadRegion:
         if self._mmap is None or self._rows is None:
             raise RegionError(f"{self.mmap_path} was cleaned up")
         return self._mmap, self._rows
+
+
+def pin_mmap_region(region: SharedOffloadRegion, runtime: CudaRuntime | None = None) -> bool:
+    """Register a region's mapping with CUDA, so that the GPU accesses it directly, until ``cleanup``.
+
+    Several calls of CUDA register one range of rows each, which ends between two rows, since a single copy must not
+    touch two registrations. If CUDA refuses a range, the ranges before it are unregistered, and one warning is logged.
+
+    :param runtime: for tests; by default the CUDA runtime of torch.
+    :returns: whether the whole mapping is registered. It is not without a CUDA device.
+    """
+    if region.is_pinned:
+        return True
+    if runtime is None:
+        if not torch.cuda.is_available():
+            return False
+        runtime = cast(CudaRuntime, torch.cuda.cudart())  # type: ignore[no-untyped-call]
+    region._cuda = runtime
+    step = region.rows_per_registration * region.row_stride
+    for offset in range(0, region.total_size_bytes, step):
+        address = region.address + offset
+        size = min(step, region.total_size_bytes - offset)
+        code = int(runtime.cudaHostRegister(address, size, _PORTABLE))
+        if code:
+            region._unpin()
+            _clear_cuda_error()
+            where = f"{size} bytes at offset {offset} of {region.mmap_path}"
+            logger.warning("CUDA error %d while pinning %s: copies use unpinned memory, which is slower", code, where)
+            return False
+        region._pinned.append(address)
+    return True
 
 
 def _clear_cuda_error() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +13,7 @@ from persistkv.cpu.layout import (
     KVMemory,
     cell_bytes,
     check_kv_caches,
+    compute_sub_block_ptrs,
     group_layouts,
     plan_copies,
     tensor_offsets,
@@ -175,3 +177,15 @@ def test_plan_copies_mismatched_blocks_or_rows_raises(
 ) -> None:
     with pytest.raises(ValueError, match=problem):
         plan(2, blocks, sizes, indices, rows)
+
+
+@pytest.mark.parametrize("gap", [0, 5])
+def test_compute_sub_block_ptrs_returns_addresses_of_sub_blocks(gap: int) -> None:
+    factor, page = 3, 4
+    whole = torch.arange(5 * (factor * page + gap), dtype=torch.int8).view(5, -1)
+    rows = whole[:, : factor * page]
+    sub_blocks = np.array([4 * factor + 2, 1 * factor, 0])
+    offsets = compute_sub_block_ptrs(sub_blocks, factor, rows) - rows.data_ptr()
+    stride = factor * page + gap
+    assert offsets.tolist() == [4 * stride + 2 * page, stride, 0]
+    assert compute_sub_block_ptrs(np.array([2]), 1, rows).tolist() == [rows[2].data_ptr()]

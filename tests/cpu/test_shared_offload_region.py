@@ -17,7 +17,7 @@ import torch
 from persistkv.cpu.devices.base import Direction
 from persistkv.cpu.devices.cpu import CPUCopyEngine
 from persistkv.cpu.layout import KVMemory, PageCopies
-from persistkv.cpu.shared_offload_region import SharedOffloadRegion, row_stride_bytes
+from persistkv.cpu.shared_offload_region import SharedOffloadRegion, pin_mmap_region, row_stride_bytes
 from persistkv.errors import ConfigurationError, RegionError
 
 CELL = 3000
@@ -232,7 +232,7 @@ def test_cleanup_pinned_region_unregisters_memory(make_region: MakeRegion) -> No
     runtime = Runtime()
     region = make_region()
     address = region.address
-    assert region.pin(runtime)
+    assert pin_mmap_region(region, runtime)
     assert runtime.registered == {address}
     region.cleanup()
     assert not region.is_pinned
@@ -277,11 +277,11 @@ def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_ranges")
 def test_pin_large_region_registers_bounded_ranges_of_whole_rows(region: SharedOffloadRegion) -> None:
     runtime = Runtime()
-    assert region.pin(runtime)
+    assert pin_mmap_region(region, runtime)
     assert region.is_pinned
     offsets = {address - region.address: size for address, size in runtime.registered.items()}
     assert offsets == {0: 3 * STRIDE, 3 * STRIDE: 3 * STRIDE, 6 * STRIDE: 3 * STRIDE, 9 * STRIDE: STRIDE}
-    assert region.pin(runtime)
+    assert pin_mmap_region(region, runtime)
     assert runtime.calls == 4
 
 
@@ -290,7 +290,7 @@ def test_pin_rejected_range_unregisters_all_and_warns_once(
     region: SharedOffloadRegion, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime = Runtime(refuse_from=3)
-    assert not region.pin(runtime)
+    assert not pin_mmap_region(region, runtime)
     assert not region.is_pinned
     assert not runtime.registered
     (record,) = caplog.records
@@ -303,7 +303,7 @@ def test_cleanup_unregister_fails_logs_each_range(
     region: SharedOffloadRegion, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime = Runtime()
-    region.pin(runtime)
+    pin_mmap_region(region, runtime)
     runtime.registered.clear()
     region.cleanup()
     assert len(caplog.records) == 4
@@ -314,7 +314,7 @@ def test_cleanup_unregister_fails_logs_each_range(
 def test_pin_no_gpu_returns_false_without_warning(
     region: SharedOffloadRegion, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert not region.pin()
+    assert not pin_mmap_region(region)
     assert not caplog.records
 
 
@@ -322,7 +322,7 @@ def test_pin_no_gpu_returns_false_without_warning(
 @pytest.mark.usefixtures("small_ranges")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_pin_cuda_device_pins_views(region: SharedOffloadRegion) -> None:
-    assert region.pin()
+    assert pin_mmap_region(region)
     assert region.create_next_view(STRIDE).is_pinned()
 
 
@@ -336,7 +336,7 @@ def test_pin_rejected_by_cuda_warns_and_cuda_stays_usable(
     address = region.address + 6 * STRIDE
     assert int(runtime.cudaHostRegister(address, STRIDE, 0)) == 0
     try:
-        assert not region.pin()
+        assert not pin_mmap_region(region)
         assert len(caplog.records) == 1
         assert int(torch.ones(3, device="cuda").sum()) == 3
     finally:

@@ -18,7 +18,7 @@ import torch
 
 from persistkv.base import TransferResult
 from persistkv.cpu.devices.base import CopyEngine, Direction
-from persistkv.cpu.layout import IntArray, KVMemory, PageCopies
+from persistkv.cpu.layout import IntArray, KVMemory, PageCopies, compute_sub_block_ptrs
 
 SOURCE_IN_STREAM_ORDER = 1
 """``CU_MEMCPY_SRC_ACCESS_ORDER_STREAM``: a store must read pages after the kernels that compute them."""
@@ -100,11 +100,11 @@ class CUDACopyEngine(CopyEngine):
     def _batch(self, part: PageCopies) -> Batch:
         memory = self.memory
         pages, rows = memory.pages[part.tensor_idx], memory.rows[part.tensor_idx]
-        row, position = np.divmod(part.sub_blocks, memory.block_size_factor)
-        sub_block_bytes = rows.shape[1] // memory.block_size_factor
-        page_ptrs = pages.data_ptr() + part.blocks * pages.stride(0)
-        row_ptrs = rows.data_ptr() + row * rows.stride(0) + position * sub_block_bytes
-        registrations = row // memory.rows_per_registration if memory.rows_per_registration is not None else None
+        page_ptrs = compute_sub_block_ptrs(part.blocks, 1, pages)
+        row_ptrs = compute_sub_block_ptrs(part.sub_blocks, memory.block_size_factor, rows)
+        registrations = None
+        if memory.rows_per_registration is not None:
+            registrations = part.sub_blocks // memory.block_size_factor // memory.rows_per_registration
         if self.direction is Direction.STORE:
             return Batch.of_pages(row_ptrs, page_ptrs, part.page_bytes, rows, pages, registrations)
         return Batch.of_pages(page_ptrs, row_ptrs, part.page_bytes, pages, rows, registrations)

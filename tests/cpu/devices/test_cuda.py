@@ -25,7 +25,7 @@ from persistkv.cpu.devices.cuda import (
 from persistkv.cpu.gpu_worker import CpuGpuOffloadingHandlers
 from persistkv.cpu.layout import KVMemory, PageCopies
 from persistkv.cpu.manager import CPULoadStoreSpec
-from persistkv.cpu.shared_offload_region import SharedOffloadRegion
+from persistkv.cpu.shared_offload_region import SharedOffloadRegion, pin_mmap_region
 from persistkv.memory.pages import HUGE_PAGE_BYTES, use_huge_pages
 
 pytestmark = [
@@ -308,7 +308,7 @@ def test_cleanup_pinned_region_unpins_and_new_region_pins(shared_memory: str) ->
         region = SharedOffloadRegion("engine", 4 << 16, 4, 0, 1, 1 << 16, directory=shared_memory)
         view = region.create_next_view(1 << 16)
         assert not view.is_pinned()
-        assert region.pin()
+        assert pin_mmap_region(region)
         assert view.is_pinned()
         region.cleanup()  # the view keeps the memory mapped
         assert not view.is_pinned()
@@ -320,7 +320,7 @@ def test_cuda_engine_copies_across_registrations_succeed(
     region: SharedOffloadRegion, copier: PageCopier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SharedOffloadRegion, "registration_bytes", 3 << 16)
-    assert region.pin()
+    assert pin_mmap_region(region)
     pages = random_bytes(16, 1 << 16)
     original = pages.clone()
     rows = region.create_next_view(1 << 16)
@@ -340,7 +340,7 @@ def test_cuda_engine_rows_in_huge_pages_are_pinned_and_copied(shared_memory: str
     try:
         if not use_huge_pages([region.fd], total):
             pytest.skip("the kernel gives no huge pages for shared memory")
-        assert region.pin()
+        assert pin_mmap_region(region)
         pages = random_bytes(num_rows, HUGE_PAGE_BYTES)
         rows = region.create_next_view(HUGE_PAGE_BYTES)
         memory = KVMemory((pages,), (rows,), 1, region.rows_per_registration)
@@ -429,6 +429,6 @@ os._exit(3)
     page = 2 << 20
     region = SharedOffloadRegion("engine", 16 * page, 16, 0, 1, page, directory=shared_memory)
     try:
-        assert region.pin()
+        assert pin_mmap_region(region)
     finally:
         region.cleanup()

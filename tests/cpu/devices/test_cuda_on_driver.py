@@ -21,7 +21,7 @@ from persistkv.cpu.devices.cuda import (
     PageCopier,
 )
 from persistkv.cpu.layout import KVMemory, PageCopies
-from persistkv.cpu.shared_offload_region import SharedOffloadRegion
+from persistkv.cpu.shared_offload_region import SharedOffloadRegion, pin_mmap_region
 from tests.cpu.devices.driver import Driver, Stream
 
 PAGE = 4096
@@ -92,7 +92,7 @@ def test_cuda_engine_small_registrations_no_copy_spans_two(
     driver: Driver, region: SharedOffloadRegion, order: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SharedOffloadRegion, "registration_bytes", 3 * PAGE + 1)
-    assert region.pin(driver)
+    assert pin_mmap_region(region, driver)
     pages = make_pages()
     original = pages.clone()
     rows = region.create_next_view(PAGE)

@@ -18,6 +18,7 @@ from persistkv.errors import (
     StoreError,
     StoreUnavailableError,
     UnsupportedModelError,
+    UnsupportedReleaseError,
 )
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ __all__ = [
     "StoreHandle",
     "StoreUnavailableError",
     "UnsupportedModelError",
+    "UnsupportedReleaseError",
     "__version__",
     "load",
     "open_store",

@@ -95,6 +95,16 @@ class UnsupportedModelError(PersistKVError):
     """The model uses a kind of cache that persistkv does not support; the message names it."""
 
 
+class UnsupportedReleaseError(PersistKVError):
+    """The installed release of a package lacks an interface that persistkv uses; the message names the release."""
+
+    def __init__(self, package: str, release: str, problem: str) -> None:
+        super().__init__(f"persistkv does not support {package} {release}: {problem}; install a tested release")
+        self.package = package
+        self.release = release
+        self.problem = problem
+
+
 class RegionError(PersistKVError):
     """The shared memory of the primary tier is not available, or was released; the message contains the reason."""
 

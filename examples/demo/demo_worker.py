@@ -17,6 +17,7 @@ import xxhash
 from examples.demo.demo import FIRST, Answer, Report, Task, build_prompts
 from persistkv.errors import PersistKVError
 from persistkv.integrations.transformers.engine import Engine
+from persistkv.integrations.transformers.interface import ModelForward
 from persistkv.integrations.transformers.kv_cache import RequestCache
 from persistkv.integrations.transformers.results import GenerateResult
 
@@ -90,10 +91,11 @@ def _warm_up(engine: Engine, num_tokens: int) -> None:
     cache = RequestCache(engine.geometry, num_tokens + _WARM_UP_TOKENS)
     for buffer in cache.buffers:
         buffer.zero_()
+    forward = ModelForward(engine.model)
     with torch.no_grad():
         for restored, length in ((0, _WARM_UP_TOKENS), (num_tokens, _BLOCK_SIZE), (num_tokens, 1)):
             cache.set_length(restored)
-            engine.model(input_ids=torch.zeros((1, length), dtype=torch.long), past_key_values=cache, use_cache=True)
+            forward(torch.zeros((1, length), dtype=torch.long), cache)
 
 
 def _answer_cold(engine: Engine, task: Task) -> Report:

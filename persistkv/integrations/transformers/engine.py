@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 import uuid
@@ -15,6 +14,7 @@ import torch
 from persistkv.config import StoreUrl, parse_size, store_url
 from persistkv.errors import ConfigurationError, EngineClosedError, PromptTooLongError
 from persistkv.integrations.request_options import RequestOptions
+from persistkv.integrations.transformers.interface import ModelForward
 from persistkv.integrations.transformers.kv_cache import PagedKVCache
 from persistkv.integrations.transformers.model import load_model, model_identity, probe_model
 from persistkv.integrations.transformers.request import Request, Sampler, TokenIds, one_row
@@ -40,9 +40,7 @@ class Engine:
         self._closed = False
         self.model, self.geometry = model, device.geometry
         self._device, self._tiers = device, tiers
-        # Models that can, compute the logits of the last position only.
-        last_only = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._forward_options = {"logits_to_keep": 1} if last_only else {}
+        self._forward = ModelForward(model)
 
     @classmethod
     def open(
@@ -83,6 +81,7 @@ class Engine:
         :param dtype: data type of a model that is loaded by name; ``attn_implementation`` and ``device`` likewise.
         :raises ConfigurationError: an option is invalid.
         :raises UnsupportedModelError: the model uses a kind of cache that this engine does not support.
+        :raises UnsupportedReleaseError: persistkv does not support the installed release of transformers.
         :raises IdentityMismatchError: see ``strict_identity``.
         :raises StoreUnavailableError: the store cannot be opened.
         """
@@ -170,7 +169,7 @@ class Engine:
         self._tiers.scheduler.on_new_request(
             req_id, kv_transfer_params, labels, store=store, retention=options.retention
         )
-        request = Request(self.model, self._forward_options, self._device, self._tiers, req_id, salt)
+        request = Request(self._forward, self.model.device, self._device, self._tiers, req_id, salt)
         self._tiers.begin(req_id, request.release)
         try:
             with torch.no_grad():

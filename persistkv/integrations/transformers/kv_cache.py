@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache, DynamicLayer
 
 from persistkv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from persistkv.connector.common import KVCacheGroupSpec
 from persistkv.connector.matching import GroupGeometry
 from persistkv.cpu.layout import consecutive_runs
+from persistkv.integrations.transformers.interface import Cache, DynamicLayer
 
 
 @dataclass(frozen=True)

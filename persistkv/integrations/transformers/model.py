@@ -6,19 +6,25 @@ first. Then one token is run with transformers' own cache, whose layers show the
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-from transformers.utils import cached_file
-from transformers.utils.peft_utils import find_adapter_config_file
 
-from persistkv.errors import ConfigurationError, UnsupportedModelError
+from persistkv.errors import ConfigurationError, UnsupportedModelError, UnsupportedReleaseError
 from persistkv.integrations.model_config import plain_config
+from persistkv.integrations.transformers.interface import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    ModelForward,
+    cached_file,
+    find_adapter_config_file,
+    reference_model,
+)
 from persistkv.integrations.transformers.kv_cache import KVGeometry, KVGroupGeometry
 from persistkv.integrations.transformers.request import HASH_NAME
 from persistkv.storage.format.codec import Buffer
@@ -80,18 +86,39 @@ def probe_model(model: Any) -> KVGeometry:
 
     :param model: a Hugging Face decoder-only model on its device.
     :raises UnsupportedModelError: if the engine does not support the model; names the unsupported part.
+    :raises UnsupportedReleaseError: if the installed release of transformers runs not even a plain Llama as expected.
     """
+    try:
+        return _probe(model)
+    except UnsupportedModelError:
+        _check_release()
+        raise
+
+
+def _probe(model: Any) -> KVGeometry:
     config = model.config.get_text_config(decoder=True)
     _check_config(model, config)
     return _grouped(type(model).__name__, _layers_after_one_token(model, config))
+
+
+def _check_release() -> None:
+    """Probe a model that every supported release of transformers runs.
+
+    :raises UnsupportedReleaseError: the installed release does not.
+    """
+    try:
+        _probe(reference_model())
+    except UnsupportedReleaseError:
+        raise
+    except Exception as error:  # an unknown release may fail in any way
+        raise UnsupportedReleaseError("transformers", transformers.__version__, str(error)) from error
 
 
 def _check_config(model: Any, config: Any) -> None:
     name = type(model).__name__
     if getattr(config, "is_encoder_decoder", False) or getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(_encoder_decoder(name))
-    if "past_key_values" not in inspect.signature(model.forward).parameters:
-        raise UnsupportedModelError(f"{name} takes no past_key_values: its state is no KV cache")
+    ModelForward(model)  # refuses models without a KV cache
     can_generate = getattr(model, "can_generate", None)
     if can_generate is None or not can_generate():
         raise UnsupportedModelError(f"{name} is not a causal language model: it has no head that predicts tokens")
@@ -140,7 +167,7 @@ def _layers_after_one_token(model: Any, config: Any) -> list[DynamicLayer]:
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     try:
         with torch.inference_mode():
-            model(input_ids=token, past_key_values=cache, use_cache=True)
+            ModelForward(model)(token, cache)
     except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(f"{name} does not run on a plain KV cache: {error}") from error
     return list(cache.layers)

@@ -19,6 +19,7 @@ from persistkv.config import GroupLayout, RowLayout, store_url
 from persistkv.connector.matching import GroupBlocks, longest_match
 from persistkv.cpu.shared_offload_region import row_stride_bytes
 from persistkv.errors import ConfigurationError, StoreError
+from persistkv.integrations.transformers.interface import ModelForward
 from persistkv.integrations.transformers.kv_cache import KVGeometry, RequestCache
 from persistkv.integrations.transformers.model import model_identity, probe_model
 from persistkv.integrations.transformers.request import BlockHashChain, TokenIds, one_row
@@ -36,17 +37,25 @@ _GROWTH = 2  # factor of the capacity when the cache is full
 
 
 class PersistentCache(RequestCache):
-    """The KV cache of one sequence, for ``model.generate(..., past_key_values=cache)``. Made by ``load``.
+    """The KV cache of one sequence, for ``model.generate``. Made by ``load``.
 
+    :ivar argument: name under which ``generate`` takes it: ``cache``, or ``past_key_values`` before transformers 5.24.
     :ivar restored_tokens: the first tokens of the sequence, whose KV came from the store.
     :param identity: a result of ``model_identity``.
     :param capacity: tokens for which buffers are allocated at first.
     """
 
     def __init__(
-        self, geometry: KVGeometry, url: str, identity: Mapping[str, Any], capacity: int, salt: str | None
+        self,
+        argument: str,
+        geometry: KVGeometry,
+        url: str,
+        identity: Mapping[str, Any],
+        capacity: int,
+        salt: str | None,
     ) -> None:
         super().__init__(geometry, capacity)
+        self.argument = argument
         self.restored_tokens: Sequence[int] = ()
         self._url, self._identity, self._salt = url, Identity.of(identity), salt
         self._block_size: int = identity["block_size"]
@@ -63,7 +72,7 @@ class PersistentCache(RequestCache):
         :raises ConfigurationError: there is more than one sequence, as in a batch or beam search; nothing was appended.
         """
         if key_states.shape[0] != 1:
-            raise ConfigurationError("past_key_values", f"{key_states.shape[0]} sequences", "one sequence")
+            raise ConfigurationError(self.argument, f"{key_states.shape[0]} sequences", "one sequence")
         capacity = self.buffers[0].shape[3]
         needed = self.layers[layer_idx].get_seq_length() + key_states.shape[-2]
         if needed > capacity:
@@ -182,7 +191,8 @@ def load(
 ) -> PersistentCache:
     """Return a cache with the KV of the longest stored prefix of a prompt; empty if the store has none for this model.
 
-    Pass it to ``model.generate`` with the whole prompt: ``generate(input_ids, past_key_values=cache)``.
+    Pass it to ``model.generate`` with the whole prompt: ``generate(input_ids, cache=cache)``. Before transformers 5.24,
+    the name is ``past_key_values``; ``**{cache.argument: cache}`` suits every release.
 
     :param model: a Hugging Face decoder-only model on its device.
     :param token_ids: the prompt: integers, a tensor of shape (tokens,) or (1, tokens), or a tokenizer's output.
@@ -194,6 +204,7 @@ def load(
     :param salt: contexts of different salts share no blocks.
     :raises ConfigurationError: an argument is invalid.
     :raises UnsupportedModelError: the model uses a kind of cache that persistkv does not support.
+    :raises UnsupportedReleaseError: persistkv does not support the installed release of transformers.
     :raises StoreError: the store cannot be opened or read.
     """
     tokens = one_row(token_ids)
@@ -203,7 +214,9 @@ def load(
         raise ConfigurationError("block_size", block_size, "a positive number")
     geometry = probe_model(model)
     identity = model_identity(model, None if checkpoint is None else Path(checkpoint), geometry, block_size)
-    cache = PersistentCache(geometry, store_url(store), identity, len(tokens) + _SPARE_TOKENS, salt)
+    argument = ModelForward(model).cache_argument
+    capacity = len(tokens) + _SPARE_TOKENS
+    cache = PersistentCache(argument, geometry, store_url(store), identity, capacity, salt)
     cache.load(tokens)
     return cache
 

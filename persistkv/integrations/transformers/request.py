@@ -14,6 +14,7 @@ import torch
 from persistkv.base import make_offload_key
 from persistkv.connector.matching import GroupBlocks, longest_match
 from persistkv.errors import ConfigurationError, PersistKVError
+from persistkv.integrations.transformers.interface import ModelForward
 from persistkv.integrations.transformers.kv_cache import BlockPool, GroupPages, PagedKVCache, RequestCache
 from persistkv.integrations.transformers.results import GenerateResult, RequestStats
 from persistkv.integrations.transformers.tiers import Tiers
@@ -103,20 +104,20 @@ class Request:
 
     :ivar tables: for each KV cache group, the device block of each full block of prompt and answer, in order. None:
         the block was outside of the sliding window when the request began, and was therefore not restored.
-    :param forward_options: further keyword arguments of each call of the model.
+    :param forward: the model, which runs on ``model_device``.
     """
 
     def __init__(
         self,
-        model: Any,
-        forward_options: Mapping[str, Any],
+        forward: ModelForward,
+        model_device: torch.device,
         device: PagedKVCache,
         tiers: Tiers,
         req_id: str,
         salt: str | None,
     ) -> None:
         self.tables: list[list[int | None]] = [[] for _ in device.groups]
-        self._model, self._forward_options = model, forward_options
+        self._model, self._model_device = forward, model_device
         self._device, self._tiers = device, tiers
         self._req_id = req_id
         self._chain = BlockHashChain(device.block_size, salt)
@@ -205,10 +206,8 @@ class Request:
 
     def _forward(self, token_ids: Sequence[int], cache: RequestCache) -> torch.Tensor:
         """Run the model on new tokens, append their KV to the cache, return the last logits, shape (vocabulary,)."""
-        inputs = torch.tensor([list(token_ids)], dtype=torch.long, device=self._model.device)
-        output = self._model(input_ids=inputs, past_key_values=cache, use_cache=True, **self._forward_options)
-        logits: torch.Tensor = output.logits[0, -1]
-        return logits
+        inputs = torch.tensor([list(token_ids)], dtype=torch.long, device=self._model_device)
+        return self._model(inputs, cache)
 
     def _keep(self, cache: RequestCache, num_tokens: int) -> None:
         """Copy the blocks that became full to pages, publish them, report them to the connector; call ``Tiers.step``.

@@ -134,7 +134,10 @@ def test_probe_model_sliding_window_layers_are_grouped_by_window(
             lambda: Qwen3NextForCausalLM(Qwen3NextConfig(**SMALL, layer_types=["linear_attention", "full_attention"])),
             "LinearAttention",
         ),
-        (lambda: MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2)), "past_key_values"),
+        (
+            lambda: MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2)),
+            "MambaForCausalLM takes no KV cache|MambaForCausalLM: layer 0 keeps a LinearAttentionLayer",
+        ),
         (
             lambda: T5ForConditionalGeneration(
                 T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)

@@ -32,10 +32,11 @@ def generate(
     model: PreTrainedModel, prompt: list[int], cache: PersistentCache | None = None, **options: Any
 ) -> list[int]:
     inputs = torch.tensor([prompt])
+    passed = {} if cache is None else {cache.argument: cache}
     output = model.generate(
         inputs,
         attention_mask=torch.ones_like(inputs),
-        past_key_values=cache,
+        **passed,
         **{"max_new_tokens": NEW_TOKENS, "do_sample": False} | options,
     )
     tokens: list[int] = output[0].tolist()
@@ -98,7 +99,7 @@ model, prompt = AutoModelForCausalLM.from_pretrained(path).eval(), [int(token) f
 cache = persistkv.load(model, prompt, store, checkpoint=path)
 inputs = torch.tensor([prompt])
 output = model.generate(
-    inputs, attention_mask=torch.ones_like(inputs), past_key_values=cache, max_new_tokens=20, do_sample=False
+    inputs, attention_mask=torch.ones_like(inputs), **{cache.argument: cache}, max_new_tokens=20, do_sample=False
 )
 persistkv.save(cache, output)
 print(len(cache.restored_tokens), *output[0].tolist())

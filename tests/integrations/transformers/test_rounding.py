@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from persistkv import Engine
+from persistkv.integrations.transformers.interface import ModelForward
 from tests.integrations.transformers.conftest import tiny_cohere2, tiny_gemma3, tiny_gpt_oss, tiny_mistral
 
 PREFIX = 48
@@ -21,11 +22,12 @@ PROMPTS = torch.randint(0, 256, (4, 170), generator=torch.Generator().manual_see
 
 def answer(model: PreTrainedModel, *parts: list[int]) -> tuple[torch.Tensor, list[int]]:
     """Return the logits after a prompt that plain transformers computes in parts, and the most likely tokens."""
+    argument = ModelForward(model).cache_argument
     cache, tokens, first = DynamicCache(config=model.config), list[int](), None
     with torch.no_grad():
         while len(tokens) < NEW_TOKENS:
             for part in parts:
-                logits = model(input_ids=torch.tensor([part]), past_key_values=cache).logits[0, -1]
+                logits = model(input_ids=torch.tensor([part]), **{argument: cache}).logits[0, -1]
             first = logits if first is None else first
             tokens.append(int(logits.argmax()))
             parts = (tokens[-1:],)

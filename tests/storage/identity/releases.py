@@ -13,6 +13,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from persistkv.base import make_offload_key
 from persistkv.config import GroupLayout, NumberLayout, RowLayout, VectorLayout
+from persistkv.integrations.transformers.interface import ModelForward
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import Backend
 from persistkv.storage.identity import Identity
@@ -75,11 +76,12 @@ def compute(
     :param options: of ``model``.
     """
     batch = torch.tensor([tokens, *companions])
+    forward = ModelForward(model(**options))
     cache, start = DynamicCache(), 0
     with torch.no_grad():
         for piece in (*pieces, len(tokens)):
             if start < len(tokens):
-                model(**options)(batch[:, start : start + piece], past_key_values=cache, use_cache=True)
+                forward(batch[:, start : start + piece], cache)
                 start += piece
     return torch.stack([torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers]).float().numpy()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -102,6 +102,18 @@ class News(msgspec.Struct, array_like=True, tag=True):
             self.lost, self.stored, self.removed = True, [], []
 
 
+def are_encodable(texts: Iterable[object]) -> bool:
+    """Return whether these are strings that a message can contain: one with a lone surrogate is not."""
+    try:
+        for text in texts:
+            if not isinstance(text, str):
+                return False
+            text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Filter of stored contexts, by id or by labels."""
 
@@ -109,6 +121,11 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The id of a context, as ``persistkv ls --json`` shows it, or the beginning of the id."""
     labels: dict[str, str] = {}
     """Labels that the contexts have, with these values; ignored if ``request`` is set. Empty: all contexts."""
+
+    @property
+    def is_encodable(self) -> bool:
+        """Whether a message can contain the id and the labels, which users choose."""
+        return are_encodable([self.request or "", *self.labels, *self.labels.values()])
 
     def includes(self, head: RequestManifest) -> bool:
         if self.request is not None:
@@ -133,6 +150,11 @@ class RequestEnd(msgspec.Struct, frozen=True, array_like=True, tag=True):
     labels: dict[str, str] = {}
     retention: Retention = Retention()
     """How long the context is kept, from the commit that writes the manifest on."""
+
+    @property
+    def is_encodable(self) -> bool:
+        """Whether a message can contain the ids and labels, which users choose."""
+        return are_encodable([self.request, self.manifest_id, *self.labels, *self.labels.values()])
 
     @property
     def num_bytes(self) -> int:

@@ -303,6 +303,9 @@ class PersistentTier(SecondaryTierManager):
 
         :param choice: filter of stored requests, or the keys of one context in order.
         """
+        if isinstance(choice, Choice) and not choice.is_encodable:
+            logger.warning("a prefetch is ignored: its request id or a label is no valid text")
+            return
         self._prefetches.append(choice)
 
     @property

@@ -18,6 +18,7 @@ from persistkv.base import OffloadKey, OffloadPolicy, ReqContext, Retention
 from persistkv.config import OffloadingConfig
 from persistkv.errors import ConfigurationError, IdentityMismatchError
 from persistkv.storage import open_inspectable
+from persistkv.storage.records import Choice
 from persistkv.testing.tier_conformance import SecondaryTierConformance
 from persistkv.tiering.persistent import PersistentTier
 from tests.host_processes import host_processes
@@ -269,3 +270,17 @@ def test_lookup_prefix_mixed_tiers_answers_as_single_lookups(make_stack: MakeSta
     assert all(stack.promote(names[:20], other))
     assert stack.manager.lookup_prefix(names, other) == [True] * 20
     assert stack.manager.lookup_prefix(names[20:], other) == []
+
+
+def test_prefetch_text_without_encoding_is_ignored(
+    make_stack: MakeStack, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise the request for its contexts would be repeated, and fail, in each step."""
+    stack = make_stack(16, lmdb(tmp_path))
+    (tier,) = stack.tiers
+    for choice in (Choice(request="\ud800"), Choice(labels={"session": "\ud800"})):
+        tier.prefetch(choice)
+        assert not tier.prefetch_waits
+    assert "a prefetch is ignored" in caplog.text
+    tier.prefetch(Choice(labels={"session": "7"}))
+    assert tier.ask_recent(1, only_asked=True)

@@ -31,7 +31,7 @@ from persistkv.storage.host import protocol
 from persistkv.storage.host.connection import CONGESTED_BYTES
 from persistkv.storage.host.supervisor import KILL_S, Host, State, Supervisor
 from persistkv.storage.index import LookupTable
-from persistkv.storage.records import Choice, News, RequestEnd
+from persistkv.storage.records import Choice, News, RequestEnd, are_encodable
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +65,13 @@ class ClientCounters(msgspec.Struct):
     store_jobs: int = 0
     load_jobs: int = 0
     refused_jobs: int = 0
-    """Jobs refused because the queue of store jobs was full or the store was not open."""
+    """Jobs refused because the queue of store jobs was full, the store was not open, or their request's id cannot be
+    encoded."""
     refused_bytes: int = 0
     """Raw bytes of the refused store jobs."""
     refused_ends: int = 0
-    """Request ends refused because their queue was full or the store was not open; their requests get no manifest."""
+    """Request ends refused because their queue was full, the store was not open, or an id or label cannot be encoded;
+    their requests get no manifest."""
     lost_jobs: int = 0
     """Jobs that were in flight when the host died; they failed."""
     restarts: int = 0
@@ -231,7 +233,7 @@ class StoreClient:
         self._check_process()
         self.counters.store_jobs += 1
         is_full = self._queued_bytes > 0 and self._queued_bytes + num_bytes > self._max_queue_bytes
-        if self.state is not State.OPEN or is_full:
+        if self.state is not State.OPEN or is_full or not are_encodable([request]):
             self.counters.refused_bytes += num_bytes
             self._refuse(job_id, keys)
             return
@@ -307,7 +309,10 @@ class StoreClient:
         self._check_process()
         num_bytes = end.num_bytes
         is_full = self._ending_bytes > 0 and self._ending_bytes + num_bytes > _MOST_ENDING_BYTES
-        if self.state is not State.OPEN or is_full:
+        is_encodable = end.is_encodable
+        if not is_encodable:
+            logger.warning("request %r is not stored: its id or a label is no valid text", end.request)
+        if self.state is not State.OPEN or is_full or not is_encodable:
             self.counters.refused_ends += 1
             self._persisted[end.request] = False
             return
@@ -397,7 +402,6 @@ class StoreClient:
     def _take(self, message: Any) -> None:
         match message:
             case protocol.JobDone():
-                self.supervisor.worked()
                 self._end(message)
             case protocol.Table():
                 self._map(message)

@@ -118,7 +118,15 @@ class SocketConnection(Connection):
         except BlockingIOError:
             return
         except OSError:
-            self._drop_outbox()  # the other side has closed; ``receive`` first returns its last messages
+            self._end_after_arrived()
+
+    def _end_after_arrived(self) -> None:
+        """End a connection that cannot send. Its peer receives no more messages, and would wait for them otherwise.
+        ``receive`` returns the messages that have arrived, then sets ``ended``.
+        """
+        self._drop_outbox()
+        with suppress(OSError):  # it is closed
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def _drop_outbox(self) -> None:
         discard(table for _, table in self._outbox)
@@ -238,6 +246,10 @@ class ThreadConnection(SocketConnection):
                 super().push()
             finally:  # the bytes may have been sent before an interrupt
                 self._other._has_bytes = True
+
+    def _end_after_arrived(self) -> None:
+        self._has_bytes = True  # so that ``_pull`` finds the end
+        super()._end_after_arrived()
 
     def close(self) -> None:
         try:

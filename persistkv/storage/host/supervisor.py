@@ -55,6 +55,7 @@ _NAP_S = 0.0005  # between polls while the engine waits for the host to release 
 _CALL_PATIENCE = 10  # longest time of one call of the medium, as a multiple of the watchdog's limit
 _FIRST_BACKOFF_S = 0.1
 _LONGEST_BACKOFF_S = 30.0
+HEALTHY_S = 60.0  # seconds for which a host must have been open for the shortest delay of the next start
 _SOCKET_BYTES = 4 << 20  # 4 MiB: space for hundreds of jobs while the host is in a commit
 
 
@@ -375,6 +376,7 @@ class Supervisor:
         self.watchdog = Watchdog(watchdog_s, host.cpu_wait_s)
         self._backoff_s = _FIRST_BACKOFF_S
         self._start_at = 0.0
+        self._opened_at: float | None = None
         self.uses_rows = False
         """Whether a host may use rows: from the first message to it until it sends ``Ended`` or exits."""
 
@@ -397,6 +399,7 @@ class Supervisor:
 
     def opened(self) -> None:
         self.state = State.OPEN
+        self._opened_at = time.monotonic()
         self.watchdog.patience_s = self.watchdog_s
 
     def mark_lost(self) -> None:
@@ -404,6 +407,9 @@ class Supervisor:
         self.host.kill()
         self.connection.close()
         self.state = State.DYING
+        if self._opened_at is not None and time.monotonic() - self._opened_at >= HEALTHY_S:
+            self._backoff_s = _FIRST_BACKOFF_S
+        self._opened_at = None
 
     def has_exited(self) -> bool:
         """Return True once, at the first call that finds a killed host dead; otherwise False."""
@@ -427,14 +433,14 @@ class Supervisor:
         return True
 
     def _delay_start(self) -> float:
-        """Delay the next start; return for how many seconds: 0.1, doubled with each further failure, at most 30."""
+        """Delay the next start; return for how many seconds: 0.1, doubled with each further failure, at most 30.
+
+        A host that was open for 60 s begins again at 0.1. A single answer does not: a job that kills each host, or a
+        crash soon after each start, would restart it ten times a second.
+        """
         seconds, self._backoff_s = self._backoff_s, min(_LONGEST_BACKOFF_S, 2 * self._backoff_s)
         self._start_at = time.monotonic() + seconds
         return seconds
-
-    def worked(self) -> None:
-        """Record that the host answered a job: the next restart has the shortest delay."""
-        self._backoff_s = _FIRST_BACKOFF_S
 
     def abandon(self) -> None:
         """Kill the host without finishing its work, and wait at most 5 s for its exit."""

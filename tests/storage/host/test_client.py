@@ -22,7 +22,7 @@ from persistkv.storage.host.connection import SocketConnection
 from persistkv.storage.host.protocol import Hello, JobDone, Opened, Ping, Pong, Table, ToEngine, ToStore
 from persistkv.storage.host.supervisor import InlineHost, State
 from persistkv.storage.index import Index
-from persistkv.storage.records import News, StoreOptions
+from persistkv.storage.records import News, RequestEnd, StoreOptions
 from tests.storage.host.jobs import BLOCK, KINDS, end, make_keys, pid_of, wait_for
 
 
@@ -84,6 +84,39 @@ def test_submit_store_invalid_key_raises_and_queues_nothing(hosted: Any, tmp_pat
     with pytest.raises(ValueError, match="keys have 0"):
         client.submit_store(1, "a", [b""], [0], None, BLOCK)
     assert not client.has_pending_work
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("request_id", ["\ud800", 7])
+def test_client_request_id_without_encoding_is_refused(hosted: Any, tmp_path: Path, kind: str, request_id: Any) -> None:
+    client = hosted.connect(f"lmdb://{tmp_path}/store", kind)
+    client.open()
+    client.submit_store(1, request_id, make_keys(2), range(2), None, 2 * BLOCK)
+    outcome = hosted.finish(client, 1)
+    assert (outcome.refused, outcome.failed) == (True, make_keys(2))
+    client.end_request(end(request_id, make_keys(2)))
+    labelled = RequestEnd("a", "m-a", (make_keys(2),), 32, 16, labels={"session": "\ud800"})
+    client.end_request(labelled)
+    assert client.take_persisted() == {request_id: False, "a": False}
+    assert not client.has_pending_work
+    client.submit_store(2, "b", make_keys(2), range(2), None, 2 * BLOCK)
+    assert hosted.finish(client, 2).failed == [], "the host lives on"
+    assert client.counters.restarts == 0
+
+
+def test_client_host_dying_after_each_answer_is_restarted_ever_later(
+    hosted: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = hosted.connect(f"lmdb://{tmp_path}/store")
+    client.open()
+    for job in range(3):
+        client.submit_load(job, make_keys(1), [0])
+        assert not hosted.finish(client, job).refused
+        os.kill(pid_of(hosted), signal.SIGKILL)
+        wait_for(client, State.DOWN)
+        wait_for(client, State.OPEN)
+    for delay in ("0.1", "0.2", "0.4"):
+        assert f"in {delay} s or more" in caplog.text
 
 
 def test_host_ignores_termination_signals_and_commits_on_close(hosted: Any, tmp_path: Path) -> None:

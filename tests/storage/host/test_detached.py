@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from persistkv.errors import HostError
+from persistkv.storage.host import supervisor
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.supervisor import ProcessHost, State
 from tests.host_processes import host_processes, kill_tree
@@ -187,7 +188,7 @@ def test_accepted_blocks_survive_many_killed_process_trees(hosted: Any, tmp_path
 
 
 def wait_until_answered(client: StoreClient, hosted: Any, held: list[bytes]) -> None:
-    """Wait for a host that answers, which resets the delay of its next start."""
+    """Wait for a host that answers."""
     while True:
         wait_for(client, State.OPEN)  # a host that was just killed may still count as OPEN
         client.submit_load(6, held, range(len(held)))
@@ -252,7 +253,10 @@ def test_rows_are_unused_after_thread_host_close(hosted: Any, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("side", ["engine", "host"])
-def test_rows_are_unused_after_many_engine_closes_or_host_kills(hosted: Any, tmp_path: Path, side: str) -> None:
+def test_rows_are_unused_after_many_engine_closes_or_host_kills(
+    hosted: Any, tmp_path: Path, side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "HEALTHY_S", 0.0)  # otherwise each restart waits up to 30 s
     end_and_reuse(hosted, tmp_path, side, SLOW_REPEATS)
 
 

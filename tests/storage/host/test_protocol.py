@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -89,6 +90,31 @@ def test_connection_unreceived_descriptor_is_closed(make: MakePair) -> None:
     store.send(Table(4, writer))
     assert os.read(reader, 10) == b""
     os.close(reader)
+
+
+@pytest.mark.parametrize("make", [pair, ThreadConnection.pair])
+def test_connection_failed_send_ends_both_ends_after_last_message(make: MakePair) -> None:
+    """Messages queued behind the failed one are lost, so each side must learn that it gets no answers."""
+    engine, store = make()
+    engine.send(Flush(1))
+    keys = PackedKeys.of([number.to_bytes(36, "little") for number in range(100_000)])
+    store.send(JobDone(1, keys, 0))  # more than the socket accepts at once
+    store.send(Table(3))  # a descriptor that cannot be sent
+    store.send(JobDone(2, PackedKeys(), 0))
+    deadline = time.monotonic() + 30
+    while not engine.ended:
+        assert time.monotonic() < deadline, "the engine waits for an answer that was dropped"
+        engine.receive()
+        store.push()
+    received = store.receive()
+    while not store.ended:
+        assert time.monotonic() < deadline
+        received += store.receive()
+    assert received == [Flush(1)]
+    store.send(JobDone(3, PackedKeys(), 0))
+    assert store.outbox_bytes == 0
+    store.close()
+    engine.close()
 
 
 @pytest.mark.parametrize(

@@ -100,10 +100,27 @@ def test_supervisor_restart_delay_doubles_up_to_bound_until_success(clock: Clock
         clock.now += 0.9 * delay
         assert not broken.maybe_restart()
         clock.now += 0.2 * delay
-    broken.worked()
-    assert broken.maybe_restart()
-    clock.now += 0.11
-    assert broken.maybe_restart()
+
+
+class MortalHost(BrokenHost):
+    """A host that starts; the test ends it."""
+
+    def start(self) -> Connection:
+        return Connection()
+
+
+def test_supervisor_restart_delay_is_reset_by_health_only(clock: Clock) -> None:
+    layout = RowLayout(4096, (GroupLayout(((0, 4096),)),))
+    mortal = Supervisor(MortalHost(), Hello("", b"", layout, StoreOptions()), watchdog_s=60.0, least_start_s=60.0)
+    for delay, open_s in [(0.1, 1), (0.2, 59), (0.4, 0), (0.1, 60), (0.2, 59)]:
+        assert mortal.maybe_restart()
+        mortal.opened()
+        clock.now += open_s
+        mortal.mark_lost()
+        assert mortal.has_exited()
+        clock.now += 0.9 * delay
+        assert not mortal.maybe_restart()
+        clock.now += 0.2 * delay
 
 
 def test_thread_host_failed_start_leaves_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:

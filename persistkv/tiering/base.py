@@ -96,8 +96,8 @@ class SecondaryTierManager(ABC):
 
     @abstractmethod
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Return results of the jobs that ended since the last call, once each. Called in each step, and before rows
-        are allocated for stores.
+        """Return results of the jobs that ended since the last call, once each. Called once per step: before
+        rows are allocated for stores, if there are any.
         """
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:  # noqa: B027

@@ -106,6 +106,11 @@ class IsolatedTier:
     def has_pending_work(self) -> bool:
         return self._attempt("has_pending_work", "the tier is taken as idle", False, self.tier.has_pending_work)
 
+    def drain(self, timeout_s: float) -> bool:
+        """Wait up to ``timeout_s`` seconds for the tier's jobs; return whether they have ended."""
+        consequence = "its jobs may not have ended"
+        return timeout_s > 0 and self._attempt("drain_jobs", consequence, False, self.tier.drain_jobs, timeout_s)
+
     def shutdown(self, drain_s: float) -> None:
         """Wait up to ``drain_s`` seconds for the tier's jobs, then shut the tier down, even if they have not ended."""
         with self._isolation.guard("drain_jobs", "shutting down without waiting for its jobs"):

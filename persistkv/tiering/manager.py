@@ -1,6 +1,7 @@
 """The OffloadingManager that combines the primary tier with the secondary tiers behind it.
 
-1. A stored block cascades to every secondary tier. Each cascade holds its own reference on the row.
+1. A stored block cascades to every secondary tier. Each cascade holds its own reference on the row. If the tier's
+   share of the rows is in use, a cascade waits, without a reference, until earlier ones have ended.
 2. If only a secondary tier holds a block, its lookup returns None (retry later) and the block is promoted: one job per
    tier and request, all groups together, submitted at the end of the step (``take_events``).
 3. A row is readable only after its promotion was verified. A failed promotion frees the row and is a miss for the
@@ -19,6 +20,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -53,8 +55,8 @@ class TieringStats:
     cascaded_blocks: int = 0
     """Blocks submitted to secondary tiers for storing; a block counts once per tier and job."""
     dropped_cascades: int = 0
-    """Blocks not submitted to a secondary tier for storing, because the tier's running store jobs already used their
-    share of the primary tier's rows; a block counts once per tier."""
+    """Blocks that were evicted or forgotten (``reset_cache``) while their cascade waited for earlier store jobs of the
+    tier, or whose tier became unusable; a block counts once per tier and cascade."""
     failed_cascades: int = 0
     """Blocks submitted to a secondary tier that failed to store them."""
     promoted_blocks: int = 0
@@ -63,7 +65,7 @@ class TieringStats:
     """Blocks whose load from a secondary tier failed."""
     declined_promotions: int = 0
     """Blocks not loaded from a secondary tier, because the primary tier had no row for them. A promotion for which it
-    has no row at all waits up to ``hold_s`` seconds first."""
+    has no row at all waits up to ``room_wait_s`` seconds first."""
     expired_holds: int = 0
     """Promoted blocks that a waiting request did not load within ``hold_s`` seconds, per request."""
 
@@ -98,6 +100,9 @@ class _Request:
     """Tiers with ``OffloadPolicy.REQUEST_LEVEL``: they receive every block of the request, including prefix hits."""
     storing: int = 0
     """Number of blocks of the request that are being written to the primary tier."""
+    num_waiting_cascades: int = 0
+    """Cascades of the request that wait for earlier ones to end. The tiers receive them before
+    ``on_request_finished``."""
     awaiting: set[OffloadKey] = field(default_factory=set)
     """Blocks that the request offered for storing while a promotion or another request was writing them. The tiers
     receive these blocks before ``on_request_finished``."""
@@ -112,13 +117,40 @@ class _Request:
     """For each request-level tier, promoted blocks that it received before the request offered them for storing."""
 
 
+@dataclass
+class _Cascade:
+    """Readable blocks to submit to one secondary tier for storing. Until then they may be evicted."""
+
+    request: _Request | None
+    """None: the request is not known."""
+    context: ReqContext
+    keys: list[OffloadKey]
+
+
+class _WaitingCascades:
+    """Queue of the cascades of one tier that are not submitted yet, oldest first."""
+
+    def __init__(self) -> None:
+        self.cascades: deque[_Cascade] = deque()
+        self.num_blocks = 0
+
+    def append(self, cascade: _Cascade) -> None:
+        self.cascades.append(cascade)
+        self.num_blocks += len(cascade.keys)
+
+    def popleft(self) -> _Cascade:
+        cascade = self.cascades.popleft()
+        self.num_blocks -= len(cascade.keys)
+        return cascade
+
+
 class TieringOffloadingManager(OffloadingManager):
     """Manager of the primary tier and all secondary tiers. Not thread-safe: called from the scheduler's thread.
 
     :param primary_tier: owned by the manager, which shuts it down last.
     :param secondary_tiers: in the order of lookups; owned by the manager. May be empty.
     :param enable_events: whether ``take_events`` returns events. Call it in each step either way: it starts promotions.
-    :param cascade_share: see ``TieringOffloadingOptions``, also for ``hold_s`` and ``prewarm_share``.
+    :param cascade_share: see ``TieringOffloadingOptions``, also for the parameters after it.
     :raises ConfigurationError: a number is out of range.
     """
 
@@ -130,12 +162,15 @@ class TieringOffloadingManager(OffloadingManager):
         *,
         cascade_share: float = 0.5,
         hold_s: float = 30.0,
+        room_wait_s: float = 0.5,
         prewarm_share: float = 0.0,
     ) -> None:
         if not 0 < cascade_share <= 1:
             raise ConfigurationError("cascade_share", cascade_share, "a share above 0 and at most 1")
         if hold_s <= 0:
             raise ConfigurationError("hold_s", hold_s, "a positive number of seconds")
+        if room_wait_s < 0:
+            raise ConfigurationError("room_wait_s", room_wait_s, "0 or more seconds")
         if not 0 <= prewarm_share <= 1:
             raise ConfigurationError("prewarm_share", prewarm_share, "a share from 0 to 1")
         self.primary_tier = primary_tier
@@ -145,6 +180,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._enable_events = enable_events
         self._max_cascading = primary_tier.num_blocks * cascade_share / max(1, len(self._tiers))
         self._hold_s = hold_s
+        self._room_wait_s = room_wait_s
         self._epoch = 0
         self._polled = False  # whether finished jobs were polled in this step
         self._job_ids = itertools.count()
@@ -152,6 +188,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._requests: dict[str, _Request] = {}
         self._pending: dict[tuple[IsolatedTier, str], _Promotion] = {}
         self._waiters: dict[OffloadKey, set[str]] = {}  # requests by the promoted block that they wait for
+        self._waiting = {tier: _WaitingCascades() for tier in self._tiers}
         self._awaited: dict[OffloadKey, set[str]] = {}  # requests by the block in _Request.awaiting
         self._lost: set[OffloadKey] = set()  # blocks being promoted by a tier that cannot be polled
         listing = [tier for tier in self._tiers if isinstance(tier.tier, RecentContexts)]
@@ -231,7 +268,7 @@ class TieringOffloadingManager(OffloadingManager):
                 # The request's blocks in the primary tier: its promotion must not evict its own prefix.
                 resident = [key for chain in description.group_keys for key in chain if primary.is_ready(key)]
             room = primary.num_free_or_evictable() - primary.num_evictable_of(resident)
-            if not room and time.monotonic() - promotion.since < self._hold_s:
+            if not room and time.monotonic() - promotion.since < self._room_wait_s:
                 self._pending[tier, req_id] = promotion
                 continue
             output = primary.prepare_write(resident + keys[:room], context) if room else None
@@ -307,8 +344,11 @@ class TieringOffloadingManager(OffloadingManager):
     # Storing
 
     def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """See ``OffloadingManager``. Rows of tier jobs that have ended since the last poll can be allocated."""
-        if self._jobs and (not self._polled or len(keys) > self.primary_tier.num_free_or_evictable()):
+        """See ``OffloadingManager``. Rows of tier jobs that had ended before the first call of a step can be allocated.
+
+        Finished jobs are polled once per step, so a step without room does not poll at each call.
+        """
+        if self._jobs and not self._polled:
             self._poll()
         output = self.primary_tier.prepare_store(keys, req_context)
         if output is None:
@@ -347,18 +387,52 @@ class TieringOffloadingManager(OffloadingManager):
                     self._end_if_done(request)
 
     def _cascade(self, tier: IsolatedTier, ready: list[OffloadKey], req_context: ReqContext) -> bool:
-        """Submit readable blocks to a tier for storing, unless the tier's stores already use their share of the rows.
-        Return whether they were submitted; the call is not repeated.
+        """Submit readable blocks to a tier for storing, once the tier's share of the rows permits it. Return False if
+        the tier gets no jobs.
         """
         if not ready or not tier.is_usable:
             return False
-        if tier.num_cascading and tier.num_cascading + len(ready) > self._max_cascading:
-            self.stats.dropped_cascades += len(ready)
-            return False
-        spec = self.primary_tier.prepare_read(ready, req_context)
-        tier.num_cascading += len(ready)
-        self.stats.cascaded_blocks += len(ready)
-        return self._submit(tier, ready, spec, req_context, is_promotion=False)
+        request = self._requests.get(req_context.req_id)
+        if request is not None:
+            request.num_waiting_cascades += 1
+        waiting = self._waiting[tier]
+        waiting.append(_Cascade(request, req_context, ready))
+        self._submit_cascades(tier)
+        # Waiting blocks have no reference, so the primary tier holds at most so many of them.
+        while waiting.num_blocks > self.primary_tier.num_blocks:
+            self._drop_cascade(waiting.popleft())
+        return True
+
+    def _submit_cascades(self, tier: IsolatedTier) -> None:
+        """Submit the tier's waiting cascades for which its share of the rows has room. Drop them if it gets no jobs."""
+        waiting = self._waiting[tier]
+        while waiting.cascades:
+            if not tier.is_usable:
+                self._drop_cascade(waiting.popleft())
+                continue
+            num_blocks = len(waiting.cascades[0].keys)
+            if tier.num_cascading and tier.num_cascading + num_blocks > self._max_cascading:
+                return
+            cascade = waiting.popleft()
+            held = [key for key in cascade.keys if self.primary_tier.is_ready(key)]
+            self.stats.dropped_cascades += num_blocks - len(held)
+            if held:
+                spec = self.primary_tier.prepare_read(held, cascade.context)
+                tier.num_cascading += len(held)
+                self.stats.cascaded_blocks += len(held)
+                self._submit(tier, held, spec, cascade.context, is_promotion=False)
+            self._end_cascade(cascade)
+
+    def _drop_cascade(self, cascade: _Cascade) -> None:
+        self.stats.dropped_cascades += len(cascade.keys)
+        self._end_cascade(cascade)
+
+    def _end_cascade(self, cascade: _Cascade) -> None:
+        """A cascade waits no longer: end the request if this was the last thing that it waited for."""
+        request = cascade.request
+        if request is not None:
+            request.num_waiting_cascades -= 1
+            self._end_if_done(request)
 
     # Requests
 
@@ -398,7 +472,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._end_if_done(request)
 
     def _end_if_done(self, request: _Request) -> None:
-        if request.finished and not request.storing and not request.awaiting:
+        busy = request.storing or request.awaiting or request.num_waiting_cascades
+        if request.finished and not busy:
             del self._requests[request.context.req_id]
             for tier in self._tiers:
                 tier.on_request_finished(request.context)
@@ -406,7 +481,8 @@ class TieringOffloadingManager(OffloadingManager):
     # The end of a step
 
     def take_events(self) -> list[OffloadingEvent]:
-        self._poll()
+        if not self._polled:
+            self._poll()
         self._polled = False
         self._expire_holds()
         if self._prewarming is not None:
@@ -425,6 +501,7 @@ class TieringOffloadingManager(OffloadingManager):
                 self._finish(result)
             if tier.is_silent:
                 self._lose_promotions(tier)
+            self._submit_cascades(tier)
 
     def _lose_promotions(self, tier: IsolatedTier) -> None:
         """Treat the promotions of a tier that cannot be polled as misses. It may still write to their rows."""
@@ -508,15 +585,23 @@ class TieringOffloadingManager(OffloadingManager):
         self._epoch += 1
         self._pending.clear()
         self._waiters.clear()
+        for waiting in self._waiting.values():
+            while waiting.cascades:
+                self._drop_cascade(waiting.popleft())
         self._prewarming = None
         self.primary_tier.reset_cache(weights_changed)
         for tier in self._tiers:
             tier.reset_cache(weights_changed)
 
     def shutdown(self) -> None:
-        """Shut down all tiers. Waits up to 60 s per tier for its jobs, because they use the primary tier's rows."""
+        """Shut down all tiers. Waits up to 60 s per tier for its jobs, because they use the primary tier's rows, and
+        for cascades that wait for them.
+        """
         try:
             for tier in self._tiers:
-                tier.shutdown(_DRAIN_S)
+                deadline = time.monotonic() + _DRAIN_S
+                while self._waiting[tier].cascades and tier.drain(deadline - time.monotonic()):
+                    self._poll()
+                tier.shutdown(max(0.0, deadline - time.monotonic()))
         finally:
             self.primary_tier.shutdown()

@@ -54,11 +54,15 @@ class TieringOffloadingOptions(CPUOffloadingOptions, frozen=True, kw_only=True):
     """One ``{"type": NAME, option: value, …}`` per tier, in the order of lookups; none by default."""
     cascade_share: float = 0.5
     """Fraction, above 0 and at most 1, of the primary tier's rows that running store jobs of the secondary tiers may
-    keep from eviction, divided evenly among the tiers. A job that would exceed it is not submitted, unless its tier has
-    no other store job."""
+    keep from eviction, divided evenly among the tiers. A job that would exceed it waits, unless its tier has no other
+    store job. Blocks that are evicted while their job waits are not stored."""
     hold_s: float = 30.0
     """Seconds, above 0, that blocks loaded from a secondary tier stay in the primary tier until their request loads
-    them, and that such a load waits for free rows."""
+    them."""
+    room_wait_s: float = 0.5
+    """Seconds, 0 or more, that a request waits for the load of blocks from a secondary tier to begin while all rows of
+    the primary tier are in use. Then the blocks are misses, and the engine computes them. Should not exceed the time
+    that the engine needs for this."""
     prewarm_share: float = 0.0
     """Fraction, 0 to 1, of the primary tier's rows to fill, in the first steps, with the most recently used contexts of
     the first tier that lists them; 0: none."""
@@ -109,6 +113,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
                 options.enable_events,
                 cascade_share=options.cascade_share,
                 hold_s=options.hold_s,
+                room_wait_s=options.room_wait_s,
                 prewarm_share=options.prewarm_share,
             )
             undo.pop_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -120,6 +121,23 @@ def test_manager_polls_tier_jobs_once_per_step(make_stack: MakeStack, keys: Keys
     assert stack.tiers[0].polls == 1
 
 
+def test_prepare_store_without_room_polls_tier_jobs_once_per_step(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    stack = make_stack(4, recording)
+    req = announce(stack, described("r"))
+    stack.store(keys(4), req)
+    stack.tiers[0].withholds_results = True
+    for _ in range(6):
+        assert stack.manager.prepare_store(keys(2), req) is None
+    stack.step()
+    assert stack.tiers[0].polls == 1
+    stack.tiers[0].withholds_results = False
+    assert stack.manager.prepare_store(keys(2), req) is not None, "polled at the first need of the next step"
+    stack.step()
+    assert stack.tiers[0].polls == 2
+
+
 def test_promotion_failed_block_misses_and_is_not_retried(
     make_stack: MakeStack, keys: Keys, described: Described
 ) -> None:
@@ -169,12 +187,28 @@ def test_promotion_full_primary_waits_for_free_rows(make_stack: MakeStack, keys:
     assert stack.promote(names, req) == [True, True]
 
 
-def test_promotion_full_primary_past_hold_s_misses(make_stack: MakeStack, keys: Keys, described: Described) -> None:
-    stack = make_stack(4, recording, hold_s=1e-9)
+def test_promotion_full_primary_past_room_wait_misses(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+    stack = make_stack(4, recording, room_wait_s=0.0)
     names = keys(2)
     store_only_in_tiers(stack, names, described("a", names))
     stack.primary.prepare_store(keys(4), announce(stack, described("busy")))
     assert stack.promote(names, announce(stack, described("b", names))) == [False, False]
+
+
+def test_promotion_full_primary_by_default_misses_within_one_second(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    stack = make_stack(4, recording)
+    names = keys(2)
+    store_only_in_tiers(stack, names, described("a", names))
+    stack.primary.prepare_store(keys(4), announce(stack, described("busy")))
+    req = announce(stack, described("b", names))
+    began = time.monotonic()
+    assert [stack.manager.lookup(key, req) for key in names] == [None, None]
+    time.sleep(1)
+    stack.step()
+    assert stack.promote(names, req) == [False, False]
+    assert time.monotonic() - began < 10
 
 
 def test_promotion_full_primary_does_not_evict_own_prefix(
@@ -333,7 +367,8 @@ def test_prepare_store_uses_rows_of_ended_cascades(make_stack: MakeStack, keys: 
     stack = make_stack(4, recording)
     req = announce(stack, described("r"))
     for _ in range(3):
-        stack.store(keys(4), req)  # in one step: each store needs all rows, referenced by the previous cascade
+        stack.store(keys(4), req)  # needs all rows, referenced by the previous cascade
+        stack.step()
     assert [len(job.keys) for job in stack.tiers[0].stores] == [4, 4, 4]
 
 
@@ -349,20 +384,103 @@ def test_complete_store_readable_keys_are_ignored(make_stack: MakeStack, keys: K
     stack.manager.complete_store([*first, *output.keys_to_store, *second], req)
     assert [list(job.keys) for job in stack.tiers[0].stores] == [first, second], "each block cascades once"
     assert stack.tiers[0].calls[-1] == ("finished", "r")
-    stack.step()
+    stack.step(2)
     assert stack.primary.num_free_or_evictable() == 8
 
 
-def test_cascade_above_share_is_dropped(make_stack: MakeStack, keys: Keys, described: Described) -> None:
-    stack = make_stack(8, recording, cascade_share=0.5)
-    stack.tiers[0].withholds_results = True
+def test_cascade_above_share_is_submitted_once_room_is_free(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    stack = make_stack(16, recording, block_level, cascade_share=0.5)
+    for tier in stack.tiers:
+        tier.withholds_results = True
     req = announce(stack, described("r"))
-    stack.store(keys(3), req)
-    stack.store(keys(3), req)
-    assert [len(job.keys) for job in stack.tiers[0].stores] == [3]
-    assert stack.manager.stats.dropped_cascades == 3
-    assert stack.primary.num_free_or_evictable() == 5
-    stack.tiers[0].withholds_results = False
+    names = keys(8)
+    for start in range(0, 8, 2):
+        stack.store(names[start : start + 2], req)
+    stack.manager.on_request_finished(req)
+    stack.step()
+    assert [[len(job.keys) for job in tier.stores] for tier in stack.tiers] == [[2, 2], [2, 2]]
+    assert stack.primary.num_free_or_evictable() == 12, "blocks whose cascade waits may be evicted"
+    assert ("finished", "r") not in stack.tiers[0].calls, "its last store was not submitted yet"
+    assert stack.manager.has_pending_work()
+    for tier in stack.tiers:
+        tier.withholds_results = False
+    stack.step(2)
+    assert [set(tier.blocks) for tier in stack.tiers] == [set(names)] * 2
+    assert stack.manager.stats.dropped_cascades == 0
+    assert stack.tiers[0].calls.count(("finished", "r")) == 1
+    assert not stack.manager.has_pending_work()
+
+
+def test_cascade_above_share_evicted_while_it_waits_is_counted_and_ends_request(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    stack = make_stack(8, recording, cascade_share=0.5)
+    tier = stack.tiers[0]
+    tier.withholds_results = True
+    req, other = announce(stack, described("r")), announce(stack, described("other"))
+    names = keys(6)
+    stack.store(names[:3], req)
+    stack.store(names[3:], req)
+    stack.manager.on_request_finished(req)
+    taken = stack.manager.prepare_store(keys(4), other)
+    assert taken is not None
+    assert len(taken.evicted_keys) == 2
+    stack.step()
+    tier.withholds_results = False
+    stack.step(2)
+    assert len(tier.blocks) == 4
+    assert stack.manager.stats.dropped_cascades == 2
+    assert tier.calls[-1] == ("finished", "r")
+
+
+def test_cascades_above_share_wait_in_bounded_queue(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+    """A tier that never ends a job leaves no more blocks waiting than there are rows."""
+    stack = make_stack(8, recording, cascade_share=0.25)
+    tier = stack.tiers[0]
+    tier.withholds_results = True
+    req = announce(stack, described("r"))
+    stack.store(keys(2), req)
+    for _ in range(20):
+        stack.store(keys(2), req)
+        stack.step()
+    assert stack.manager.stats.dropped_cascades == 20 * 2 - 8
+    tier.withholds_results = False
+
+
+def test_cascades_above_share_of_reset_cache_are_not_submitted(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    stack = make_stack(8, recording, cascade_share=0.25)
+    tier = stack.tiers[0]
+    tier.withholds_results = True
+    req = announce(stack, described("r"))
+    first, second = keys(2), keys(2)
+    stack.store(first, req)
+    stack.store(second, req)
+    stack.manager.on_request_finished(req)
+    stack.manager.reset_cache()
+    tier.withholds_results = False
+    stack.step(2)
+    assert [list(job.keys) for job in tier.stores] == [first]
+    assert tier.calls[-1] == ("finished", "r")
+    assert stack.primary.num_free_or_evictable() == 8
+
+
+def test_cascades_above_share_are_submitted_by_shutdown(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    stack = make_stack(8, recording, cascade_share=0.25)
+    req = announce(stack, described("r"))
+    names = keys(6)
+    for start in range(0, 6, 2):
+        stack.store(names[start : start + 2], req)
+    stack.manager.on_request_finished(req)
+    tier = stack.tiers[0]
+    stack.manager.shutdown()
+    assert [key for job in tier.stores for key in job.keys] == names
+    assert ("finished", "r") in tier.calls
 
 
 def test_manager_asks_tiers_in_order_and_touches_all(make_stack: MakeStack, keys: Keys, described: Described) -> None:

@@ -159,7 +159,7 @@ def test_on_new_request_reused_id_during_stores_ends_once(
     stack.store(second, again)
     stack.manager.on_request_finished(again)
     assert stack.tiers[0].calls == [("new", "r"), ("finished", "r")]
-    stack.step()
+    stack.step(2)
     assert stack.primary.num_free_or_evictable() == 8
     assert not stack.manager.has_pending_work()
 
@@ -187,7 +187,7 @@ def test_promoted_block_reaches_request_level_tiers_once_readable(
     assert len(near.stores) == 1, "not submitted again"
     assert [list(job.keys) for job in far.stores] == [names], "it receives every block that the request offers"
     stack.manager.on_request_finished(req)
-    stack.step()
+    stack.step(2)
     assert set(near.blocks) == set(names)
     assert stack.primary.num_free_or_evictable() == 8
 
@@ -216,7 +216,7 @@ def test_promoted_block_offered_meanwhile_reaches_request_level_tiers(
     stack.manager.on_request_finished(offering)
     assert ("finished", "c") not in near.calls
     far.withholds_results = False
-    stack.step()
+    stack.step(2)
     assert [(list(job.keys), job.req_context.req_id) for job in near.stores] == [(names, "c")]
     assert near.calls[-1] == ("finished", "c")
     stack.step()

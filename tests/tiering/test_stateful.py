@@ -171,8 +171,11 @@ class TieringMachine(RuleBasedStateMachine):
     """Numbers of actions of all runs: runs without actions would prove nothing."""
     sabotage: Callable[[TieringOffloadingManager], None] | None = None
 
-    @initialize(tiers=st.lists(st.sampled_from(OffloadPolicy), min_size=1, max_size=2))
-    def build(self, tiers: list[OffloadPolicy]) -> None:
+    @initialize(
+        tiers=st.lists(st.sampled_from(OffloadPolicy), min_size=1, max_size=2),
+        cascade_share=st.sampled_from([1.0, 0.3]),
+    )
+    def build(self, tiers: list[OffloadPolicy], cascade_share: float) -> None:
         region = SharedOffloadRegion(uuid.uuid4().hex, NUM_ROWS * STRIDE, NUM_ROWS, 0, 1, STRIDE)
         self.primary = CPUPrimaryTierOffloadingManager(NUM_ROWS, region)
         view = self.primary.get_kv_memoryview()
@@ -180,7 +183,7 @@ class TieringMachine(RuleBasedStateMachine):
         layout = RowLayout(STRIDE, (GroupLayout(((0, STRIDE),)),) * NUM_GROUPS)
         config = OffloadingConfig({"w": 1}, 16, layout, NUM_ROWS)
         self.tiers = [ChaosTier(config, view, policy) for policy in tiers]
-        self.manager = TieringOffloadingManager(self.primary, self.tiers, cascade_share=1.0)
+        self.manager = TieringOffloadingManager(self.primary, self.tiers, cascade_share=cascade_share)
         self.requests: dict[str, ReqContext] = {}
         self.transfers: list[Transfer] = []
         self.weights = 0

@@ -284,6 +284,12 @@ class OffloadingManager(ABC):
         """Return the results of ``lookup`` for the keys before the first miss: True or None for each of them."""
         return list(takewhile(lambda answer: answer is not False, (self.lookup(key, req_context) for key in keys)))
 
+    def is_held(self, key: OffloadKey) -> bool:
+        """Return whether the block has a place that ``prepare_store`` need not allocate, readable or not. Unlike
+        ``lookup``, this has no effects. A manager that cannot tell returns False.
+        """
+        return False
+
     @abstractmethod
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Protect blocks from eviction until ``complete_load``, and return their locations, in the order of ``keys``.

@@ -66,6 +66,9 @@ class CPUOffloadingManager(OffloadingManager):
             return False
         return None if self._refs[row] < 0 else True
 
+    def is_held(self, key: OffloadKey) -> bool:
+        return key in self._rows and key not in self._earlier
+
     def is_ready(self, key: OffloadKey) -> bool:
         """Return whether the block is held and readable."""
         row = self._rows.get(key)

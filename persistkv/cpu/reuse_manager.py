@@ -28,8 +28,9 @@ class FilterReusedOffloadingManager(OffloadingManager):
     promoted, and neither shows whether a block is reused. Blocks that the request fills later are not counted.
 
     ``prepare_store`` leaves blocks below the threshold out of ``keys_to_store``, like blocks that are held. They get no
-    row, evict nothing, and must not be named in ``complete_store``. All other calls reach ``backing`` unchanged; none
-    of them counts. A ``backing`` with tiers promotes blocks regardless of their count.
+    row, evict nothing, and must not be named in ``complete_store``. Blocks that ``backing`` holds reach it regardless
+    of their count, because its tiers may need every block of a request. All other calls reach ``backing`` unchanged;
+    none of them counts. A ``backing`` with tiers promotes blocks regardless of their count.
 
     :param backing: owned by the filter, which shuts it down.
     :param store_threshold: lookups before a block is stored; at least 1.
@@ -75,8 +76,12 @@ class FilterReusedOffloadingManager(OffloadingManager):
         return sorted(new, key=lambda block: description.depth(block) or 0, reverse=True)
 
     def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        num_lookups, threshold = self._num_lookups, self.store_threshold
-        return self.backing.prepare_store([key for key in keys if num_lookups.get(key, 0) >= threshold], req_context)
+        num_lookups, threshold, is_held = self._num_lookups, self.store_threshold, self.backing.is_held
+        offered = [key for key in keys if num_lookups.get(key, 0) >= threshold or is_held(key)]
+        return self.backing.prepare_store(offered, req_context)
+
+    def is_held(self, key: OffloadKey) -> bool:
+        return self.backing.is_held(key)
 
     def complete_store(self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         self.backing.complete_store(keys, req_context, success)

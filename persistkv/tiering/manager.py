@@ -200,6 +200,9 @@ class TieringOffloadingManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         return self._lookup(key, req_context, None)
 
+    def is_held(self, key: OffloadKey) -> bool:
+        return self.primary_tier.is_held(key)
+
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         """See ``OffloadingManager``. From the first key on that is not readable in the primary tier, one call probes
         each secondary tier for all keys, if the tier has its own ``lookup_prefix``.

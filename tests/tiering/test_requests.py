@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from persistkv.base import OffloadKey, OffloadPolicy, ReqContext
+from persistkv.cpu.reuse_manager import FilterReusedOffloadingManager
 from tests.tiering.tiers import BlockLevelTier, RecordingTier
 
 Keys = Callable[..., list[OffloadKey]]
@@ -253,3 +254,24 @@ def test_promoted_block_of_request_without_stores_stays_in_its_tier(
     stack.manager.on_request_finished(req)
     stack.step()
     assert near.stores == []
+
+
+def test_store_threshold_held_blocks_reach_request_level_tiers(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    """The blocks were promoted, so they are held although no request has looked them up often enough."""
+    stack = make_stack(8, recording, recording)
+    near, far = stack.tiers
+    names = keys(4)
+    store_only_in_tiers(stack, names, described("a", names))
+    assert stack.promote(names, described("b", names)) == [True] * 4
+    for tier in (near, far):
+        tier.stores.clear()
+    manager = FilterReusedOffloadingManager(stack.manager, store_threshold=3)
+    new = keys(2)
+    req = described("c", names + new)
+    assert manager.on_new_request(req).policy is OffloadPolicy.REQUEST_LEVEL
+    output = manager.prepare_store(names + new, req)
+    assert output is not None
+    assert output.keys_to_store == [], "the other blocks stay below the threshold"
+    assert [[list(job.keys) for job in tier.stores] for tier in (near, far)] == [[names], [names]]

@@ -77,7 +77,12 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     remote store has always 8. Ignored if ``host`` is ``inline``."""
     open_timeout_s: Annotated[float, msgspec.Meta(ge=1)] = 60.0
     """Seconds, at least 1, to wait at construction for the store to open. After that, a host process continues to open
-    it, and lookups miss until it is open; if the host is a thread, the constructor raises HostError."""
+    it, and lookups miss until it is open; so does a thread, unless ``required`` is set: then the constructor raises
+    HostError."""
+    required: bool = False
+    """What happens if the store cannot be opened at the start (busy, no permission, no such bucket, damaged). False: an
+    error is logged, lookups miss and new blocks are dropped, and the store is tried again in the background. True: the
+    constructor raises the error. Mistakes in the configuration are always raised."""
     unique_request_ids: bool = False
     """Whether the engine's request ids are unique across restarts. If so, stored requests are listed under these ids,
     otherwise under generated ones."""
@@ -95,8 +100,9 @@ class PersistentTier(SecondaryTierManager):
 
     :raises ConfigurationError: an option is invalid (the error names it), or ``config.identity`` is empty.
     :raises IdentityMismatchError: ``strict_identity`` is set and the store contains only other identities.
-    :raises StoreError: the store cannot be opened.
-    :raises HostError: the store's host does not start.
+    :raises MissingExtraError: a package that the store's driver requires is not installed.
+    :raises StoreError: ``required`` is set and the store cannot be opened.
+    :raises HostError: ``required`` is set and the store's host does not start.
     """
 
     def __init__(self, config: OffloadingConfig, primary_kv_view: memoryview, **options: Any) -> None:
@@ -127,7 +133,7 @@ class PersistentTier(SecondaryTierManager):
         self._client = StoreClient(
             self._choose_host(), hello, max_queue_bytes=queue_bytes, watchdog_s=self.options.watchdog_s
         )
-        self._client.open(self.options.open_timeout_s)
+        self._client.open(self.options.open_timeout_s, required=self.options.required)
         self._engine = uuid.uuid4().hex
         self._sequence = 0
         self._finished: list[JobResult] = []

@@ -16,7 +16,7 @@ import pytest
 
 from persistkv.base import OffloadKey, OffloadPolicy, ReqContext, Retention
 from persistkv.config import OffloadingConfig
-from persistkv.errors import ConfigurationError, IdentityMismatchError
+from persistkv.errors import ConfigurationError, IdentityMismatchError, StoreUnavailableError
 from persistkv.storage import open_inspectable
 from persistkv.storage.records import Choice
 from persistkv.testing.tier_conformance import SecondaryTierConformance
@@ -225,6 +225,43 @@ def test_persistent_tier_strict_identity_other_weights_raises(make_stack: MakeSt
 
     with pytest.raises(IdentityMismatchError, match="weights: 'v' here, 'w' stored"):
         make_stack(4, other_weights)
+
+
+@pytest.mark.parametrize("host", ["inline", "thread", "process"])
+def test_persistent_tier_unusable_store_starts_and_attaches_later(
+    make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path, host: str
+) -> None:
+    """A store costs time, never a start."""
+    (tmp_path / "store").write_text("in the way")
+    stack = make_stack(16, lmdb(tmp_path, host=host))
+    (tier,) = stack.tiers
+    chain = keys(6, 0)
+    req = described("a", chain, [])
+    stack.manager.on_new_request(req)
+    assert tier.lookup(chain[0], req) is False
+    stack.store(chain, req)
+    stack.manager.on_request_finished(req)
+    assert not tier.wait_persisted("a", 90)
+    assert tier.store_stats().client.refused_jobs == 1
+
+    (tmp_path / "store").unlink()
+    deadline = time.monotonic() + 90
+    while tier.store_stats().state != "open":
+        assert time.monotonic() < deadline
+        stack.step()
+    again = described("b", chain, [])
+    stack.manager.on_new_request(again)
+    stack.store(chain, again)
+    stack.manager.on_request_finished(again)
+    assert tier.wait_persisted("b", 90)
+    assert tier.lookup(chain[0], again) is True
+
+
+@pytest.mark.parametrize("host", ["inline", "thread", "process"])
+def test_persistent_tier_required_unusable_store_raises(make_stack: MakeStack, tmp_path: Path, host: str) -> None:
+    (tmp_path / "store").write_text("in the way")
+    with pytest.raises(StoreUnavailableError, match="is a file"):
+        make_stack(4, lmdb(tmp_path, host=host, required=True))
 
 
 @pytest.mark.parametrize("host", ["inline", "process"])

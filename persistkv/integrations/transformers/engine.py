@@ -54,6 +54,7 @@ class Engine:
         codec: str = "raw",
         host: str = "process",
         strict_identity: bool = False,
+        required: bool = False,
         lookup_deadline_s: float = 10.0,
         prewarm_share: float = 0.0,
         dtype: torch.dtype | str = "auto",
@@ -75,6 +76,8 @@ class Engine:
             any codec can be read.
         :param host: execution context of the store: ``process``, ``thread`` or ``inline``.
         :param strict_identity: refuse a store that contains only KV of other identities, e.g. of other models.
+        :param required: refuse to start if a store cannot be opened, for example because another process holds its lock
+            or a server refuses access. By default an error is logged, and the store is tried again in the background.
         :param lookup_deadline_s: seconds that a request waits for blocks being promoted from the store.
         :param prewarm_share: part of the primary tier, 0 to 1, to fill with the store's most recently used contexts
             before this returns, which takes up to a minute.
@@ -83,7 +86,7 @@ class Engine:
         :raises UnsupportedModelError: the model uses a kind of cache that this engine does not support.
         :raises UnsupportedReleaseError: persistkv does not support the installed release of transformers.
         :raises IdentityMismatchError: see ``strict_identity``.
-        :raises StoreUnavailableError: the store cannot be opened.
+        :raises StoreError: ``required`` is set and a store cannot be opened.
         """
         blocks = _DEFAULT_DEVICE_TOKENS // max(block_size, 1) if device_blocks is None else device_blocks
         for name, value in (("block_size", block_size), ("device_blocks", blocks)):
@@ -112,6 +115,7 @@ class Engine:
                 codec=codec,
                 host=host,
                 strict_identity=strict_identity,
+                required=required,
             )
         except ConfigurationError as error:
             if error.field != "cpu_bytes_to_use":

@@ -74,7 +74,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
 
     :raises ConfigurationError: an option is invalid; the error names it.
     :raises IdentityMismatchError: ``strict_identity`` is set and the store contains only other identities.
-    :raises StoreError: the store cannot be opened.
+    :raises StoreError: ``required`` is set and the store cannot be opened.
     """
 
     medium = Medium.STORAGE

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from persistkv.errors import CorruptStoreError, HostError, PersistKVError, ProcessIdInUseError
+from persistkv.errors import CorruptStoreError, HostError, PersistKVError, ProcessIdInUseError, StoreError
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host import protocol
 from persistkv.storage.host.connection import CONGESTED_BYTES
@@ -36,6 +36,7 @@ from persistkv.storage.records import Choice, News, RequestEnd, are_encodable
 logger = logging.getLogger(__name__)
 
 _OPEN_ATTEMPTS = 4
+_TEMPORARY = (StoreError, HostError)  # reasons why a store does not open that may pass; all others are the caller's
 _MOST_ENDING_BYTES = 32 << 20  # 32 MiB of ends of requests: the host keeps them until it writes their manifests
 _GLANCE_S = 5.0  # seconds between the requests for totals of ``glance``
 _TOUCHED_A_STEP = 2_048  # keys in the message of one step: about 75 KB
@@ -143,45 +144,80 @@ class StoreClient:
         self._totals: protocol.HostStats | None = None
         self._next_glance = 0.0
         self._open_error: PersistKVError | None = None
+        self._reported: type[PersistKVError] | None = None  # kind of the last logged error, until the store is open
 
     # Opening
 
-    def open(self, timeout_s: float = 60.0) -> None:
+    def open(self, timeout_s: float = 60.0, *, required: bool = True) -> None:
         """Start the host and wait until the store is open, at most ``timeout_s`` seconds; an error may take a few
         seconds more.
 
         If a host process is still opening the store then (check of a large store after an unclean exit, slow disk),
         the call returns and the host continues; lookups miss until it has finished.
 
+        :param required: False: if the store cannot be opened now (the errors marked *), log an error and return.
+            Lookups miss and jobs are refused, and calls of ``poll`` start the host again, with its backoff, until the
+            store is open. A thread that did not answer in time continues, too.
         :raises ConfigurationError: invalid URL, option or codec.
+        :raises MissingExtraError: a package that the driver requires is not installed.
         :raises IdentityMismatchError: ``strict_identity`` is set and the store contains only other identities.
-        :raises StoreError: the store cannot be opened.
-        :raises HostError: the host did not start, died repeatedly, or is a thread that did not answer in time.
+        :raises StoreError: * the store cannot be opened.
+        :raises HostError: * the host did not start, died repeatedly, or is a thread that did not answer in time.
             After an error, no host process is left running; a thread that did not answer may continue to run.
         """
         self._check_process()
-        deadline = time.monotonic() + timeout_s
         try:
-            for attempt in range(_OPEN_ATTEMPTS):
-                self._open_error = None
-                self.supervisor.start()
-                while self.state is State.OPENING and time.monotonic() < deadline:
-                    if not self._receive():
-                        time.sleep(_NAP_S)
-                if self.state is State.OPEN:
-                    return
-                if self.state is State.OPENING and self.host.restartable:
-                    logger.warning("the store did not open within %s s; lookups miss until it has", timeout_s)
-                    return
-                if not (self.host.restartable and self._may_retry_open(attempt) and self.host.wait(KILL_S)):
-                    break
-                logger.warning("the store did not open: starting its host again")
-            slow = self.state is State.OPENING
-            reason = f"did not open within {timeout_s} s" if slow else "died while it opened"
-            raise self._open_error or HostError(f"the store's host {reason}")
+            error = self._try_to_open(timeout_s, may_continue=not required or self.host.restartable)
+            if error is None:
+                return
+            if required or not (isinstance(error, _TEMPORARY) and self.supervisor.may_restart):
+                raise error
         except BaseException:
             self.supervisor.abandon()
             raise
+        self._report_failed_open(error)
+
+    def _try_to_open(self, timeout_s: float, *, may_continue: bool) -> PersistKVError | None:
+        """Start hosts until one has opened the store; return the last error if none has.
+
+        :param may_continue: whether a host that is still opening the store after the timeout is no error.
+        """
+        deadline = time.monotonic() + timeout_s
+        for attempt in range(_OPEN_ATTEMPTS):
+            self._open_error = None
+            try:
+                self.supervisor.start()
+            except HostError as not_started:
+                self.supervisor.delay_start()
+                return not_started
+            while self.state is State.OPENING and time.monotonic() < deadline:
+                if not self._receive():
+                    time.sleep(_NAP_S)
+            if self.state is State.OPEN:
+                return None
+            if self.state is State.OPENING and may_continue:
+                logger.warning("the store did not open within %s s; lookups miss until it has", timeout_s)
+                return None
+            if not (self.host.restartable and self._may_retry_open(attempt) and self.host.wait(KILL_S)):
+                break
+            logger.warning("the store did not open: starting its host again")
+        if self._open_error is not None:
+            error, self._open_error = self._open_error, None
+            return error
+        reason = f"did not open within {timeout_s} s" if self.state is State.OPENING else "died while it opened"
+        return HostError(f"the store's host {reason}")
+
+    def _report_failed_open(self, error: PersistKVError) -> None:
+        """Log why the store cannot be opened: once for each kind of error, since each further attempt may find it."""
+        if type(error) is self._reported:
+            logger.debug("the store still does not open: %s", error)
+            return
+        self._reported = type(error)
+        logger.error(
+            "the store does not open (%s): until it does, lookups miss and new blocks are dropped. "
+            "It is tried again in the background; required=true refuses to start instead",
+            error,
+        )
 
     def _may_retry_open(self, attempt: int) -> bool:
         """Return whether another host process may help: the last one died, or found its PID in use by another
@@ -340,6 +376,9 @@ class StoreClient:
         self._next_look = now + self.host.idle_look_s if self.state is State.OPEN else now
         if self.state in (State.OPENING, State.OPEN) and self._receive():
             self._next_look = 0.0  # more messages may be waiting
+        if self._open_error is not None:
+            error, self._open_error = self._open_error, None
+            self._report_failed_open(error)
         self._send_touched()
         self.table.release_some()
         if self.supervisor.has_exited():
@@ -423,8 +462,8 @@ class StoreClient:
                 self._opened(message)
             case protocol.OpenFailed():
                 self._open_error = message.error()
-                logger.warning("the store does not open: %s", self._open_error)
-                self._mark_lost()
+                self.supervisor.end_failed_open()
+                self._forget_content()
             case protocol.Pong():
                 if self.supervisor.watchdog.call_hangs(message.longest_s):
                     self._mark_lost()
@@ -439,6 +478,9 @@ class StoreClient:
     def _opened(self, opened: protocol.Opened) -> None:
         self._map(opened.table)
         self.supervisor.opened()
+        if self._reported is not None:
+            self._reported = None
+            logger.warning("the store is open now: lookups find its blocks, and new ones are stored")
         self.wants_all = opened.wants_all
         if self.wants_all and self._others_load:  # while the store was not open
             self.supervisor.connection.send(protocol.Loaded(PackedKeys()))
@@ -448,6 +490,10 @@ class StoreClient:
 
     def _mark_lost(self) -> None:
         self.supervisor.mark_lost()
+        self._forget_content()
+
+    def _forget_content(self) -> None:
+        """Forget what the store holds: another host reads it again."""
         self.table.clear()
         self._touched.clear()
         self._events.lost |= self.supervisor.hello.options.events

@@ -7,30 +7,20 @@ Questions have a token, which the answer repeats, so that late answers to earlie
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from persistkv import errors
 from persistkv.config import RowLayout
-from persistkv.errors import (
-    ConfigurationError,
-    CorruptStoreError,
-    FieldDifference,
-    IdentityMismatchError,
-    PersistKVError,
-    ProcessIdInUseError,
-    StoreError,
-    StoreFullError,
-    StoreUnavailableError,
-)
+from persistkv.errors import ConfigurationError, FieldDifference, IdentityMismatchError, PersistKVError
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.records import Choice, News, RequestEnd, StoreCounters, StoreOptions
 
-_ERRORS: dict[str, Callable[..., PersistKVError]] = {
-    kind.__name__: kind
-    for kind in (ConfigurationError, CorruptStoreError, ProcessIdInUseError, StoreFullError, StoreUnavailableError)
+_ERRORS: dict[str, type[PersistKVError]] = {
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, PersistKVError)
 }
+"""The exception classes that both processes know, by name."""
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True):
@@ -159,26 +149,43 @@ class OpenFailed(_Message):
     """The store could not be opened. The answer to ``Hello`` instead of ``Opened``."""
 
     kind: str
-    """Name of the error's class."""
-    arguments: list[Any]
-    """Arguments of its constructor."""
+    """Name of the error's class in ``persistkv.errors``."""
+    text: str
+    attributes: dict[str, Any]
+    """The error's other attributes, as text; ``differences`` as a list."""
 
     @classmethod
-    def of(cls, error: Exception) -> OpenFailed:
-        """Encode an exception as a message."""
-        arguments: list[Any] = [str(error)]
-        if type(error) is ConfigurationError:
-            arguments = [error.field, str(error.value), error.expected]
-        elif isinstance(error, IdentityMismatchError):
-            arguments = [error.url, [list(map(str, difference)) for difference in error.differences]]
-        return cls(type(error).__name__, arguments)
+    def of(cls, error: PersistKVError | ValueError) -> OpenFailed:
+        """Encode an exception as a message.
+
+        A subclass of a driver becomes its nearest class in ``persistkv.errors``. Another ValueError, which a value of
+        the caller has caused, becomes a ConfigurationError.
+        """
+        known = [kind.__name__ for kind in type(error).__mro__ if _ERRORS.get(kind.__name__) is kind]
+        if not known:
+            error = ConfigurationError("store", None, "", str(error))
+            known = [ConfigurationError.__name__]
+        attributes: dict[str, Any] = {}
+        for name, value in vars(error).items():
+            attributes[name] = None if value is None else str(value)
+        if isinstance(error, IdentityMismatchError):
+            attributes["differences"] = [list(map(str, fields)) for fields in error.differences]
+        return cls(known[0], str(error), attributes)
 
     def error(self) -> PersistKVError:
-        """Decode the exception that ``of`` encoded; an unknown class becomes StoreError."""
-        if self.kind == IdentityMismatchError.__name__:
-            url, differences = self.arguments
-            return IdentityMismatchError(url, [FieldDifference(*difference) for difference in differences])
-        return _ERRORS.get(self.kind, StoreError)(*self.arguments)
+        """Decode the exception that ``of`` encoded.
+
+        :raises ValueError: there is no such class.
+        """
+        kind = _ERRORS.get(self.kind)
+        if kind is None:
+            raise ValueError(f"unknown error {self.kind}")
+        # Like unpickling: the parameters of the constructors differ between the classes.
+        error = kind.__new__(kind, self.text)
+        vars(error).update(self.attributes)
+        if isinstance(error, IdentityMismatchError):
+            error.differences = tuple(FieldDifference(*fields) for fields in self.attributes["differences"])
+        return error
 
 
 class JobDone(_Message):

@@ -351,7 +351,8 @@ class State(enum.Enum):
     DYING = "dying"
     """The connection has ended, but the process may still run and use rows: jobs in flight have no result yet."""
     DOWN = "down"
-    """The host is dead or was never started. If it can be restarted, that happens when its backoff is over."""
+    """The host is dead or was never started. If it can be restarted, or could not open the store, it is started again
+    when its backoff is over."""
     CLOSED = "closed"
     """The host is not restarted."""
 
@@ -379,6 +380,8 @@ class Supervisor:
         self._opened_at: float | None = None
         self.uses_rows = False
         """Whether a host may use rows: from the first message to it until it sends ``Ended`` or exits."""
+        self.open_failed = False
+        """Whether the last host could not open the store. It ends by itself then, so any kind may start again."""
 
     def start(self) -> None:
         """Start the host, or raise HostError. The caller must then call ``send_hello`` until it returns True."""
@@ -386,7 +389,7 @@ class Supervisor:
             self.connection = self.host.start()
         except OSError as error:
             raise HostError(f"the host of the store does not start: {error}") from error
-        self.state, self.uses_rows = State.OPENING, False
+        self.state, self.uses_rows, self.open_failed = State.OPENING, False, False
         self.watchdog.patience_s = self.opening_watchdog_s
         self.watchdog.restart_timer()
 
@@ -402,6 +405,11 @@ class Supervisor:
         self._opened_at = time.monotonic()
         self.watchdog.patience_s = self.watchdog_s
 
+    def end_failed_open(self) -> None:
+        """End a host that could not open the store."""
+        self.open_failed = True
+        self.mark_lost()
+
     def mark_lost(self) -> None:
         """Kill the host and close the connection. The host may use rows until ``has_exited`` returns True."""
         self.host.kill()
@@ -416,23 +424,28 @@ class Supervisor:
         if self.state is not State.DYING or not self.host.wait(0.0):
             return False
         self.state, self.uses_rows = State.DOWN, False
-        seconds = self._delay_start()
-        if self.host.restartable:
+        seconds = self.delay_start()
+        if self.host.restartable and not self.open_failed:  # the client reports that
             logger.warning("the host process ended; lookups miss until another one is open, in %.1f s or more", seconds)
         return True
 
+    @property
+    def may_restart(self) -> bool:
+        """Whether another start may follow the end of the host."""
+        return self.host.restartable or self.open_failed
+
     def maybe_restart(self) -> bool:
         """Restart a dead host if its backoff is over; return whether a start was attempted."""
-        if self.state is not State.DOWN or not self.host.restartable or time.monotonic() < self._start_at:
+        if self.state is not State.DOWN or not self.may_restart or time.monotonic() < self._start_at:
             return False
         try:
             self.start()
         except HostError as error:
             logger.error("%s", error)
-            self._delay_start()
+            self.delay_start()
         return True
 
-    def _delay_start(self) -> float:
+    def delay_start(self) -> float:
         """Delay the next start; return for how many seconds: 0.1, doubled with each further failure, at most 30.
 
         A host that was open for 60 s begins again at 0.1. A single answer does not: a job that kills each host, or a

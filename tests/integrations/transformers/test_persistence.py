@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 import persistkv
 from persistkv import Engine
-from persistkv.errors import ConfigurationError, IdentityMismatchError
+from persistkv.errors import ConfigurationError, IdentityMismatchError, StoreUnavailableError
 from persistkv.integrations.transformers.results import GenerateResult
 from tests.host_processes import host_processes
 
@@ -217,6 +217,18 @@ class TestChangedModelOnSameStore:
         assert field in [difference.field for difference in refusal.value.differences]
         with open_engine(model, url, strict_identity=True) as again:
             assert again.generate(prompt, 8).stats.persistent_tokens == 96
+
+
+def test_engine_unusable_store_starts_unless_required(
+    model: PreTrainedModel, tmp_path: Path, url: str, prompt: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "store").write_text("in the way")
+    with pytest.raises(StoreUnavailableError, match="is a file"):
+        open_engine(model, url, required=True)
+    caplog.clear()
+    with open_engine(model, url) as engine:
+        assert engine.generate(prompt, 8).tokens == answer_without_store(model, prompt).tokens
+    assert caplog.text.count("the store does not open") == 1
 
 
 def test_engine_copied_checkpoint_hits_and_other_dtype_misses(

@@ -18,13 +18,25 @@ import msgspec
 import pytest
 
 from persistkv.config import GroupLayout, RowLayout
-from persistkv.errors import ConfigurationError, HostError, IdentityMismatchError, StoreUnavailableError
+from persistkv.errors import (
+    ConfigurationError,
+    CorruptStoreError,
+    FileError,
+    HostError,
+    IdentityMismatchError,
+    MissingExtraError,
+    PersistKVError,
+    StoreBusyError,
+    StoreError,
+    StoreFullError,
+    StoreUnavailableError,
+)
 from persistkv.storage import open_backend
 from persistkv.storage.executor import Executor
 from persistkv.storage.host import server
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.connection import SocketConnection
-from persistkv.storage.host.protocol import Hello, Opened, Ping, Pong, ToEngine, ToStore
+from persistkv.storage.host.protocol import Hello, Opened, OpenFailed, Ping, Pong, ToEngine, ToStore
 from persistkv.storage.host.server import StoreServer
 from persistkv.storage.host.supervisor import InlineHost, State
 from persistkv.storage.identity import Identity
@@ -37,6 +49,39 @@ HELLO = Hello(
     RowLayout(BLOCK, (GroupLayout(((0, BLOCK),)),)),
     StoreOptions(),
 )
+
+
+class DriverError(StoreUnavailableError):
+    """An error class that only the host's driver knows."""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (StoreBusyError("busy"), StoreBusyError),
+        (StoreError("failed"), StoreError),
+        (StoreFullError("full"), StoreFullError),
+        (CorruptStoreError("damaged"), CorruptStoreError),
+        (DriverError("refused"), StoreUnavailableError),
+        (MissingExtraError("boto3", "s3"), MissingExtraError),
+        (FileError("read", Path("/key"), OSError("absent")), FileError),
+        (ConfigurationError("capacity", -1, "a size"), ConfigurationError),
+        (ValueError("a layout that does not fit"), ConfigurationError),
+    ],
+)
+def test_open_failed_error_keeps_type_and_text_across_processes(
+    error: PersistKVError | ValueError, kind: type[PersistKVError]
+) -> None:
+    ours, theirs = socket.socketpair()
+    engine, host = SocketConnection(ours, ToEngine), SocketConnection(theirs, ToStore)
+    host.send(OpenFailed.of(error))
+    (message,) = engine.receive()
+    received = message.error()
+    assert type(received) is kind
+    assert str(received) == str(error)
+    assert vars(received).keys() >= vars(error).keys()
+    engine.close()
+    host.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -54,6 +99,90 @@ def test_open_failure_raises_original_error_type_in_engine(hosted: Any, tmp_path
     with pytest.raises(IdentityMismatchError, match="weights: 'other' here, 'w' stored") as caught:
         hosted.connect(f"lmdb://{tmp_path}/b", kind, identity={"weights": "other"}, strict_identity=True).open()
     assert caught.value.differences[0].field == "weights"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_open_not_required_unusable_store_is_attached_when_it_opens(
+    hosted: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    blocked = tmp_path / "store"
+    blocked.write_text("in the way")
+    client = hosted.connect(f"lmdb://{blocked}", kind)
+    client.open(required=False)
+    keys = make_keys(4)
+    assert client.table.prefix(keys) == 0
+    client.submit_store(1, "a", keys, range(4), None, 4 * BLOCK)
+    assert hosted.finish(client, 1).refused
+    assert client.counters.refused_jobs == 1
+    while client.counters.restarts < 2:  # further attempts that fail add no lines
+        client.poll()
+    assert caplog.text.count("the store does not open") == 1
+    assert "is a file" in caplog.text
+
+    blocked.unlink()
+    wait_for(client, State.OPEN)
+    assert caplog.text.count("the store does not open") == 1
+    client.submit_store(2, "a", keys, range(4), None, 4 * BLOCK)
+    assert hosted.finish(client, 2).failed == []
+    assert client.flush(90)
+    client.poll()
+    assert client.table.prefix(keys) == 4
+
+
+def test_open_not_required_configuration_mistakes_raise(hosted: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="capacity"):
+        hosted.connect(f"lmdb://{tmp_path}/a?capacity=-1").open(required=False)
+    with pytest.raises(ConfigurationError, match="codec"):
+        hosted.connect(f"lmdb://{tmp_path}/a", codec="none").open(required=False)
+    hosted.connect(f"lmdb://{tmp_path}/b").open()
+    other = hosted.connect(f"lmdb://{tmp_path}/b", identity={"weights": "v"}, strict_identity=True)
+    with pytest.raises(IdentityMismatchError):
+        other.open(required=False)
+
+
+def test_open_not_required_dying_hosts_are_restarted_in_background(hosted: Any, tmp_path: Path) -> None:
+    hello = hosted.connect(f"lmdb://{tmp_path}/store").supervisor.hello
+    host = SignalledHost((hosted.fd,), len(hosted.memory), signal.SIGKILL, 5)
+    client = StoreClient(host, hello, max_queue_bytes=1 << 30)
+    hosted.clients.append(client)
+    client.open(required=False)
+    assert client.state is not State.OPEN
+    wait_for(client, State.OPEN)
+    assert client.flush(90)
+
+
+LOCK_HOLDER = """
+import sys
+from pathlib import Path
+from persistkv_lmdb import files
+lock = files.WriterLock(Path(sys.argv[1]))
+with lock.held():
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_open_store_locked_by_stopped_process_is_busy_then_attached(
+    hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("persistkv_lmdb.files.OPENING_PATIENCE_S", 0.2)  # 30 s
+    path = tmp_path / "store"
+    creator = hosted.connect(f"lmdb://{path}")
+    creator.open()
+    creator.close()
+    command = [sys.executable, "-c", LOCK_HOLDER, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        holder.send_signal(signal.SIGSTOP)
+        with pytest.raises(StoreBusyError, match="busy"):
+            hosted.connect(f"lmdb://{path}", "thread").open()
+        client = hosted.connect(f"lmdb://{path}", "thread")
+        client.open(required=False)
+        assert caplog.text.count("the store does not open") == 1
+        holder.kill()
+    wait_for(client, State.OPEN)
+    assert "the store is open now" in caplog.text
 
 
 def test_open_identity_notice_reaches_engine_once(

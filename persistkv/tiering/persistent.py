@@ -340,13 +340,17 @@ class PersistentTier(SecondaryTierManager):
         return events
 
     def reset_cache(self, weights_changed: bool) -> None:
-        """Detach the tier for good if weights changed, since its identity is no longer the engine's: lookups miss, and
-        later jobs fail. The store keeps its blocks.
-        """
+        """Detach the tier if weights changed, since its identity is no longer the engine's; see ``detach``."""
         if weights_changed and not self._detached:
-            self._detached = True
-            self._contains = lambda key: False
-            logger.warning("weights changed without a new identity: nothing is persisted from here on")
+            self.detach()
+            logger.error("weights changed without a new identity: nothing is persisted from here on")
+
+    def detach(self) -> None:
+        """End the use of the store for good, without waiting: lookups miss, and later jobs fail. The store keeps its
+        blocks, and still writes those of jobs that it has accepted.
+        """
+        self._detached = True
+        self._contains = lambda key: False
 
     def wait_persisted(self, req_id: str, timeout_s: float) -> bool:
         """Wait until all blocks of a finished request are durable, at most ``timeout_s`` seconds.

@@ -51,6 +51,20 @@ def find_kv_cache_config() -> Any:
     return _on_stack(KVCacheConfig, "kv_cache_config", "_kv_cache_config")
 
 
+def find_executor() -> Any:
+    """Return the ``Executor`` of the engine that is being built; None if no caller on the stack has it."""
+    from vllm.v1.executor import Executor
+
+    return _on_stack(Executor, "model_executor")
+
+
+def find_worker() -> Any:
+    """Return the ``WorkerBase`` that is being initialised; None if no caller on the stack is one."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    return _on_stack(WorkerBase)
+
+
 def _on_stack(kind: type, *attributes: str) -> Any:
     """Search for an object of this type in the callers' local variables, and in these attributes of their ``self``."""
     frame = inspect.currentframe()

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Any
 
+from persistkv.integrations.vllm.identity import find_worker
 from persistkv.integrations.vllm.regions import remove_leftovers
+from persistkv.integrations.vllm.weights import watch_weights
 
 _PACKAGE = "persistkv.integrations.vllm"
 
 
 def register() -> None:
-    """Register the tiers by short names and the spec; remove the files of killed engines' primary tiers."""
+    """Register the tiers by short names and the spec, let workers watch their weights, and remove the files of killed
+    engines' primary tiers.
+    """
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
@@ -21,4 +26,22 @@ def register() -> None:
     ):
         with suppress(ValueError):  # registered before
             register_name(name, _PACKAGE, class_name)
+    _watch_workers()
     remove_leftovers()
+
+
+def _watch_workers() -> None:
+    """Let the workers of vLLM's own spec compare their weights, see ``persistkv.integrations.vllm.weights``."""
+    from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+    get_worker = TieringOffloadingSpec.get_worker
+    if hasattr(get_worker, "persistkv"):
+        return
+
+    def watched(self: Any, kv_caches: Any) -> Any:
+        worker = get_worker(self, kv_caches)
+        watch_weights(worker, self, find_worker())
+        return worker
+
+    watched.persistkv = True  # type: ignore[attr-defined]
+    TieringOffloadingSpec.get_worker = watched

@@ -14,7 +14,9 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from persistkv.cpu.devices.base import Direction
 from persistkv.cpu.devices.cpu import CPUCopyEngine
 from persistkv.cpu.layout import KVMemory, PageCopies, plan_copies
+from persistkv.integrations.vllm.identity import find_worker
 from persistkv.integrations.vllm.regions import ready
+from persistkv.integrations.vllm.weights import watch_weights
 from persistkv.memory.libc import memory_at
 
 Mappings = Mapping[tuple[int, int], Any]
@@ -49,7 +51,9 @@ class PersistKVSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not
         rows = [create_view(size * self.blocks_per_chunk) for size in sizes]
         storage = rows[0].untyped_storage()
         ready(memory_at(storage.data_ptr(), storage.nbytes()))
-        return CPUOffloadingWorker(kv_caches, rows, self.blocks_per_chunk, region.cleanup, mappings)
+        worker = CPUOffloadingWorker(kv_caches, rows, self.blocks_per_chunk, region.cleanup, mappings)
+        watch_weights(worker, self, find_worker())
+        return worker
 
 
 class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is not installed where types are checked

@@ -41,6 +41,7 @@ from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
 from persistkv.integrations.vllm.identity import (
     engine_facts,
     engine_identity,
+    find_executor,
     find_kv_cache_config,
     find_vllm_config,
     has_random_hashes,
@@ -51,6 +52,7 @@ from persistkv.integrations.vllm.numbers import by_group_index, number_layout
 from persistkv.integrations.vllm.options import vllm_options
 from persistkv.integrations.vllm.regions import close_region, open_region
 from persistkv.integrations.vllm.requests import LiveRequest, Prefetch, request_options
+from persistkv.integrations.vllm.weights import GuardedTier, attach_watch
 from persistkv.isolation import Isolation
 from persistkv.storage import BACKENDS
 from persistkv.storage.identity import Identity
@@ -104,6 +106,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         except BaseException:
             close_region(self._region_fds)
             raise
+        self._guard = GuardedTier(self._tier, attach_watch(offloading_spec, find_executor()))
         self._labels = {"model": str(offloading_spec.config.model.name), **self.options.labels}
         self._requests: dict[str, LiveRequest] = {}
         self._loads: dict[int, tuple[LiveRequest, Sequence[OffloadKey]]] = {}
@@ -157,8 +160,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
     def submit_store(self, job_metadata: TransferJob) -> None:
         request = self._request(job_metadata.req_context)
         keys = list(job_metadata.keys)
-        if request.wants(keys, self.options.min_tokens):
-            self._tier.submit_store(_job(job_metadata, keys, request.learn(keys)))
+        if not self._guard.is_detached and request.wants(keys, self.options.min_tokens):
+            self._guard.submit_store(_job(job_metadata, keys, request.learn(keys)))
         else:
             self._passed_over.append(JobResult(job_metadata.job_id, True, transfer_bytes=0))
 
@@ -169,11 +172,11 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         for tier in self._tiers:
             if tier is not self._tier:
                 tier.loaded_elsewhere(keys)
-        self._tier.submit_load(_job(job_metadata, keys, request.context))
+        self._guard.submit_load(_job(job_metadata, keys, request.context))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         passed_over, self._passed_over = self._passed_over, []
-        return passed_over + [self._result(result) for result in self._tier.get_finished_jobs()]
+        return passed_over + [self._result(result) for result in self._guard.get_finished_jobs()]
 
     def _result(self, result: TierResult) -> JobResult:
         success = result.success and not result.failed_keys
@@ -195,11 +198,13 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         self._tier.touch(list(keys), req_context)
 
     def has_pending_work(self) -> bool:
-        return bool(self._passed_over) or self._tier.has_pending_work()
+        return bool(self._passed_over) or self._guard.has_pending_work()
 
     def drain_jobs(self) -> None:
-        while not self._tier.drain_jobs(_DRAIN_S):
+        """End all jobs. vLLM calls it to reset its caches, which often belongs to a change of the weights."""
+        while not self._guard.drain_jobs(_DRAIN_S):
             logger.warning("still waiting for jobs of the store to end")
+        self._guard.watch.suspect()
 
     # Requests
 
@@ -235,7 +240,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
     def on_request_finished(self, req_context: ReqContext) -> None:
         request = self._requests.pop(req_context.req_id, None)
         if request is not None and request.has_stored:
-            self._tier.on_request_finished(request.end())
+            self._guard.on_request_finished(request.end())
 
     # The rest
 

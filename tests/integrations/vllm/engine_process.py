@@ -5,6 +5,7 @@ Reads one JSON command per line, answers each with one line of JSON, and exits a
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -86,6 +87,32 @@ class Server:
                 found[metric.name] = found.get(metric.name, 0) + metric.value
         return found
 
+    def change(self, how: str, seed: int = 1) -> None:
+        """Replace the weights by others, the same in each engine.
+
+        :param how: ``function``: with ``apply_model``. ``memory``: without a call, as another process would that shares
+            the memory of the parameters. ``reload_weights``: from the checkpoint, with this method of the workers.
+        """
+        if how == "function":
+            self._llm.apply_model(functools.partial(change_weights, seed=seed))
+        elif how == "memory":
+            core = self._llm.llm_engine.engine_core.engine_core
+            change_weights(core.model_executor.driver_worker.worker.model_runner.model, seed)
+        else:
+            self._llm.collective_rpc(how)
+
+    def look(self) -> None:
+        """Call a function in the workers that changes nothing."""
+        self._llm.apply_model(count_parameters)
+
+    def reset(self) -> bool:
+        """Reset all caches of vLLM, as a trainer does after an update."""
+        return bool(self._llm.reset_prefix_cache(reset_connector=True))
+
+    def rest(self, seconds: float) -> None:
+        """Wait."""
+        time.sleep(seconds)
+
     def delete(self) -> None:
         """Delete the ``LLM`` object, as a notebook does. Send no further command."""
         self._llm = None
@@ -95,6 +122,19 @@ class Server:
         """Shut the engine down as a program does that exits normally."""
         if self._llm is not None:
             self._llm.llm_engine.engine_core.shutdown()
+
+
+def change_weights(model: Any, seed: int) -> None:
+    """Add noise to each parameter."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.data.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+
+
+def count_parameters(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _answers(outputs: list[Any]) -> dict[str, Any]:

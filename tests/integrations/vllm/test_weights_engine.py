@@ -1,0 +1,80 @@
+"""Weights that change while a real vLLM engine runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integrations.vllm.conftest import SHORT, prompt, tier, wait_stored
+from tests.integrations.vllm.tiny_model import make_model
+
+pytestmark = pytest.mark.vllm
+
+BEFORE, AFTER = prompt(1), prompt(2)
+NOTICE = "weights changed while the engine runs"
+FUNCTIONS = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+
+
+@pytest.fixture(scope="module")
+def expected(plain_engine):
+    """Answers with the weights of the checkpoint."""
+    return plain_engine.generate(BEFORE, AFTER)["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("how", "environment"),
+    [("function", FUNCTIONS), ("memory", FUNCTIONS), ("function", FUNCTIONS | PROCESSES)],
+    ids=["function", "memory", "function-processes"],
+)
+def test_engine_changed_weights_detaches_and_keeps_store_clean(start_engine, url, expected, how, environment):
+    plain = start_engine(environment=FUNCTIONS)
+    plain.ask(do="change", how="function")
+    changed = plain.generate(BEFORE, AFTER)["tokens"]
+    plain.close()
+    assert changed != expected
+    engine = start_engine(tier(url), environment=environment)
+    assert engine.generate(BEFORE) == {"tokens": expected[:1], "cached": [0]}
+    engine.generate(SHORT)
+    wait_stored(url, 1)
+    assert engine.ask(do="reset")
+    engine.ask(do="rest", seconds=0.2)
+    assert engine.generate(BEFORE) == {"tokens": expected[:1], "cached": [384]}  # from the store
+    engine.generate(SHORT)
+    engine.ask(do="change", how=how)
+    assert engine.ask(do="reset")
+    assert engine.generate(BEFORE, AFTER) == {"tokens": changed, "cached": [0, 0]}
+    engine.generate(SHORT)
+    engine.close()
+    assert engine.log.count(NOTICE) == 1
+    clean = start_engine(tier(url))
+    assert clean.generate(BEFORE, AFTER) == {"tokens": expected, "cached": [384, 0]}
+    assert clean.log.count(NOTICE) == 1  # the engines of a test share their log
+
+
+def test_engine_reloaded_weights_detaches(start_engine, url, tmp_path):
+    checkpoint = make_model(tmp_path / "changing")
+    engine = start_engine(tier(url), checkpoint=checkpoint)
+    engine.generate(BEFORE)
+    engine.generate(SHORT)
+    wait_stored(url, 1)
+    make_model(checkpoint, seed=1)
+    engine.ask(do="change", how="reload_weights")
+    assert engine.ask(do="reset")
+    plain = start_engine(checkpoint=checkpoint)
+    right = plain.generate(BEFORE, AFTER)
+    plain.close()
+    assert engine.generate(BEFORE, AFTER) == right
+    assert "(call of reload_weights)" in engine.log
+
+
+def test_engine_unchanged_weights_after_function_and_reset_uses_store(start_engine, url, expected):
+    engine = start_engine(tier(url), environment=FUNCTIONS)
+    engine.generate(BEFORE)
+    engine.generate(SHORT)
+    wait_stored(url, 1)
+    engine.ask(do="look")
+    assert engine.ask(do="reset")
+    assert engine.generate(BEFORE, AFTER) == {"tokens": expected, "cached": [384, 0]}
+    engine.generate(SHORT)
+    wait_stored(url, 2)
+    assert NOTICE not in engine.log

@@ -5,9 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from persistkv.integrations.vllm.identity import find_worker
 from persistkv.integrations.vllm.regions import remove_leftovers
-from persistkv.integrations.vllm.weights import watch_weights
 
 _PACKAGE = "persistkv.integrations.vllm"
 
@@ -39,6 +37,10 @@ def _watch_workers() -> None:
         return
 
     def watched(self: Any, kv_caches: Any) -> Any:
+        # not imported in processes that have no worker, such as the front end
+        from persistkv.integrations.vllm.identity import find_worker
+        from persistkv.integrations.vllm.weights import watch_weights
+
         worker = get_worker(self, kv_caches)
         watch_weights(worker, self, find_worker())
         return worker

@@ -77,7 +77,8 @@ class ConnectorStats:
     stored_blocks: int = 0
     """Offloaded blocks whose store succeeded."""
     dropped_blocks: int = 0
-    """Offloaded blocks that were not stored because the primary tier had no room for them."""
+    """Offloaded blocks that were not stored because the primary tier had no room for them, without those
+    that are offered again."""
     failed_stores: int = 0
     """Store jobs that failed."""
     loaded_blocks: int = 0

@@ -12,6 +12,7 @@ all groups can serve. All methods are called from one thread, and none of them w
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
@@ -70,8 +71,12 @@ class _Request:
     """Keys whose lookup returned None; rarely, such a block was being written instead of promoted."""
     jobs: set[int] = field(default_factory=set)
     """Transfers in flight."""
+    refused_ends: list[int] = field(default_factory=list)
+    """For each group, the end of the blocks that were offered and found no room; they are offered again."""
     gave_up_waiting: bool = False
     finished: bool = False
+    store_until: float = math.inf
+    """``time.monotonic`` time until which blocks that find no room are offered again."""
 
     @property
     def num_matched_tokens(self) -> int:
@@ -132,6 +137,24 @@ class _Request:
             offers.append({chain[at]: at for at in held})
         return offers
 
+    def refuse(self, offers: Sequence[_Offer], num_accepted: Sequence[int]) -> None:
+        """Offer the blocks of each group after its first ``num_accepted`` ones again later."""
+        self.refused_ends = list(self.next_store)
+        for group, (offer, accepted) in enumerate(zip(offers, num_accepted, strict=True)):
+            refused = list(offer.values())[accepted:]
+            if refused:
+                self.next_store[group] = refused[0]
+
+    def num_lost(self, firsts: Sequence[int], offers: Sequence[_Offer]) -> int:
+        """Return how many refused blocks are not in ``offers``, which begin at ``firsts``, because they have left the
+        sliding window.
+        """
+        lost = 0
+        for first, end, filled, offer in zip(firsts, self.refused_ends, self.next_store, offers, strict=False):
+            offered = sum(at < end for at in offer.values())
+            lost += max(0, min(end, filled) - first) - offered
+        return lost
+
     def store_source(self, offers: Sequence[_Offer]) -> GPULoadStoreSpec:
         """Return all device blocks of the offered blocks, as the source of a store."""
         blocks: list[BlockTable] = []
@@ -165,7 +188,9 @@ class OffloadingConnectorScheduler:
     :param block_size_factor: device blocks in one offloaded block.
     :param max_load_blocks: most offloaded blocks that one load may need at once, such as all rows of the primary tier.
         Used only if there are sliding windows: then the match is limited to a prefix whose blocks fit. None: no limit.
-    :raises ConfigurationError: if there is no group, or a number is not positive.
+    :param store_wait_s: seconds, 0 or more, that blocks of a finished request are offered again if the primary tier has
+        no room for them and the manager needs every block of the request. They keep their device blocks meanwhile.
+    :raises ConfigurationError: if there is no group, or a number is out of range.
     """
 
     def __init__(
@@ -174,6 +199,7 @@ class OffloadingConnectorScheduler:
         groups: Sequence[KVCacheGroupSpec],
         block_size_factor: int = 1,
         max_load_blocks: int | None = None,
+        store_wait_s: float = 1.0,
     ) -> None:
         if not groups:
             raise ConfigurationError("groups", list(groups), "at least one KV cache group")
@@ -181,8 +207,11 @@ class OffloadingConnectorScheduler:
             raise ConfigurationError("block_size_factor", block_size_factor, "a positive number of device blocks")
         if max_load_blocks is not None and max_load_blocks <= 0:
             raise ConfigurationError("max_load_blocks", max_load_blocks, "a positive number of offloaded blocks")
+        if store_wait_s < 0:
+            raise ConfigurationError("store_wait_s", store_wait_s, "0 or more seconds")
         self.manager = manager
         self.stats = ConnectorStats()
+        self._store_wait_s = store_wait_s
         self._geometries = [GroupGeometry(spec, block_size_factor) for spec in groups]
         self._match_unit = math.lcm(*(geometry.offloaded_tokens for geometry in self._geometries))
         self._max_load_blocks = max_load_blocks if any(spec.sliding_window for spec in groups) else None
@@ -335,6 +364,7 @@ class OffloadingConnectorScheduler:
 
         :param device_block_ids: for each group, the request's device blocks from its first token on; None for blocks
             that the group no longer has or never had: they are not stored.
+        An engine that takes the device blocks from a running request must report 0 tokens before it reuses them.
         :raises ValueError: if the blocks do not cover the tokens; nothing changed.
         """
         state = self._requests[req_id]
@@ -349,6 +379,7 @@ class OffloadingConnectorScheduler:
         """
         state = self._requests[req_id]
         state.finished = True
+        state.store_until = time.monotonic() + self._store_wait_s
         self._to_plan[req_id] = state
 
     def build_connector_meta(self) -> ConnectorMetadata:
@@ -392,11 +423,15 @@ class OffloadingConnectorScheduler:
         """Plan the store of the blocks that became full since the last call; None: there is nothing to store.
 
         If the primary tier lacks room, retry with the front half of each group's blocks, because a prefix is worth more
-        than a suffix. The rest is dropped.
+        than a suffix. The rest is dropped, or offered again later if the manager needs every block of the request.
         """
         if not state.context.store:
             return None
-        offers, output = state.filled_blocks(), None
+        firsts = list(state.next_store)
+        filled, output = state.filled_blocks(), None
+        self.stats.dropped_blocks += state.num_lost(firsts, filled)
+        state.refused_ends = []
+        offers = filled
         offered = asked = sum(map(len, offers))
         while asked:
             output = self.manager.prepare_store([key for offer in offers for key in offer], state.context)
@@ -404,7 +439,8 @@ class OffloadingConnectorScheduler:
                 break
             offers = [dict(islice(offer.items(), len(offer) // 2)) for offer in offers]
             asked = sum(map(len, offers))
-        self.stats.dropped_blocks += offered - asked
+        if asked < offered:
+            self._refuse(state, filled, offers)
         if output is None or not output.keys_to_store:
             return None
         if len(output.keys_to_store) < asked:
@@ -412,6 +448,16 @@ class OffloadingConnectorScheduler:
             offers = [{key: at for key, at in offer.items() if key in wanted} for offer in offers]
         spec = (state.store_source(offers), output.store_spec)
         return self._job(state, output.keys_to_store, spec, is_load=False)
+
+    def _refuse(self, state: _Request, filled: Sequence[_Offer], accepted: Sequence[_Offer]) -> None:
+        """Process the blocks that found no room, ``filled`` without ``accepted``."""
+        if state.policy is OffloadPolicy.BLOCK_LEVEL or time.monotonic() >= state.store_until:
+            self.stats.dropped_blocks += sum(map(len, filled)) - sum(map(len, accepted))
+            return
+        state.refuse(filled, [len(offer) for offer in accepted])
+        # The block tables of a running request are current only when the engine reports them.
+        if state.finished:
+            self._to_plan[state.context.req_id] = state
 
     def _job(self, state: _Request, keys: Sequence[OffloadKey], spec: TransferSpec, *, is_load: bool) -> TransferJob:
         job_id = next(self._job_ids)

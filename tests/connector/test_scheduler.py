@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -278,6 +279,94 @@ class TestSchedulerStore:
         assert (scheduler.stats.stored_blocks, scheduler.stats.dropped_blocks) == (5, 15)
         assert not scheduler.build_connector_meta().stores
 
+    def test_request_level_without_room_offers_rest_again(
+        self, make_manager: type[WatchedManager], make_keys: MakeKeys, finish: Finish
+    ) -> None:
+        scheduler = WatchedScheduler(make_manager(8, OffloadPolicy.REQUEST_LEVEL), groups(4))
+        keys = make_keys(20)
+        begin(scheduler, "request", keys, 80)
+        scheduler.update_computed_tokens("request", 80, [list(range(20))])
+        first = scheduler.build_connector_meta()
+        assert store_specs(first.stores[0])[0].block_ids.tolist() == [0, 1, 2, 3, 4]
+        assert not scheduler.build_connector_meta().stores, "the blocks of a running request may have moved"
+        scheduler.update_connector_output(finish(first))
+        scheduler.request_finished("request")
+        sources: list[int] = []
+        for _ in range(10):
+            metadata = scheduler.build_connector_meta()
+            for job in metadata.stores:
+                sources += store_specs(job)[0].block_ids.tolist()
+            assert not scheduler.manager.finished
+            output = scheduler.update_connector_output(finish(metadata))
+            if output.released:
+                break
+        assert sources == list(range(5, 20))
+        assert (scheduler.stats.stored_blocks, scheduler.stats.dropped_blocks) == (20, 0)
+        assert scheduler.manager.finished == ["request"]
+
+    def test_request_level_two_groups_without_room_store_all_blocks(
+        self, make_manager: type[WatchedManager], make_keys: MakeKeys, finish: Finish
+    ) -> None:
+        scheduler = WatchedScheduler(make_manager(5, OffloadPolicy.REQUEST_LEVEL), groups(4, 8))
+        begin(scheduler, "request", make_keys(8), 32)
+        scheduler.update_keys("request", 1, make_keys(4, group=1), 32)
+        scheduler.update_computed_tokens("request", 32, [list(range(8)), list(range(10, 14))])
+        scheduler.request_finished("request")
+        sources: list[int] = []
+        released: list[str] = []
+        while not released:
+            metadata = scheduler.build_connector_meta()
+            for job in metadata.stores:
+                sources += store_specs(job)[0].block_ids.tolist()
+            released = scheduler.update_connector_output(finish(metadata)).released
+        assert sorted(sources) == [*range(8), *range(10, 14)]
+        assert scheduler.stats.dropped_blocks == 0
+
+    def test_request_level_without_room_after_end_drops_rest_at_deadline(
+        self, make_manager: type[WatchedManager], make_keys: MakeKeys
+    ) -> None:
+        scheduler = WatchedScheduler(make_manager(4, OffloadPolicy.REQUEST_LEVEL), groups(4), store_wait_s=0.1)
+        scheduler.manager.prepare_store(make_keys(4, chain="b"), CONTEXT)
+        begin(scheduler, "request", make_keys(6), 24)
+        scheduler.update_computed_tokens("request", 24, [list(range(6))])
+        scheduler.request_finished("request")
+        assert not scheduler.build_connector_meta().stores
+        assert scheduler.update_connector_output([]).released == [], "its device blocks are kept"
+        time.sleep(0.2)
+        assert not scheduler.build_connector_meta().stores
+        assert scheduler.update_connector_output([]).released == ["request"]
+        assert scheduler.stats.dropped_blocks == 6
+
+    def test_request_level_without_room_and_blocks_taken_stores_no_others(
+        self, make_manager: type[WatchedManager], make_keys: MakeKeys, finish: Finish
+    ) -> None:
+        """A request that was preempted before its refused blocks found room has no device blocks."""
+        scheduler = WatchedScheduler(make_manager(8, OffloadPolicy.REQUEST_LEVEL), groups(4))
+        begin(scheduler, "request", make_keys(20), 80)
+        scheduler.update_computed_tokens("request", 80, [list(range(20))])
+        scheduler.update_connector_output(finish(scheduler.build_connector_meta()))
+        scheduler.update_computed_tokens("request", 0, [[]])
+        assert not scheduler.build_connector_meta().stores
+        scheduler.request_finished("request")
+        assert not scheduler.build_connector_meta().stores
+        assert scheduler.update_connector_output([]).released == ["request"]
+
+    def test_request_level_refused_block_that_left_window_is_dropped(
+        self, make_manager: type[WatchedManager], make_keys: MakeKeys
+    ) -> None:
+        spec = KVCacheGroupSpec(4, sliding_window=8)
+        scheduler = WatchedScheduler(make_manager(4, OffloadPolicy.REQUEST_LEVEL), [spec])
+        taken = scheduler.manager.prepare_store(make_keys(4, chain="b"), CONTEXT)
+        assert taken is not None
+        begin(scheduler, "request", make_keys(4), 16)
+        scheduler.update_computed_tokens("request", 12, [[0, 1, 2]])
+        assert not scheduler.build_connector_meta().stores
+        scheduler.manager.complete_store(taken.keys_to_store, CONTEXT)
+        scheduler.update_computed_tokens("request", 16, [[None, 1, 2, 3]])
+        (store,) = scheduler.build_connector_meta().stores
+        assert store_specs(store)[0].block_ids.tolist() == [1, 2, 3]
+        assert scheduler.stats.dropped_blocks == 1
+
     def test_failed_store_is_not_matched_later(
         self, scheduler: WatchedScheduler, make_keys: MakeKeys, finish: Finish
     ) -> None:
@@ -365,6 +454,7 @@ class TestSchedulerRequestFinished:
         (lambda manager: WatchedScheduler(manager, []), "groups"),
         (lambda manager: WatchedScheduler(manager, groups(4), 0), "block_size_factor"),
         (lambda manager: WatchedScheduler(manager, groups(4), 1, 0), "max_load_blocks"),
+        (lambda manager: WatchedScheduler(manager, groups(4), 1, None, -1.0), "store_wait_s"),
         (lambda manager: groups(4, -1), "block_size"),
         (lambda manager: KVCacheGroupSpec(4, sliding_window=0), "sliding_window"),
     ],

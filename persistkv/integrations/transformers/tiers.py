@@ -140,6 +140,7 @@ class Tiers:
             if time.monotonic() >= deadline:
                 return False
             self.step(wait=True)
+            time.sleep(_POLL_S)  # a store may wait for room in the primary tier
         return True
 
     def close(self) -> None:

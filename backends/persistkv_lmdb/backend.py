@@ -55,6 +55,8 @@ class LmdbOptions(msgspec.Struct, frozen=True):
     reads: Literal["direct", "cached"] = "direct"
     """How payloads in extents are read if the page cache does not hold them. ``direct``: with O_DIRECT where possible,
     at the disk's speed. ``cached``: through the page cache, so that repeated reads spare a slow disk."""
+    read_only: bool = False
+    """True: the store is opened for reading, and none of its content is written."""
 
     def __post_init__(self) -> None:
         if (given := self.given).capacity is not None and not is_capacity(given.capacity):
@@ -93,6 +95,8 @@ class LmdbBackend(CatalogBackend):
         self._path = shared.path
         self._read_only = read_only
         self.capabilities = replace(type(self).capabilities, writable=not read_only)
+        if read_only:
+            self.status_interval_s = None
         self._direct = False if cached else None
 
     @property
@@ -119,7 +123,11 @@ class LmdbBackend(CatalogBackend):
         if not path.is_absolute():
             expected = f"an absolute path: lmdb:///{url.location} (three slashes), or lmdb://{path.absolute()}"
             raise ConfigurationError("url", f"lmdb://{url.location}", expected)
+        read_only = read_only or options.read_only
         files.prepare_directory(path, read_only=read_only)
+        if not read_only and files.is_on_read_only_file_system(path):
+            logger.warning("%s is on a read-only file system: opened for reading, new content is dropped", path)
+            read_only = True
         shared = ENVIRONMENTS.acquire(path, options.policy, read_only=read_only)
         backend = cls(shared, read_only=read_only, cached=options.reads == "cached")
         if not read_only and (differences := backend.policy().contradictions(options.given)):

@@ -190,6 +190,14 @@ def prepare_directory(store: Path, *, read_only: bool) -> None:
             raise StoreUnavailableError(f"{store} is an empty directory and no store")
 
 
+def is_on_read_only_file_system(store: Path) -> bool:
+    """Return whether a store exists on a file system that is mounted read-only, as in an image."""
+    try:
+        return bool(os.statvfs(store).f_flag & os.ST_RDONLY)
+    except OSError:  # opening it reports the reason
+        return False
+
+
 def sync_directory(path: Path) -> None:
     """Make the entries of a directory durable."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

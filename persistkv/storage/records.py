@@ -54,8 +54,8 @@ class StoreCounters(msgspec.Struct):
     held_blocks: int = 0
     """Blocks of store jobs that were not written again: the store already held or had accepted them."""
     dropped_blocks: int = 0
-    """Accepted blocks that were dropped, because their commits failed or had not begun when the host ended. They are
-    misses: the engine computes them again."""
+    """Blocks that were dropped, because their commits failed or had not begun when the host ended, or because the store
+    is open for reading only. They are misses: the engine computes them again."""
     dropped_bytes: int = 0
     """Raw bytes of ``dropped_blocks``."""
     loaded_blocks: int = 0

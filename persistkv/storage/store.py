@@ -17,6 +17,7 @@ commit, because eviction is by last use. All state belongs to one thread. Calls 
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
@@ -49,6 +50,8 @@ from persistkv.storage.index import HeldPack, Index
 from persistkv.storage.load import ReadOutcome, Scratch, part_bytes, plan_reads, read_part
 from persistkv.storage.namespace_view import NamespaceView, make_manifest
 from persistkv.storage.records import News, RequestEnd, StoreCounters, StoreOptions
+
+logger = logging.getLogger(__name__)
 
 _STALE_RETRIES = 2  # repetitions of a commit that another process overtook; the last one does not check for that
 _TOUCH_S = 2.0  # seconds since the last commit after which uses of packs are committed without blocks
@@ -152,7 +155,7 @@ class Store:
 
         Packs below 4 MiB are copied to staging memory while it has room; if the store is remote or durability is an
         interval, so are larger ones. The next commit writes all others from the rows. A read-only store accepts
-        nothing.
+        nothing: new blocks are dropped and counted.
 
         :param request: the engine's request id. The commit after ``end_request`` with this id writes the staged blocks.
         :param block_ids: for each key, the row that holds its block.
@@ -173,7 +176,20 @@ class Store:
             blocks = Blocks(keys, groups, block_ids, depths)
             self.catalogue.executor.begin(self._put(request, blocks, then))
         else:
+            self._drop(keys)
             then(True, set())
+
+    def _drop(self, keys: Sequence[bytes]) -> None:
+        """Count the blocks that a read-only store neither holds nor accepts. Log the first ones."""
+        absent = self.index.absent(keys)
+        if absent and not self.counters.dropped_blocks:
+            logger.warning(
+                "the store is open for reading only: dropped %d new blocks; further ones are only counted", len(absent)
+            )
+        self.counters.dropped_blocks += len(absent)
+        for key in absent:
+            group = self.rows.layout.groups[get_offload_group_idx(key)]
+            self.counters.dropped_bytes += group.block_bytes
 
     async def _put(self, request: str, blocks: Blocks, then: Callable[[bool, set[bytes]], None]) -> None:
         keys = blocks.keys

@@ -373,10 +373,11 @@ class Index:
         self._prefaulted = 0
         self._copied = 0
         self._retired: list[_Table] = []
-        """Replaced tables that a reader may map."""
+        """Replaced tables that a reader may map: at most the one that it uses, and the one that was shared last."""
         self._unmapped: list[_Table] = []
         """Replaced tables that no reader maps any more, to be released in slices."""
-        self._shared = False
+        self._shared: _Table | None = None
+        """The table that was shared last."""
         self._packs = _Packs()
         self._last = 0
         self._hints = 0
@@ -436,12 +437,12 @@ class Index:
         if blocks is None:
             tables = list(tables)
             blocks = sum(len(table.keys) for table in tables)
+        new = _Table(self._size_for(blocks))  # before any change, because memory can be short
+        new.prefault(0, new.slots)
         self._packs = _Packs()
         self._hints = 0
         self.reloads += 1
         self._new = None
-        new = _Table(self._size_for(blocks))
-        new.prefault(0, new.slots)
         self._replace(new)
         self.add(tables)
 
@@ -632,22 +633,25 @@ class Index:
     def _replace(self, new: _Table) -> None:
         old, self._table = self._table, new
         self.version += 1
-        if self._shared:
+        if self._shared is None:
+            old.close()
+        elif old is self._shared:
             self._retired.append(old)
         else:
-            old.close()
+            self._unmapped.append(old)
 
     def share(self) -> tuple[int, int]:
-        """Return a new descriptor of the table, which the caller must close, and the number of slots. From now on,
-        replaced tables are kept until ``release_retired``.
+        """Return a new descriptor of the table, which the caller must close, and the number of slots. The table is
+        kept until ``release_retired`` says that its reader has mapped a later one.
         """
-        self._shared = True
-        return os.dup(self._table.fd), self._table.slots
+        fd = os.dup(self._table.fd)
+        self._shared = self._table
+        return fd, self._table.slots
 
     def release_retired(self) -> None:
-        """Let ``replace_some`` release replaced tables, because the reader has mapped the present one."""
-        self._unmapped += self._retired
-        self._retired = []
+        """Let ``replace_some`` release replaced tables: the reader has mapped the one that was shared last."""
+        self._unmapped += [table for table in self._retired if table is not self._shared]
+        self._retired = [table for table in self._retired if table is self._shared]
 
     def close(self) -> None:
         """Close all descriptors; idempotent. Mappings of readers stay valid."""

@@ -132,8 +132,14 @@ class NamespaceView:
             logger.warning("%s (%s): new blocks are dropped", kind, str(error))  # str: the error references rows
 
     async def refresh(self) -> None:
-        """Apply the changes of other processes. If this raises a ``StoreError``, the index is unchanged."""
-        self._learn(await self.call(partial(_changes, self.backend, self.namespace, self.cursor)))
+        """Apply the changes of other processes.
+
+        :raises StoreError: the index is unchanged, or memory or descriptors are short and it lacks packs until the next
+            refresh, which reads the whole catalogue.
+        """
+        changes = await self.call(partial(_changes, self.backend, self.namespace, self.cursor))
+        with self._changing_index():
+            self._learn(changes)
 
     async def refresh_or_log(self) -> None:
         """Call ``refresh``, and log a ``StoreError`` instead of raising it."""
@@ -141,6 +147,15 @@ class NamespaceView:
             await self.refresh()
         except StoreError as error:
             self.log_failure(error)
+
+    @contextmanager
+    def _changing_index(self) -> Iterator[None]:
+        """Convert a lack of memory or descriptors to ``StoreError``, and have the next refresh reload the index."""
+        try:
+            yield
+        except (OSError, MemoryError) as error:
+            self.cursor = None
+            raise StoreError(f"the index is incomplete: {error or 'no memory is left'}") from error
 
     def _learn(self, changes: Changes) -> None:
         if changes.reset:
@@ -269,6 +284,17 @@ class NamespaceView:
         :param followed: whether it is certain that no other process committed between the last refresh and this commit.
             If not, this method refreshes.
         """
+        try:
+            with self._changing_index():
+                followed = self._apply_commit(writers, result, followed=followed)
+        except StoreError as error:
+            self.log_failure(error)
+            return
+        if not followed:
+            await self.refresh_or_log()
+
+    def _apply_commit(self, writers: Sequence[NewPack], result: CommitResult, *, followed: bool) -> bool:
+        """Apply the result of a commit, see ``committed``; return whether the index is complete without a refresh."""
         self._counters.commits += 1
         unknown = not all(writer.written for writer in writers)
         if followed and not unknown:
@@ -288,8 +314,7 @@ class NamespaceView:
         self._forget(mine)
         if unknown and followed:
             self.cursor = None  # the backend holds a pack that the index lacks: reload the catalogue
-        if unknown or not followed:
-            await self.refresh_or_log()
+        return followed and not unknown
 
     def distrust(self, packs: Iterable[HeldPack]) -> None:
         """Remove from the index the packs of which a read failed. A pack that was replaced since that read is kept."""

@@ -192,6 +192,17 @@ class Store:
             self.counters.dropped_bytes += group.block_bytes
 
     async def _put(self, request: str, blocks: Blocks, then: Callable[[bool, set[bytes]], None]) -> None:
+        try:
+            borrowed = await self._accept(request, blocks)
+        except (OSError, MemoryError) as error:
+            logger.warning("the blocks of a store job are dropped: %s", _shortage(error))
+            self.ended_packs += 1  # so that the caller finds which of its blocks are missing
+            then(False, set())
+        else:
+            then(self._flying.isdisjoint(blocks.keys), borrowed)
+
+    async def _accept(self, request: str, blocks: Blocks) -> set[bytes]:
+        """Stage or queue the blocks that are new; return the keys that an earlier call has in flight."""
         keys = blocks.keys
         if self.canary is not None:
             await self.canary.examine(request, blocks)
@@ -213,7 +224,7 @@ class Store:
             blocks = Blocks._make([column[position] for position in position_of.values()] for column in blocks)
         for segments in plan_packs(self.rows, blocks, self._shares.transaction):
             self._stage_or_queue(request, segments)
-        then(self._flying.isdisjoint(keys), borrowed)
+        return borrowed
 
     def _stage_or_queue(self, request: str, segments: Sequence[Segment]) -> None:
         """Copy a pack to staging memory if it is small, or if commits are delayed or remote, and if there is room.
@@ -373,8 +384,8 @@ class Store:
                 if not result.stale:
                     break
                 await catalogue.refresh()
-        except StoreError as error:
-            catalogue.log_failure(error)
+        except (StoreError, OSError, MemoryError) as error:
+            catalogue.log_failure(error if isinstance(error, StoreError) else StoreError(_shortage(error)))
             await catalogue.refresh_or_log()  # the failed commit may have evicted packs
             return False
         await catalogue.committed(writers, result, followed=seen is not None)
@@ -428,6 +439,15 @@ class Store:
         self.catalogue.executor.begin(self._read(keys, block_ids, then))
 
     async def _read(self, keys: Sequence[bytes], block_ids: Sequence[int], then: Callable[[ReadOutcome], None]) -> None:
+        try:
+            outcome = await self._fill(keys, block_ids)
+        except (OSError, MemoryError) as error:  # no row is in use: the parts of a read raise nothing
+            logger.warning("the blocks of a load job are misses: %s", _shortage(error))
+            outcome = ReadOutcome(list(keys))
+        then(outcome)
+
+    async def _fill(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> ReadOutcome:
+        """Load blocks into rows; see ``begin_read``."""
         catalogue, count = self.catalogue, len(keys)
         size = part_bytes(count * self.rows.layout.row_stride, catalogue.executor.threads, remote=self._remote)
         try:
@@ -458,7 +478,7 @@ class Store:
             catalogue.executor.begin_write(catalogue.quarantine())
         if adopted is not None and len(suspects) < len(outcome.suspects):
             adopted.distrust(pack for pack in outcome.suspects.values() if pack not in suspects)
-        then(outcome)
+        return outcome
 
     def _plan(
         self,
@@ -551,6 +571,11 @@ class Store:
             if self.canary is not None:
                 self.canary.close()
             self.catalogue.close()
+
+
+def _shortage(error: Exception) -> str:
+    """Describe a lack of memory or descriptors. Exceptions keep references to rows, so they are not kept."""
+    return str(error) or "no memory is left"
 
 
 def _notice(backend: Backend, identity: Identity, options: StoreOptions, url: str) -> str:

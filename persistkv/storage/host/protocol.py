@@ -78,7 +78,8 @@ class Touch(_Message):
 
 
 class Mapped(_Message):
-    """Answer to ``Table`` or ``Opened``: the engine uses the new lookup table and no longer the previous one."""
+    """Answer to ``Table`` or ``Opened``: the engine uses the new lookup table and no longer the previous one. The host
+    sends the next table only after it."""
 
 
 class Flush(_Message):

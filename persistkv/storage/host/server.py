@@ -96,6 +96,9 @@ class StoreServer:
         """True: the engine asked the server to end. The owner must call ``close``."""
         self._store: Store | None = None
         self._table_version = -1
+        self._is_mapping = False
+        """Whether the engine has not mapped the last table yet. The next one waits: an idle engine maps none for hours,
+        and each table that was sent must be kept."""
         self._taking = 0
         self._status: StatusPublisher | None = None
         self._loads: deque[protocol.LoadJob] = deque()
@@ -135,6 +138,7 @@ class StoreServer:
             case protocol.Touch():
                 store.touch(message.keys.unpack())
             case protocol.Mapped():
+                self._is_mapping = False
                 store.index.release_retired()
             case protocol.AskStats():
                 self._executor.begin(self._answer_stats(store, message))
@@ -211,7 +215,8 @@ class StoreServer:
         if self._may_process_next(self._store):
             return 0.0
         seconds = self._store.seconds_to_work()
-        return seconds if self._is_up_to_date(self._store) else min(_CONGESTED_S, seconds or _CONGESTED_S)
+        waits_for_engine = self._store.news == News() and (self._is_mapping or not self._has_new_table(self._store))
+        return seconds if waits_for_engine else min(_CONGESTED_S, seconds or _CONGESTED_S)
 
     def step(self) -> None:
         """Continue all queued and running work that can proceed without waiting."""
@@ -242,18 +247,27 @@ class StoreServer:
         """Send the engine the new lookup table and the store's news."""
         if self._congested():  # an idle engine may receive nothing for hours, and the outbox must not grow meanwhile
             return
-        if store.index.version != self._table_version:
-            self._send(self._share_table(store))
+        if self._has_new_table(store) and not self._is_mapping:
+            try:
+                table = self._share_table(store)
+            except OSError as error:  # the engine uses the last table until a descriptor is free
+                logger.warning("the new lookup table is not sent yet: %s", str(error))  # the error references rows
+            else:
+                self._send(table)
         if store.news != News():
             self._send(store.take_news())
 
     def _share_table(self, store: Store) -> protocol.Table:
-        self._table_version = store.index.version
         fd, slots = store.index.share()
+        self._table_version = store.index.version
+        self._is_mapping = True
         return protocol.Table(slots, fd)
 
+    def _has_new_table(self, store: Store) -> bool:
+        return store.index.version != self._table_version
+
     def _is_up_to_date(self, store: Store) -> bool:
-        return store.news == News() and store.index.version == self._table_version
+        return store.news == News() and not self._has_new_table(store)
 
     def _load(self, store: Store, message: protocol.LoadJob) -> None:
         keys = message.keys.unpack()

@@ -6,6 +6,8 @@
    could not allocate it.
 3. A process uses a file only if the path still leads to it after the process has locked it. Between its creation and
    its locking, a file looks like a leftover, and another process may remove it; then the creator retries.
+4. A process attaches only to a regular file of its own user that no other user may open: whoever created the file
+   reads all contexts. It removes no file of another user.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import stat
 import time
 from pathlib import Path
 
@@ -65,7 +68,8 @@ class RegionFile:
 
         :raises ConfigurationError: ``size`` bytes are not free, also after a wait of 25 s if the directory is large
             enough; the file is removed.
-        :raises RegionError: the file did not reach its size in time, or the directory cannot be used.
+        :raises RegionError: the file did not reach its size in time, another user owns it or may open it, or the
+            directory cannot be used.
         """
         deadline = time.monotonic() + timeout_s
         while (file := cls._create_or_attach(path, size)) is None:
@@ -111,6 +115,7 @@ class RegionFile:
                 raise RegionError(f"{path} cannot be opened: {error.strerror}") from error
         file = None
         try:
+            _check_private(lock_fd, path)
             ready = created or os.fstat(lock_fd).st_size == size
             if ready and _lock(lock_fd, fcntl.LOCK_SH) and _is_at(lock_fd, path):
                 if created:
@@ -150,14 +155,29 @@ def _available(directory: str) -> int:
     return space.f_bavail * space.f_frsize
 
 
+def _check_private(fd: int, path: str) -> None:
+    """Raise RegionError unless the open file is a regular one, of this user, that no other user may open."""
+    status = os.fstat(fd)
+    problem = ""
+    if not stat.S_ISREG(status.st_mode):
+        problem = "is no regular file"
+    elif status.st_uid != os.geteuid():
+        problem = f"belongs to user {status.st_uid}"
+    elif status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        problem = f"has mode {stat.S_IMODE(status.st_mode):o}: other users may open it"
+    if problem:
+        raise RegionError(f"{path} {problem}. Remove it, or use another instance_id")
+
+
 def _remove_leftover(path: str) -> bool:
-    """Unlink the file if no process uses it; return whether it was unlinked."""
+    """Unlink the file if it is this user's and no process uses it; return whether it was unlinked."""
     try:
         fd = os.open(path, _OPEN_FLAGS)
     except OSError:
         return False
     try:
-        removed = _lock(fd, fcntl.LOCK_EX) and _unlink_if_at(fd, path)
+        is_own = os.fstat(fd).st_uid == os.geteuid()
+        removed = is_own and _lock(fd, fcntl.LOCK_EX) and _unlink_if_at(fd, path)
     finally:
         os.close(fd)
     if removed:

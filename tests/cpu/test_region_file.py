@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -262,3 +263,42 @@ def test_open_symlink_raises_and_keeps_target(path: str, tmp_path: Path) -> None
 def test_region_path_invalid_instance_id_raises(name: str) -> None:
     with pytest.raises(ConfigurationError, match="instance_id"):
         region_path(name)
+
+
+def planted_file(path: str, mode: int) -> int:
+    """Create a file of the expected size, as another program could, and lock it as an engine does."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    os.fchmod(fd, mode)
+    os.ftruncate(fd, SIZE)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    return fd
+
+
+@pytest.mark.parametrize("mode", [0o666, 0o640, 0o602])
+def test_open_file_that_others_may_open_raises(path: str, mode: int) -> None:
+    fd = planted_file(path, mode)
+    with pytest.raises(RegionError, match=f"has mode {mode:o}"):
+        RegionFile.open(path, SIZE, 1)
+    os.close(fd)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file to another user")
+@pytest.mark.parametrize("is_locked", [True, False])
+def test_open_file_of_another_user_raises_and_keeps_it(path: str, shared_memory: str, is_locked: bool) -> None:
+    fd = planted_file(path, 0o600)
+    os.fchown(fd, 65534, 65534)
+    if not is_locked:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    with pytest.raises(RegionError, match="belongs to user 65534"):
+        RegionFile.open(path, SIZE, 1)
+    assert remove_leftover_regions(shared_memory) == []
+    assert Path(path).exists()
+    os.close(fd)
+
+
+def test_open_pipe_at_path_raises(path: str) -> None:
+    os.mkfifo(path, 0o600)
+    with open(os.open(path, os.O_RDWR), "rb") as pipe:
+        fcntl.flock(pipe, fcntl.LOCK_SH)
+        with pytest.raises(RegionError, match="is no regular file"):
+            RegionFile.open(path, SIZE, 1)

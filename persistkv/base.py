@@ -225,6 +225,21 @@ class OffloadingEvent:
 
 
 @dataclass(frozen=True)
+class HeadSharding:
+    """Positions of a worker's KV heads in a page: its bytes have the shape (num_parts, num_heads, bytes of a head).
+
+    An engine that states it certifies that worker ``rank`` holds the model's heads from ``rank * num_heads`` on, that
+    no other worker holds them, and that the bytes of a head do not depend on the number of workers.
+    """
+
+    num_parts: int
+    """Parts of the page, each with all heads of the worker: 2 if all keys come before all values and heads before
+    tokens; twice the tokens of a block if tokens come before heads."""
+    num_heads: int
+    """KV heads of the worker."""
+
+
+@dataclass(frozen=True)
 class CanonicalKVCacheTensor:
     """One KV cache tensor as a byte matrix: row i holds the bytes of GPU block i (its page)."""
 
@@ -232,6 +247,8 @@ class CanonicalKVCacheTensor:
     """int8, shape (num_gpu_blocks, page_size_bytes or more); each row is contiguous."""
     page_size_bytes: int
     """Bytes of one GPU block in this tensor, from the start of its row."""
+    heads: HeadSharding | None = None
+    """Positions of the heads in a page; needed if ``WorkerGeometry.head_sharded`` is set."""
 
 
 @dataclass(frozen=True)

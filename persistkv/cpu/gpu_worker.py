@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from persistkv.base import CanonicalKVCaches
+from persistkv.base import CanonicalKVCacheRef, CanonicalKVCaches
 from persistkv.cpu.devices.base import CopyEngine, Direction
 from persistkv.cpu.devices.cpu import CPUCopyEngine
 from persistkv.cpu.devices.cuda import CUDACopyEngine
-from persistkv.cpu.layout import KVMemory, cell_bytes, check_kv_caches, tensor_offsets
+from persistkv.cpu.layout import KVMemory, cell_bytes, check_kv_caches, head_slices, tensor_offsets
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion, pin_mmap_region
 from persistkv.errors import ConfigurationError
 from persistkv.isolation import Isolation
@@ -24,6 +24,7 @@ class CpuGpuOffloadingHandlers:
     :param num_cpu_blocks: number of rows of the primary tier.
     :param mmap_region: memory of the rows; pinned here if the tensors are on a GPU. Without it, each tensor gets rows
         that are private to this process.
+    :param head_sharded: see ``WorkerGeometry``; needs a region.
     :raises ConfigurationError: if the caches, the factor, the rows and the region do not fit each other.
     """
 
@@ -33,15 +34,22 @@ class CpuGpuOffloadingHandlers:
         block_size_factor: int,
         num_cpu_blocks: int,
         mmap_region: SharedOffloadRegion | None = None,
+        *,
+        head_sharded: bool = False,
     ) -> None:
         check_kv_caches(kv_caches, block_size_factor)
         if num_cpu_blocks <= 0:
             raise ConfigurationError("num_cpu_blocks", num_cpu_blocks, "a positive number of rows")
         engine_class = copy_engine_class(kv_caches.tensors[0].tensor.device)
-        rows = _rows(kv_caches, block_size_factor, num_cpu_blocks, mmap_region)
-        pages = tuple(canonical.tensor[:, : canonical.page_size_bytes] for canonical in kv_caches.tensors)
-        registered = mmap_region.rows_per_registration if mmap_region is not None else None
-        memory = KVMemory(pages, rows, block_size_factor, registered, kv_caches.group_data_refs)
+        if mmap_region is not None:
+            _prepare_region(mmap_region, num_cpu_blocks, kv_caches.tensors[0].tensor.device)
+        if head_sharded:
+            memory = _head_sharded_memory(kv_caches, block_size_factor, mmap_region)
+        else:
+            rows = _rows(kv_caches, block_size_factor, num_cpu_blocks, mmap_region)
+            pages = tuple(canonical.tensor[:, : canonical.page_size_bytes] for canonical in kv_caches.tensors)
+            registered = mmap_region.rows_per_registration if mmap_region is not None else None
+            memory = KVMemory(pages, rows, block_size_factor, registered, kv_caches.group_data_refs)
         self.gpu_to_cpu_handler = engine_class(memory, Direction.STORE)
         self.cpu_to_gpu_handler = engine_class(memory, Direction.LOAD)
 
@@ -70,11 +78,37 @@ def _rows(
     if region is None:
         pinned = device.type == "cuda"
         return tuple(torch.zeros((num_cpu_blocks, size), dtype=torch.int8, pin_memory=pinned) for size in sizes)
+    cell = region.create_next_view(cell_bytes(kv_caches, block_size_factor))
+    offsets = tensor_offsets(kv_caches, block_size_factor)
+    return tuple(cell[:, offset : offset + size] for offset, size in zip(offsets, sizes, strict=True))
+
+
+def _prepare_region(region: SharedOffloadRegion, num_cpu_blocks: int, device: torch.device) -> None:
     if region.num_blocks != num_cpu_blocks:
         raise ConfigurationError("num_cpu_blocks", num_cpu_blocks, f"{region.num_blocks}, as the region has")
     if device.type == "cuda":
         with torch.cuda.device(device):  # registering memory creates a context on the current device
             pin_mmap_region(region)
-    cell = region.create_next_view(cell_bytes(kv_caches, block_size_factor))
-    offsets = tensor_offsets(kv_caches, block_size_factor)
-    return tuple(cell[:, offset : offset + size] for offset, size in zip(offsets, sizes, strict=True))
+
+
+def _head_sharded_memory(
+    kv_caches: CanonicalKVCaches, block_size_factor: int, region: SharedOffloadRegion | None
+) -> KVMemory:
+    """Return the memory of one worker in the head-sharded layout: each slice of heads is copied like a KV tensor."""
+    if region is None or region.rank is None:
+        raise ConfigurationError("mmap_region", None, "the region of a worker, since the caches are head-sharded")
+    cell = cell_bytes(kv_caches, block_size_factor)
+    if cell != region.cpu_page_size:
+        raise ConfigurationError("cpu_page_size", region.cpu_page_size, f"{cell}, as the KV caches have")
+    slices = head_slices(kv_caches, block_size_factor, region.rank, region.num_workers)
+    pages, rows = [], []
+    refs_of: dict[int, list[CanonicalKVCacheRef]] = {}
+    for number, part in enumerate(slices):
+        tensor = kv_caches.tensors[part.tensor_idx].tensor
+        pages.append(tensor[:, part.page_offset : part.page_offset + part.num_bytes])
+        rows.append(region.create_row_view(part.row_offset, part.num_bytes * block_size_factor))
+        refs_of.setdefault(part.tensor_idx, []).append(CanonicalKVCacheRef(number, part.num_bytes))
+    groups = []
+    for refs in kv_caches.group_data_refs:
+        groups.append([slice_ref for ref in refs for slice_ref in refs_of[ref.tensor_idx]])
+    return KVMemory(tuple(pages), tuple(rows), block_size_factor, region.rows_per_registration, groups)

@@ -2,8 +2,9 @@
 
 A row holds one block of one group. It has one cell per worker, which holds ``block_size_factor`` consecutive pages
 (sub-blocks) of each KV tensor. Tensors that no group uses together may overlap, so a row is usually as wide as the
-widest group, not as the sum of all groups; tensors of several groups can make it wider. Functions that take KV caches
-raise ConfigurationError if these or the factor are invalid.
+widest group, not as the sum of all groups; tensors of several groups can make it wider. In the head-sharded layout,
+the heads of all workers are in the order of the model, so the bytes of a row are the same for all numbers of workers
+(``head_slices``). Functions that take KV caches raise ConfigurationError if these or the factor are invalid.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from persistkv.base import BlockIDsLoadStoreSpec, CanonicalKVCacheRef, CanonicalKVCaches, GPULoadStoreSpec
+from persistkv.base import (
+    BlockIDsLoadStoreSpec,
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    HeadSharding,
+)
 from persistkv.config import GroupLayout
 from persistkv.errors import ConfigurationError
 
@@ -46,10 +53,84 @@ def tensor_offsets(kv_caches: CanonicalKVCaches, block_size_factor: int) -> list
     return offsets
 
 
+@dataclass(frozen=True)
+class HeadSlice:
+    """Consecutive heads of one part of the pages of a KV tensor, and their place in the rows."""
+
+    tensor_idx: int
+    page_offset: int
+    """Offset in bytes within a page."""
+    num_bytes: int
+    """Bytes of the slice in one page."""
+    row_offset: int
+    """Offset in bytes within a row, of ``block_size_factor * num_bytes`` bytes."""
+
+
+def head_slices(kv_caches: CanonicalKVCaches, block_size_factor: int, rank: int, num_workers: int) -> list[HeadSlice]:
+    """Return the slices of one worker's pages in the head-sharded layout, by tensor.
+
+    For each tensor a row holds the parts of its pages in order, for each part the heads of all workers, and for each
+    head the bytes of all GPU blocks of the offloaded block.
+
+    :raises ConfigurationError: a tensor does not state its heads, or they do not fit its pages.
+    """
+    slices = []
+    offsets = tensor_offsets(kv_caches, block_size_factor)
+    tensors = zip(kv_caches.tensors, heads_of_tensors(kv_caches), offsets, strict=True)
+    for index, (tensor, heads, offset) in enumerate(tensors):
+        # With one GPU block per row, the heads of a worker are consecutive in a row as they are in a page.
+        slices_per_part = 1 if block_size_factor == 1 else heads.num_heads
+        size = tensor.page_size_bytes // (heads.num_parts * slices_per_part)
+        for number in range(heads.num_parts * slices_per_part):
+            part, position = divmod(number, slices_per_part)
+            place = (part * num_workers + rank) * slices_per_part + position
+            row_offset = offset * num_workers + place * size * block_size_factor
+            slices.append(HeadSlice(index, number * size, size, row_offset))
+    return slices
+
+
+def heads_of_tensors(kv_caches: CanonicalKVCaches) -> list[HeadSharding]:
+    """Return the positions of the heads in the pages of each KV tensor.
+
+    :raises ConfigurationError: a tensor does not state them, they do not fit its pages, or a group uses only parts of
+        pages.
+    """
+    stated = []
+    for index, tensor in enumerate(kv_caches.tensors):
+        where, heads = f"kv_caches.tensors[{index}].heads", tensor.heads
+        if heads is None:
+            raise ConfigurationError(where, None, "the positions of the heads, since the caches are head-sharded")
+        if heads.num_parts <= 0 or heads.num_heads <= 0:
+            raise ConfigurationError(where, heads, "positive numbers")
+        if tensor.page_size_bytes % (heads.num_parts * heads.num_heads):
+            raise ConfigurationError(where, heads, f"a divisor of {tensor.page_size_bytes} bytes of a page")
+        stated.append(heads)
+    for group, refs in enumerate(kv_caches.group_data_refs):
+        for ref in refs:
+            page = kv_caches.tensors[ref.tensor_idx].page_size_bytes
+            if ref.page_size_bytes != page:
+                where = f"kv_caches.group_data_refs[{group}].page_size_bytes"
+                raise ConfigurationError(where, ref.page_size_bytes, f"{page}, whole pages of head-sharded caches")
+    return stated
+
+
 def group_layouts(
-    kv_caches: CanonicalKVCaches, block_size_factor: int, num_workers: int = 1
+    kv_caches: CanonicalKVCaches, block_size_factor: int, num_workers: int = 1, *, head_sharded: bool = False
 ) -> tuple[GroupLayout, ...]:
-    """Return for each KV cache group the byte ranges of a row that its blocks use, in the cells of all workers."""
+    """Return for each KV cache group the byte ranges of a row that its blocks use, in the cells of all workers.
+
+    :param head_sharded: see ``WorkerGeometry``.
+    """
+    if head_sharded:
+        heads_of_tensors(kv_caches)  # raises if the caches cannot be head-sharded
+        offsets = tensor_offsets(kv_caches, block_size_factor)
+        sizes = [tensor.page_size_bytes * block_size_factor for tensor in kv_caches.tensors]
+        shared = []
+        for refs in kv_caches.group_data_refs:
+            used = {ref.tensor_idx for ref in refs}
+            ranges = [(offsets[index] * num_workers, sizes[index] * num_workers) for index in used]
+            shared.append(GroupLayout(_merged(ranges)))
+        return tuple(shared)
     cell, offsets = cell_bytes(kv_caches, block_size_factor), tensor_offsets(kv_caches, block_size_factor)
     layouts = []
     for refs in kv_caches.group_data_refs:

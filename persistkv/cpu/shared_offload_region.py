@@ -77,6 +77,7 @@ class SharedOffloadRegion:
         self.total_size_bytes = total_size_bytes
         self.num_blocks = num_blocks
         self.rank = rank
+        self.num_workers = num_workers
         self.cpu_page_size = cpu_page_size
         self._next_offset = 0
         self._cuda: CudaRuntime | None = None
@@ -135,6 +136,17 @@ class SharedOffloadRegion:
         begin = self.rank * self.cpu_page_size + self._next_offset
         self._next_offset += page_size
         return rows[:, begin : begin + page_size]
+
+    def create_row_view(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """Return bytes of every row, which may be in the cells of several workers; shape (num_blocks, num_bytes), int8.
+
+        :raises ConfigurationError: the bytes are not within the cells of all workers.
+        """
+        rows = self._mapped()[1]
+        end = self.num_workers * self.cpu_page_size
+        if offset < 0 or num_bytes <= 0 or offset + num_bytes > end:
+            raise ConfigurationError("offset", offset, f"0 to {end - num_bytes} for {num_bytes} bytes")
+        return rows[:, offset : offset + num_bytes]
 
     def create_kv_memoryview(self) -> memoryview:
         """Return all rows without a copy: writable, shape (num_blocks, row_stride), format ``B``."""

@@ -59,6 +59,9 @@ class WorkerGeometry:
     rank: int | None = 0
     """Number of this worker; None if the process is only the scheduler."""
     num_workers: int = 1
+    head_sharded: bool = False
+    """Whether rows have the same bytes for all numbers of workers, so that blocks are shared across them. Then each KV
+    tensor must state its heads, which certifies this (``HeadSharding``)."""
 
     def __post_init__(self) -> None:
         for name in ("gpu_block_size", "gpu_block_bytes", "num_workers"):
@@ -152,7 +155,10 @@ class CPUOffloadingSpec(OffloadingSpec):
                 expected = f"{cell // self.block_size_factor}, as the KV caches have"
                 raise ConfigurationError("gpu_block_bytes", self.geometry.gpu_block_bytes, expected)
             region = self.get_region()
-            self._handlers = CpuGpuOffloadingHandlers(kv_caches, self.block_size_factor, self.num_blocks, region)
+            sharded = self.geometry.head_sharded
+            self._handlers = CpuGpuOffloadingHandlers(
+                kv_caches, self.block_size_factor, self.num_blocks, region, head_sharded=sharded
+            )
         store = GPULoadStoreSpec, CPULoadStoreSpec, self._handlers.gpu_to_cpu_handler
         load = CPULoadStoreSpec, GPULoadStoreSpec, self._handlers.cpu_to_gpu_handler
         return iter((store, load))

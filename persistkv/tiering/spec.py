@@ -77,7 +77,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
     options: TieringOffloadingOptions = field(init=False)
     identity: Mapping[str, Any] = field(default_factory=dict)
     """Everything that must match for KV bytes to be valid, such as model and weights, as JSON values. Tiers that
-    outlive the process need it; empty: unknown."""
+    outlive the process need it; empty: unknown. The layout of rows is added if they depend on the number of workers."""
     group_layouts: tuple[GroupLayout, ...] = ()
     """For each KV cache group, the bytes of a row that its blocks use. Empty: one group, which uses the cells of all
     workers."""
@@ -86,6 +86,19 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         super().__post_init__()
         for tier in self.options.secondary_tiers:
             SECONDARY_TIERS.get(tier.get("type"))
+
+    def _identity_of_rows(self) -> Mapping[str, Any]:
+        """Return the identity, with all on which the order of bytes in a row depends.
+
+        With one GPU block per row, the rows of one worker and head-sharded rows are equal, so neither adds anything.
+        """
+        if not self.identity:
+            return self.identity
+        if not self.geometry.head_sharded and self.geometry.num_workers > 1:
+            return {**self.identity, "row_layout": f"{self.geometry.num_workers} workers"}
+        if self.geometry.head_sharded and self.block_size_factor > 1:
+            return {**self.identity, "row_layout": "head_sharded"}
+        return self.identity
 
     def make_manager(self) -> OffloadingManager:
         options = self.options
@@ -96,7 +109,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
             undo.callback(primary.shutdown)
             groups = self.group_layouts or (GroupLayout(((0, self.cpu_page_size * self.geometry.num_workers),)),)
             config = OffloadingConfig(
-                self.identity,
+                self._identity_of_rows(),
                 self.geometry.gpu_block_size * self.block_size_factor,
                 RowLayout(self.row_stride, groups),
                 self.num_blocks,

@@ -16,6 +16,7 @@ from persistkv.base import (
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
+    HeadSharding,
     OffloadingHandler,
     TransferResult,
     TransferSpec,
@@ -338,3 +339,55 @@ def test_handlers_pending_kernels_finish_before_store_and_load() -> None:
         assert int(read.min()) == int(read.max()) == 1
         assert int(pages[:32].min()) == int(pages[:32].max()) == 7
         assert int(pages[32:].max()) == 1
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_handlers_head_sharded_two_workers_fill_rows_as_one(device: str, shared_memory: str, factor: int) -> None:
+    parts, heads, head_bytes, num_rows = 4, 6, 16, 4
+    whole = torch.randint(-128, 128, (num_rows * factor, parts, heads, head_bytes), dtype=torch.int8)
+
+    def fill_rows(num_workers: int) -> torch.Tensor:
+        per_worker = heads // num_workers
+        page = parts * per_worker * head_bytes
+        stride = row_stride_bytes(num_workers, page * factor)
+        name = f"workers-{num_workers}-{factor}"
+        regions = [
+            SharedOffloadRegion(
+                name, num_rows * stride, num_rows, rank, num_workers, page * factor, directory=shared_memory
+            )
+            for rank in range(num_workers)
+        ]
+        for rank, region in enumerate(regions):
+            part = whole[:, :, rank * per_worker : (rank + 1) * per_worker]
+            pages = part.reshape(num_rows * factor, page).to(device)
+            tensor = CanonicalKVCacheTensor(pages, page, HeadSharding(parts, per_worker))
+            kv_caches = CanonicalKVCaches([tensor], [[CanonicalKVCacheRef(0, page)]])
+            handlers = CpuGpuOffloadingHandlers(kv_caches, factor, num_rows, region, head_sharded=True)
+            blocks = GPULoadStoreSpec(range(num_rows * factor), [num_rows * factor], [0])
+            rows = CPULoadStoreSpec(list(reversed(range(num_rows))))
+            assert handlers.gpu_to_cpu_handler.transfer_async(1, (blocks, rows))
+            handlers.gpu_to_cpu_handler.wait({1})
+            kept = pages.clone()
+            pages.zero_()
+            assert handlers.cpu_to_gpu_handler.transfer_async(2, (rows, blocks))
+            handlers.cpu_to_gpu_handler.wait({2})
+            assert torch.equal(pages, kept)
+            handlers.shutdown()
+        used = parts * heads * head_bytes * factor
+        filled = regions[0].create_row_view(0, used).clone()
+        del handlers, kv_caches
+        for region in regions:
+            region.cleanup()
+        return filled
+
+    one = fill_rows(1)
+    assert one.any()
+    assert torch.equal(one, fill_rows(2))
+    assert torch.equal(one, fill_rows(3))
+
+
+def test_handlers_head_sharded_without_region_raises() -> None:
+    tensor = CanonicalKVCacheTensor(torch.zeros((2, 16), dtype=torch.int8), 16, HeadSharding(2, 2))
+    kv_caches = CanonicalKVCaches([tensor], [[CanonicalKVCacheRef(0, 16)]])
+    with pytest.raises(ConfigurationError, match="mmap_region"):
+        CpuGpuOffloadingHandlers(kv_caches, 1, 2, head_sharded=True)

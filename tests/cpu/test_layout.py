@@ -8,13 +8,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persistkv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
+from persistkv.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    HeadSharding,
+)
 from persistkv.cpu.layout import (
     KVMemory,
     cell_bytes,
     check_kv_caches,
     compute_sub_block_ptrs,
     group_layouts,
+    head_slices,
     plan_copies,
     tensor_offsets,
 )
@@ -189,3 +196,66 @@ def test_compute_sub_block_ptrs_returns_addresses_of_sub_blocks(gap: int) -> Non
     stride = factor * page + gap
     assert offsets.tolist() == [4 * stride + 2 * page, stride, 0]
     assert compute_sub_block_ptrs(np.array([2]), 1, rows).tolist() == [rows[2].data_ptr()]
+
+
+def sharded(pages: list[int], heads: HeadSharding | None, used: int | None = None) -> CanonicalKVCaches:
+    tensors = [CanonicalKVCacheTensor(torch.zeros((2, page), dtype=torch.int8), page, heads) for page in pages]
+    refs = [CanonicalKVCacheRef(index, used or page) for index, page in enumerate(pages)]
+    return CanonicalKVCaches(tensors, [refs])
+
+
+@given(
+    layers=st.integers(1, 3),
+    parts=st.integers(1, 4),
+    heads=st.integers(1, 3),
+    head_bytes=st.integers(1, 4),
+    workers=st.integers(1, 4),
+    factor=st.integers(1, 3),
+)
+def test_head_slices_of_all_workers_are_those_of_one_worker_with_all_heads(
+    layers: int, parts: int, heads: int, head_bytes: int, workers: int, factor: int
+) -> None:
+    """Each byte of a page, by its part, head of the model and offset in the head, has one place for all numbers."""
+
+    def places(num_workers: int) -> dict[tuple[int, int, int, int], int]:
+        per_worker = heads * workers // num_workers
+        page = parts * per_worker * head_bytes
+        kv_caches = sharded([page] * layers, HeadSharding(parts, per_worker))
+        found = {}
+        for rank in range(num_workers):
+            for piece in head_slices(kv_caches, factor, rank, num_workers):
+                for byte in range(piece.num_bytes):
+                    number, within = divmod(piece.page_offset + byte, head_bytes)
+                    part, head = divmod(number, per_worker)
+                    place = (piece.tensor_idx, part, rank * per_worker + head, within)
+                    found[place] = piece.row_offset + byte
+        return found
+
+    shared = places(workers)
+    assert shared == places(1)
+    assert len(set(shared.values())) == len(shared) == layers * parts * heads * workers * head_bytes
+
+
+def test_group_layouts_head_sharded_are_equal_for_all_numbers_of_workers() -> None:
+    layouts = []
+    for workers in (1, 2, 4):
+        kv_caches = sharded([96 // workers, 32 // workers], HeadSharding(2, 4 // workers))
+        layouts.append(group_layouts(kv_caches, 3, workers, head_sharded=True))
+    assert layouts == [layouts[0]] * 3
+    assert layouts[0][0].ranges == ((0, 3 * 128),)
+
+
+@pytest.mark.parametrize(
+    ("heads", "used", "message"),
+    [
+        (None, None, "heads: None .* head-sharded"),
+        (HeadSharding(2, 3), None, "a divisor of 16 bytes"),
+        (HeadSharding(0, 2), None, "positive numbers"),
+        (HeadSharding(2, 2), 8, "whole pages"),
+    ],
+)
+def test_head_slices_of_caches_that_do_not_fit_raise(
+    heads: HeadSharding | None, used: int | None, message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        head_slices(sharded([16], heads, used), 1, 0, 2)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -22,21 +23,24 @@ import msgspec
 
 from persistkv.config import PAGE_BYTES, StoreUrl, convert_options, parse_duration, parse_size
 from persistkv.errors import ConfigurationError, StoreError, StoreFullError
-from persistkv.storage.backend import Capabilities, CommitBatch, CommitResult, ReadSpan
-from persistkv.storage.catalog import CatalogBackend, Rows
+from persistkv.storage.backend import Capabilities, CommitBatch, CommitResult, Namespace, ReadSpan
+from persistkv.storage.catalog import CatalogBackend
 from persistkv.storage.catalog.backend import check_batch
 from persistkv.storage.catalog.rows import read_pieces
 from persistkv.storage.extensions import BackendStats, CompactProgress, FreeSpace, Policy
 from persistkv.storage.format.files import replace_file
+from persistkv.storage.identity import Identity
 from persistkv_lmdb import files
 from persistkv_lmdb.allocator import Allocator, read_extents
 from persistkv_lmdb.commit import BatchCommit, StaleError, compact
 from persistkv_lmdb.environment import ENVIRONMENTS, Environment
-from persistkv_lmdb.layout import DEFAULT_CAPACITY, PLACEMENTS, is_capacity, read_policy, write_policy
+from persistkv_lmdb.files import ReplacedError
+from persistkv_lmdb.layout import DEFAULT_CAPACITY, PLACEMENTS, Transaction, is_capacity, read_policy, write_policy
 from persistkv_lmdb.opening import delete_quarantined, quarantined
 
 logger = logging.getLogger(__name__)
 
+_REPLACEMENTS = 4  # of the store's files that one operation follows
 _STATUS_SUFFIX = ".json"
 _STATUS_FORGOTTEN_S = 86_400.0  # one day: killed engines leave their files
 _STATUS_BYTES = 64 << 10  # 64 KiB: longer files are truncated when read
@@ -90,9 +94,13 @@ class LmdbBackend(CatalogBackend):
     capabilities = Capabilities(placements=PLACEMENTS)
     status_interval_s: float | None = 2.0
 
-    def __init__(self, shared: Environment, *, read_only: bool, cached: bool) -> None:
+    def __init__(self, shared: Environment, policy: Policy, *, read_only: bool, cached: bool) -> None:
         self._shared: Environment | None = shared
         self._path = shared.path
+        self._policy = policy  # of a store that is created in place of a removed one
+        self._following = threading.RLock()
+        self._identities: dict[bytes, Identity] = {}  # of the namespaces that this handle has opened, by id
+        self._missing: dict[bytes, Identity] = {}  # those that a replaced store may not have yet
         self._read_only = read_only
         self.capabilities = replace(type(self).capabilities, writable=not read_only)
         if read_only:
@@ -129,7 +137,7 @@ class LmdbBackend(CatalogBackend):
             logger.warning("%s is on a read-only file system: opened for reading, new content is dropped", path)
             read_only = True
         shared = ENVIRONMENTS.acquire(path, options.policy, read_only=read_only)
-        backend = cls(shared, read_only=read_only, cached=options.reads == "cached")
+        backend = cls(shared, options.policy, read_only=read_only, cached=options.reads == "cached")
         if not read_only and (differences := backend.policy().contradictions(options.given)):
             message = "%s: the URL says %s; the store keeps its recorded policy (persistkv set lmdb://%s changes it)"
             logger.warning(message, path, differences, path)
@@ -139,12 +147,76 @@ class LmdbBackend(CatalogBackend):
     def new_policy(cls, url: StoreUrl) -> Policy:
         return convert_options(LmdbOptions, url.options, where="lmdb").policy
 
-    def rows(self, *, write: bool = False) -> AbstractContextManager[Rows]:
-        return (self._writable() if write else self.environment).transaction(write=write)
+    @contextmanager
+    def rows(self, *, write: bool = False) -> Iterator[Transaction]:
+        with self._transaction(write=write) as (_, transaction):
+            yield transaction
+
+    @contextmanager
+    def _transaction(self, *, write: bool = False) -> Iterator[tuple[Environment, Transaction]]:
+        """Run a transaction of the store that is at the path now, as ``Environment.transaction``. Yield its environment
+        and the transaction.
+        """
+        for _ in range(_REPLACEMENTS):
+            environment = self._writable() if write else self.environment
+            with ExitStack() as entered:
+                try:
+                    transaction = entered.enter_context(environment.transaction(write=write))
+                except ReplacedError:
+                    self._follow(environment)
+                    continue
+                yield environment, transaction
+                return
+        raise self._keeps_changing()
+
+    def _follow(self, replaced: Environment) -> None:
+        """Open the store that is at the path now, in place of ``replaced``, and its namespaces.
+
+        :raises StoreError: it cannot be opened; the next transaction tries again.
+        """
+        with self._following:
+            if self._shared is not replaced:  # another thread has done it, or has closed this handle
+                return
+            files.prepare_directory(self._path, read_only=self._read_only)
+            self._shared = ENVIRONMENTS.acquire(self._path, self._policy, read_only=self._read_only)
+            self._missing = dict(self._identities)
+            message = (
+                "%s: files of the store were removed or replaced while it was open; continuing with those there now"
+            )
+            logger.warning(message, self._path)
+            ENVIRONMENTS.release(replaced)
+            with suppress(StoreError):  # the next commit tries again
+                self._open_missing()
+
+    def _open_missing(self) -> None:
+        for name, identity in list(self._missing.items()):
+            if not self._read_only:
+                super().open_namespace(identity)
+            self._missing.pop(name, None)
+
+    def _keeps_changing(self) -> StoreError:
+        return StoreError(f"{self._path}: files of the store were replaced {_REPLACEMENTS} times in one operation")
+
+    def open_namespace(self, identity: Identity) -> Namespace:
+        namespace = super().open_namespace(identity)
+        self._identities[namespace.id] = identity
+        return namespace
 
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
-        environment = self._writable()
         check_batch(namespace, batch)
+        for _ in range(_REPLACEMENTS):
+            environment = self._writable()
+            try:
+                if self._missing:
+                    self._open_missing()
+                return self._commit(self._writable(), namespace, batch)
+            except ReplacedError:
+                self._follow(environment)
+                for pack in batch.packs:
+                    pack.restart()
+        raise self._keeps_changing()
+
+    def _commit(self, environment: Environment, namespace: bytes, batch: CommitBatch) -> CommitResult:
         commit = BatchCommit(environment, namespace, batch)
         try:
             try:
@@ -159,10 +231,10 @@ class LmdbBackend(CatalogBackend):
             raise
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan], *, bypass: bool = False) -> list[bool]:
-        with self.environment.transaction() as rows:
+        with self._transaction() as (environment, rows):
             places = [read_extents(rows, namespace + span.pack_id) for span in spans]
             placed = [(place or (), span.offset, span.buffers) for place, span in zip(places, spans, strict=True)]
-            filled = self.environment.files.read(placed, direct=bypass or self._direct)
+            filled = environment.files.read(placed, direct=bypass or self._direct)
             for number, (place, span) in enumerate(zip(places, spans, strict=True)):
                 if place is None:  # inline
                     filled[number] = read_pieces(rows, namespace + span.pack_id, span.offset, span.buffers)
@@ -196,11 +268,11 @@ class LmdbBackend(CatalogBackend):
         return self._path / f"{files.INDEX_PREFIX}{namespace.hex()}"
 
     def policy(self) -> Policy:
-        with self.environment.transaction() as transaction:
+        with self.rows() as transaction:
             return read_policy(transaction)
 
     def set_policy(self, policy: Policy) -> None:
-        environment = self._writable()
+        self._writable()
         if not is_capacity(policy.capacity):
             raise ConfigurationError("capacity", policy.capacity, "a size from 1MiB to 64TiB")
         recorded = self.policy()
@@ -209,7 +281,7 @@ class LmdbBackend(CatalogBackend):
                 f"{recorded.placement}, fixed when the store was created; `persistkv push` copies it into a new store"
             )
             raise ConfigurationError("placement", policy.placement, expected)
-        with environment.transaction(write=True) as transaction:
+        with self.rows(write=True) as transaction:
             write_policy(transaction, policy)
 
     def delete_quarantined(self) -> int:
@@ -217,10 +289,10 @@ class LmdbBackend(CatalogBackend):
         return delete_quarantined(self._path)
 
     def free_space(self) -> FreeSpace:
-        with self.environment.transaction() as transaction:
+        with self._transaction() as (environment, transaction):
             allocator = Allocator(transaction)
             return FreeSpace(
-                max(0, self.environment.file_bytes() - transaction.used_bytes()),
+                max(0, environment.file_bytes() - transaction.used_bytes()),
                 (allocator.free + allocator.aging) * PAGE_BYTES,
                 allocator.pieces(),
                 allocator.largest() * PAGE_BYTES,

@@ -5,7 +5,12 @@
    no transaction runs in this process, and new transactions wait for it, for a bounded time.
 3. An environment must not be used after a fork: calls in the child raise.
 4. Opening for writing and every write transaction hold persistkv's own writer lock, and wait for it a bounded time.
-5. The memory map bounds ``data.mdb``. Its size is computed from values that LMDB records, and a write transaction
+5. The files at the path are compared with the open ones before each transaction, and after each commit. If a user
+   removed or replaced some, the transaction raises, and the handle opens what is at the path now: nothing is written
+   into, or read from, files that no later opening finds.
+6. LMDB's lock file names the last transaction for all processes. If ``data.mdb`` holds another one (a failed commit
+   that could not be undone, or files of two stores), the lock file is removed. Each process then opens a new one.
+7. The memory map bounds ``data.mdb``. Its size is computed from values that LMDB records, and a write transaction
    begins only when the map has that size.
 """
 
@@ -15,7 +20,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -28,6 +33,7 @@ from persistkv.storage.catalog.order import read_clock, write_clock
 from persistkv.storage.extensions import Policy
 from persistkv_lmdb import files
 from persistkv_lmdb.allocator import Payloads, read_space
+from persistkv_lmdb.files import ReplacedError
 from persistkv_lmdb.layout import (
     INLINE,
     Transaction,
@@ -119,6 +125,8 @@ class Environment:
         self._map_lock = _MapLock()
         self._stuck = 0  # a wait for readers with a snapshot of this transaction, or of an older one, timed out
         self._is_open = False
+        self._is_closed = False
+        self._ids: Sequence[tuple[int, int] | None] = ()  # of the open files of LMDB
         self.shares = Shares(0, False, 0)  # valid within a write transaction
         self.map_bytes = 0  # present bound of ``data.mdb``; valid within a write transaction
         self._guard = None if read_only else Guard(path)
@@ -146,15 +154,19 @@ class Environment:
 
         :raises StoreFullError: the changes do not fit.
         :raises StoreBusyError: another process has held the writer lock for too long.
+        :raises ReplacedError: the files at the path are others; raised before the block runs, or by a commit that went
+            into files that were replaced meanwhile.
         :raises StoreError: any other failure, including use in a fork of the process that opened the store.
         """
         if self.process != os.getpid():
             raise StoreError(f"{self.path} was opened by process {self.process}; open it again after a fork")
+        self._check_current()  # before the writer lock, whose file must not be created among other files
         guard = self._guard if write else None
         locked = nullcontext() if guard is None else guard.lock.held(recover=guard.recover)
         with self._suspect_on_error(), locked, files.translated(self.path):
             for _ in range(_BEGIN_ATTEMPTS):
                 with self._map_lock.shared():
+                    self._check_current()
                     begun = self._begin(write)
                     if isinstance(begun, lmdb.Transaction):
                         with begun:
@@ -175,6 +187,7 @@ class Environment:
                         if guard is not None:
                             with suppress(StoreError):  # the next transaction then syncs again
                                 guard.lock.mark(begun=False)
+                            self._check_current()
                         return
                 begun()
         raise StoreError(f"{self.path}: no transaction could begin in {_BEGIN_ATTEMPTS} attempts")
@@ -268,18 +281,34 @@ class Environment:
             self.files.make_writable()
             self._guard, self.read_only = guard, False
 
+    def is_current(self) -> bool:
+        """Return whether the open files are those at the store's path."""
+        if self._is_closed or self._ids != _ids_at(self.path):
+            return False
+        return self.files.is_current() and (self._guard is None or self._guard.is_current())
+
+    def _check_current(self) -> None:
+        if not self.is_current():
+            raise ReplacedError(f"{self.path}: files of the store were removed or replaced while it was open")
+
     def suspect(self) -> None:
         """Have the store checked when it is next opened for writing, see ``Guard.suspect``."""
         if self._guard is not None:
             self._guard.suspect()
 
     def close(self) -> None:
-        """Close the environment; no transaction may be running. In a forked child this does nothing."""
-        if self.process == os.getpid():
+        """Close the environment after the running transactions; idempotent. In a forked child this does nothing.
+
+        :raises StoreBusyError: a transaction has been running for more than 10 s; the environment stays open.
+        """
+        if self.process != os.getpid() or self._is_closed:
+            return
+        with self._map_lock.exclusive(files.WRITING_PATIENCE_S):
+            self._is_closed = True
             self._close_lmdb()
             self.files.close()
-            if self._guard is not None:
-                self._guard.close()
+        if self._guard is not None:
+            self._guard.close()
 
     def forget(self) -> None:
         """Close the lock files in a forked child, without releasing the locks of its parent."""
@@ -288,10 +317,12 @@ class Environment:
 
     @contextmanager
     def _suspect_on_error(self) -> Iterator[None]:
-        """Mark the store as possibly damaged if the ``with`` block raises a ``StoreError`` other than busy or full."""
+        """Mark the store as possibly damaged if the ``with`` block raises a ``StoreError`` other than busy, full or
+        replaced.
+        """
         try:
             yield
-        except (StoreBusyError, StoreFullError):
+        except (StoreBusyError, StoreFullError, ReplacedError):
             raise
         except StoreError:  # LMDB reports a damaged page with many different errors
             self.suspect()
@@ -301,11 +332,15 @@ class Environment:
         """Open ``data.mdb`` and its databases; leave nothing open on failure. None: with the mode of this object."""
         read_only = self.read_only if read_only is None else read_only
         with files.translated_at_open(self.path):
-            exists = file_id(self.path) is not None
+            exists = files.file_id(self.path / files.DATA_FILE) is not None
             env = open_lmdb(self.path, read_only=read_only)
+            if not read_only and not _has_its_lock_file(env):
+                env.close()
+                (self.path / files.LOCK_FILE).unlink()  # other processes notice it before their next transaction
+                env = open_lmdb(self.path, read_only=read_only)
             try:
                 env.reader_check()
-                self.file_id = file_id(self.path)
+                self._ids = _ids_at(self.path)
                 if read_only:
                     self._databases = open_databases(env)
                 else:
@@ -362,30 +397,15 @@ class Environment:
         if not write:
             return begun
         try:
-            self._revert_failed_commit(begun)
+            is_next = self._env.info()["last_txnid"] == begun.id() - 1
             fits = _read_shares(Transaction(begun, self._databases)) == self.shares
         except BaseException:
             begun.abort()  # not left to garbage collection: it holds LMDB's write lock
             raise
-        if fits:
+        if is_next and fits:
             return begun
         begun.abort()
-        return self._remap
-
-    def _revert_failed_commit(self, begun: lmdb.Transaction[memoryview]) -> None:
-        """Remove from ``data.mdb`` the snapshot of a failed commit, if there is one.
-
-        If the last write of a commit failed, and LMDB's attempt to undo it failed, too, the file holds a snapshot that
-        LMDB does not know. Open handles continue from the previous one and overwrite its pages, so no later opening may
-        use it. Until the removal is durable it counts as an interrupted commit, which the next writer makes durable.
-        """
-        if self._guard is None or self._env.info()["last_txnid"] < begun.id():
-            return
-        self._guard.lock.mark(begun=True)
-        with files.translated_io(self.path, full=StoreError):  # evicting would not help
-            files.disown(self.path, begun.id(), int(self._env.stat()["psize"]))
-        with suppress(StoreError):
-            self._guard.lock.mark(begun=False)
+        return self._remap if is_next else self._adopt
 
     def _remap(self) -> None:
         with self._map_lock.exclusive():
@@ -394,6 +414,14 @@ class Environment:
     def _revive(self) -> None:
         with nullcontext() if self._guard is None else self._guard.lock.held():
             self._reopen(self.read_only)
+
+    def _adopt(self) -> None:
+        """Continue from the newest snapshot in ``data.mdb``, which LMDB's lock file does not know."""
+        if self._guard is None:
+            raise StoreError(f"{self.path} is open read-only")
+        with self._guard.lock.held():
+            self._guard.recover()
+            self._reopen(False)
 
 
 class _MapLock:
@@ -418,12 +446,17 @@ class _MapLock:
                 self._changed.notify_all()
 
     @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Hold the lock exclusively, after waiting until no thread holds it shared, which the calling one must not."""
+    def exclusive(self, patience_s: float | None = None) -> Iterator[None]:
+        """Hold the lock exclusively, after waiting until no thread holds it shared, which the calling one must not.
+
+        :param patience_s: maximum wait in seconds; None: unbounded.
+        :raises StoreBusyError: a thread has held it for longer; the block does not run.
+        """
         with self._changed:
             self._wanted += 1
             try:
-                self._changed.wait_for(lambda: not self._inside)
+                if not self._changed.wait_for(lambda: not self._inside, patience_s):
+                    raise StoreBusyError(f"another thread of this process has used the store for {patience_s} s")
                 yield
             finally:
                 self._wanted -= 1
@@ -434,18 +467,24 @@ def _headroom_bytes(file: int) -> int:
     return min(max(file // 64, _MIN_HEADROOM), _MAX_HEADROOM, file // 4) // PAGE_BYTES * PAGE_BYTES
 
 
-def file_id(path: Path) -> tuple[int, int] | None:
-    """Return device and inode of ``data.mdb``, the same for every path to a store; None if there is none."""
+def _ids_at(path: Path) -> list[tuple[int, int] | None]:
+    return [files.file_id(path / name) for name in (files.DATA_FILE, files.LOCK_FILE)]
+
+
+def _has_its_lock_file(env: lmdb.Environment) -> bool:
+    """Return whether LMDB's lock file names the newest transaction in ``data.mdb`` as the last one. The caller holds
+    the writer lock.
+    """
+    begun = env.begin(write=True)
     try:
-        status = (path / files.DATA_FILE).stat()
-    except OSError:  # opening it reports the reason
-        return None
-    return status.st_dev, status.st_ino
+        return bool(env.info()["last_txnid"] == begun.id() - 1)
+    finally:
+        begun.abort()
 
 
 class _Slot(NamedTuple):
-    """The lock for opening and closing the environments of one store directory, and the open ones: more than one if
-    another process replaced the open files with those of another store.
+    """The lock for opening and closing the environments of one store directory, and the open ones: at most one of them
+    is current.
     """
 
     lock: threading.Lock
@@ -476,8 +515,11 @@ class Environments:
                 f"{path} is busy: another thread of this process has been opening it for more than {patience_s:g} s"
             )
         try:
-            wanted = file_id(path)
-            found = next((env for env in slot.environments if env.file_id == wanted), None)
+            for environment in list(slot.environments):
+                if not environment.is_current():  # before another opening: LMDB opens a file once per process
+                    environment.close()
+                    slot.environments.remove(environment)
+            found = next(iter(slot.environments), None)
             if found is None:
                 found = Environment(path, policy, read_only=read_only)
                 slot.environments.append(found)

@@ -58,6 +58,12 @@ _FULL_CODES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NEARLY_FULL = 64 << 20  # 64 MiB: a pack's raw bytes
 
 
+class ReplacedError(StoreError):
+    """Files of the store were removed or replaced since it was opened. Nothing of the transaction is acknowledged; the
+    environment must be opened again.
+    """
+
+
 @contextmanager
 def translated(path: Path) -> Iterator[None]:
     """Translate LMDB's errors within the ``with`` statement into a ``StoreError`` that names the store.
@@ -149,6 +155,23 @@ def open_regular(path: str | Path, flags: int, *, dir_fd: int | None = None) -> 
         return descriptor
     os.close(descriptor)
     raise OSError(errno.EINVAL, f"{path} is no regular file")
+
+
+def is_at(descriptor: int, path: Path) -> bool:
+    """Return whether a path names the open file or directory; False if it cannot be read."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError:
+        return False
+
+
+def file_id(path: Path) -> tuple[int, int] | None:
+    """Return device and inode of a file, the same for every path to it; None if it cannot be read."""
+    try:
+        status = path.stat()
+    except OSError:  # opening it reports the reason
+        return None
+    return status.st_dev, status.st_ino
 
 
 def prepare_directory(store: Path, *, read_only: bool) -> None:
@@ -250,27 +273,6 @@ def rewrite_meta_pages(directory: Path) -> None:
         file.seek(0)
         held = b"" if found is None else file.read(2 * found[1])
     _write_durably(directory / DATA_FILE, held, 0)
-
-
-def disown(directory: Path, number: int, page_bytes: int) -> None:
-    """Remove the snapshot of transaction ``number``: overwrite its meta page with that of the previous transaction,
-    numbered ``number - 2``, so that LMDB uses the previous transaction's own page. The caller holds LMDB's write lock.
-
-    :raises OSError: the disk failed; either version may be on disk.
-    :raises CorruptStoreError: the pages are not those of these two transactions, for example because the files were
-        replaced while they were open; nothing was written.
-    """
-    data = directory / DATA_FILE
-    with data.open("rb") as file:
-        pages = [bytearray(file.read(page_bytes)) for _ in range(2)]
-    page = pages[1 - number % 2]
-    header = next((size for size in _PAGE_HEADERS if page[size : size + _U32.size] == _U32.pack(_META_MAGIC)), None)
-    at = 0 if header is None else header + _LAST_PAGE_AT + _U64.size
-    told = [bytes(page[at : at + _U64.size]) for page in pages]
-    if not at or told != [_U64.pack(number - (number + place) % 2) for place in range(2)]:
-        raise CorruptStoreError(f"{data}: it does not begin with the pages of transactions {number - 1} and {number}")
-    _U64.pack_into(page, at, max(number - 2, 0))
-    _write_durably(data, bytes(page[_U64.size :]), number % 2 * page_bytes + _U64.size)  # after the page's own number
 
 
 def _end_of(page: bytes) -> tuple[int, int] | None:

@@ -116,6 +116,10 @@ class Guard:
             self._sync_leftover()
         self.lock.mark(begun=False)
 
+    def is_current(self) -> bool:
+        """Return whether the guard file is still the one at its path."""
+        return files.is_at(self._fd, self._directory / files.GUARD_FILE)
+
     def suspect(self) -> None:
         """Have the store checked by the next process that opens it for writing while no other has it open. Ignore write
         errors.

@@ -3,7 +3,8 @@
 1. A file has the length that LMDB records. It is longer if a transaction that extended it was aborted, or if the
    process ended after a commit that shortened it. Bytes beyond the recorded length are never read.
 2. Space is allocated without holes: a full disk fails when a file grows, not when it is written.
-3. A file is never removed, only truncated: an open descriptor refers to the same file in all processes.
+3. A file is never removed, only truncated: an open descriptor refers to the same file in all processes. A file or a
+   directory that a user removes is noticed before bytes in it are acknowledged.
 4. The name of a file is durable before its first pages are allocated, even if its creator was killed or failed.
 5. Other threads write while the transaction runs, and all writes have ended when it commits or aborts. If the process
    is killed, the kernel keeps the writer lock until its writes have ended, because it closes the files only then.
@@ -20,7 +21,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +31,7 @@ from persistkv.errors import StoreError
 from persistkv.memory.libc import address_of
 from persistkv.storage.executor import ThreadPool
 from persistkv.storage.format.codec import Buffer
-from persistkv_lmdb.files import SEGMENT_DIRECTORY, allocated_bytes, open_regular, translated_io
+from persistkv_lmdb.files import SEGMENT_DIRECTORY, ReplacedError, allocated_bytes, is_at, open_regular, translated_io
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +90,10 @@ class SegmentFiles:
         self._path = path
         self._read_only = read_only
         self._store = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # a directory replacing it is another store's
+        self._held: int | None = None  # the directory of the files, once it exists; the same holds for it
         self._lock = threading.Lock()
         self._open: dict[int, _Descriptors] = {}  # opened on first use
+        self._deleted: list[_Descriptors] = []  # of deleted files; open because other threads may be reading
         self._touched: set[int] = set()
         self._unnamed = False  # a power loss may remove new files: their directory was not synced since their creation
         self._pool: ThreadPool | None = None
@@ -125,6 +128,9 @@ class SegmentFiles:
             for segment in {*segments, *self._existing()}:
                 expected = segments.get(segment, 0) * PAGE_BYTES
                 fd = self._descriptors(segment, create=True).buffered
+                if _is_deleted(fd):  # it would accept writes that nobody finds
+                    self._let_go(segment)
+                    fd = self._descriptors(segment, create=True).buffered
                 held = os.fstat(fd).st_size
                 if held > expected:
                     os.ftruncate(fd, expected)
@@ -184,17 +190,22 @@ class SegmentFiles:
     def sync(self) -> None:
         """Make payloads, file lengths and file names durable.
 
+        :raises ReplacedError: a segment was removed.
         :raises StoreError: some of it may be lost. The caller must roll back: a second call would not report the loss.
         """
         self.settle()
         with translated_io(self._path):
             for segment in sorted(self._touched):
-                os.fdatasync(self._descriptors(segment).buffered)
+                fd = self._descriptors(segment).buffered
+                os.fdatasync(fd)
+                if _is_deleted(fd):
+                    raise ReplacedError(f"{self._path}: segment {segment} was removed while it was written")
             self._touched.clear()
             if self._unnamed:
                 os.fsync(self._store)
-                with self._directory() as directory:
-                    os.fsync(directory)
+                with self._lock:
+                    directory = self._directory()
+                os.fsync(directory)
                 self._unnamed = False
 
     def read(
@@ -229,6 +240,12 @@ class SegmentFiles:
                 segment: allocated_bytes(os.fstat(self._descriptors(segment).buffered)) for segment in self._existing()
             }
 
+    def is_current(self) -> bool:
+        """Return whether the directory of the files is still the one at its path."""
+        with self._lock:
+            held = self._held
+        return held is None or is_at(held, self._path / SEGMENT_DIRECTORY)
+
     def make_writable(self) -> None:
         """Open files for writing from now on; no other call may be running."""
         self._read_only = False
@@ -239,12 +256,22 @@ class SegmentFiles:
         if self._pool is not None:
             self._pool.shutdown()
         self._close_files()
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
         os.close(self._store)
 
     def _close_files(self) -> None:
-        for fd in [fd for descriptors in self._open.values() for fd in descriptors if fd is not None]:
-            os.close(fd)
+        for descriptors in (*self._open.values(), *self._deleted):
+            for fd in descriptors:
+                if fd is not None:
+                    os.close(fd)
         self._open.clear()
+        self._deleted.clear()
+
+    def _let_go(self, segment: int) -> None:
+        with self._lock:
+            self._deleted.append(self._open.pop(segment))
 
     def _write_runs(self, runs: Sequence[_Run], buffers: list[memoryview], begun: threading.Event) -> None:
         begun.set()
@@ -306,38 +333,42 @@ class SegmentFiles:
     def _opened(self, segment: int, create: bool) -> _Descriptors:
         name = f"{segment:08d}.seg"
         access = os.O_RDONLY if self._read_only else os.O_RDWR
-        with self._directory(create=create) as directory:
-            if create:  # not before: ``sync`` opens the directory. Also if the file exists: one more sync per process
-                self._unnamed = True
-            buffered = open_regular(name, access | os.O_CREAT if create else access, dir_fd=directory)
-            try:
-                return _Descriptors(buffered, open_regular(name, access | os.O_DIRECT, dir_fd=directory))
-            except OSError as error:
-                if error.errno in _NO_DIRECT:
-                    return _Descriptors(buffered, None)
-                os.close(buffered)
-                raise
-
-    @contextmanager
-    def _directory(self, *, create: bool = False) -> Iterator[int]:
-        """Yield a descriptor of the directory ``segments``, valid within the ``with`` statement."""
-        if create:
-            with suppress(FileExistsError):
-                os.mkdir(SEGMENT_DIRECTORY, 0o700, dir_fd=self._store)
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(SEGMENT_DIRECTORY, flags, dir_fd=self._store)
+        directory = self._directory(create=create)
+        if create:  # not before: ``sync`` opens the directory. Also if the file exists: one more sync per process
+            self._unnamed = True
+        buffered = open_regular(name, access | os.O_CREAT if create else access, dir_fd=directory)
         try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
+            return _Descriptors(buffered, open_regular(name, access | os.O_DIRECT, dir_fd=directory))
+        except OSError as error:
+            if error.errno in _NO_DIRECT:
+                return _Descriptors(buffered, None)
+            os.close(buffered)
+            raise
+
+    def _directory(self, *, create: bool = False) -> int:
+        """Return the descriptor of the directory ``segments``. The caller holds the lock.
+
+        It is opened once: in a directory that replaces it, the same names are files of another store.
+        """
+        if self._held is None:
+            if create:
+                with suppress(FileExistsError):
+                    os.mkdir(SEGMENT_DIRECTORY, 0o700, dir_fd=self._store)
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._held = os.open(SEGMENT_DIRECTORY, flags, dir_fd=self._store)
+        return self._held
 
     def _existing(self) -> list[int]:
         try:
-            with self._directory() as directory:
-                names = os.listdir(directory)
+            with self._lock:
+                names = os.listdir(self._directory())
         except FileNotFoundError:
             return []
         return [int(name[:8]) for name in names if name[8:] == ".seg" and name[:8].isdecimal()]
+
+
+def _is_deleted(fd: int) -> bool:
+    return not os.fstat(fd).st_nlink
 
 
 def _runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_Run]:

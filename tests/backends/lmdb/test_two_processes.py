@@ -35,6 +35,7 @@ import os, signal, sys
 from persistkv.config import StoreUrl
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import read_pack
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_lmdb import LmdbBackend
@@ -66,6 +67,7 @@ def do(command, seed):
 
 try:
     backend = LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
+    backend.open_namespace(Identity.of({"weights": "abc"}))
     say("open")
     for line in sys.stdin:
         command, _, seed = line.partition(" ")

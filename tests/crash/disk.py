@@ -5,7 +5,7 @@ The simulation assumes only the guarantees of POSIX:
 1. A write is durable after the next sync of its file, or at once if the write is synchronous. Until then each page of
    4 KiB may be on the disk or not, in any order, and each sector of 512 bytes in it may be new or old.
 2. The same holds for the length of a file, and for allocated space.
-3. A new file or directory may be missing until its parent directory has been synced.
+3. A new file or directory may be missing, and a removed file present, until its parent directory has been synced.
 4. After a failed sync, later syncs do not make the affected pages durable, because the kernel marks them as clean. Such
    a page may be on the disk or not, until it is rewritten and synced. The same holds for a length. The sync of a
    directory can be retried: a file system whose journal fails accepts no further changes.
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 PAGE_BYTES = 4 << 10  # 4 KiB
 SECTOR_BYTES = 512
-WRITE, SYNCED_WRITE, SYNC, RESIZE, ALLOCATE, CREATE, MKDIR, UNMODELLED, FAILED = range(1, 10)
+WRITE, SYNCED_WRITE, SYNC, RESIZE, ALLOCATE, CREATE, MKDIR, UNMODELLED, FAILED, REMOVE = range(1, 11)
 _HEAD = struct.Struct("<IIQQ")
 
 
@@ -164,6 +164,8 @@ class Disk:
         """File of the previous record, if that is a failed write. The next record is then the part that was written."""
         self._unsynced_names: set[Path] = set()
         """New files and directories whose parent directory has not been synced since."""
+        self._removed: dict[Path, _File] = {}
+        """Removed files whose parent directory has not been synced since."""
 
     def replay(self, record: Record) -> None:
         """Apply one record.
@@ -178,6 +180,8 @@ class Disk:
             self._directories.add(path)
         elif op == CREATE:
             self._files[path] = _File()
+        elif op == REMOVE:
+            self._removed[path] = self._files.pop(path)
         elif op in (WRITE, SYNCED_WRITE):
             self._files[path].write(offset, data, synced=op == SYNCED_WRITE, failed=path == failed)
         elif op == FAILED and offset == SYNC and path in self._files:
@@ -194,6 +198,7 @@ class Disk:
             self._files[path].sync()
         elif op == SYNC:
             self._unsynced_names = {new for new in self._unsynced_names if new.parent != path}
+            self._removed = {old: file for old, file in self._removed.items() if old.parent != path}
         else:
             raise NotImplementedError(f"operation {op} on {path}")
 
@@ -205,6 +210,8 @@ class Disk:
         for path in sorted(self._directories):
             if missing.isdisjoint((path, *path.parents)):
                 (target / path).mkdir(0o700)
-        for path, file in self._files.items():
+        for path, file in (self._removed | self._files).items():
+            if path not in self._files and draw.random() < kept:
+                continue
             if missing.isdisjoint((path, *path.parents)):
                 (target / path).write_bytes(file.after_power_loss(draw, kept))

@@ -39,7 +39,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { WRITE = 1, SYNCED_WRITE = 2, SYNC = 3, RESIZE = 4, ALLOCATE = 5, CREATE = 6, MKDIR = 7, UNMODELLED = 8, FAILED = 9 };
+enum { WRITE = 1, SYNCED_WRITE = 2, SYNC = 3, RESIZE = 4, ALLOCATE = 5, CREATE = 6, MKDIR = 7, UNMODELLED = 8, FAILED = 9, REMOVE = 10 };
 enum { PASSES = 0, UNDONE = 1, DONE = 2, HALF = 3, DONE_ONCE = 4 };
 
 struct head {
@@ -371,12 +371,12 @@ int mkdirat(int directory, const char *name, mode_t mode) {
 
 int unlink(const char *name) {
     REAL(int, "unlink", const char *);
-    NAMED(UNMODELLED, AT_FDCWD, name, real(name));
+    NAMED(REMOVE, AT_FDCWD, name, real(name));
 }
 
 int unlinkat(int directory, const char *name, int flags) {
     REAL(int, "unlinkat", int, const char *, int);
-    NAMED(UNMODELLED, directory, name, real(directory, name, flags));
+    NAMED(flags ? UNMODELLED : REMOVE, directory, name, real(directory, name, flags));
 }
 
 int rename(const char *from, const char *to) {

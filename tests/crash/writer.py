@@ -111,7 +111,7 @@ def _all_packs(backend: Backend, namespace: bytes) -> tuple[bytes, list[bytes]]:
 
 def _see(backend: LmdbBackend) -> None:
     """Begin a write transaction. All later reads see the commits of a killed writer."""
-    with backend.environment.transaction(write=True):
+    with backend.rows(write=True):
         pass
 
 

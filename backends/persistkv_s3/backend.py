@@ -255,8 +255,9 @@ class S3Backend(InspectableBackend):
             self._check_open(writes=True)
             for _ in range(_POLICY_TRIES):
                 self._head.poll()
-                head = msgspec.structs.replace(self._head.head, capacity=policy.capacity, ttl_s=policy.ttl_s)
-                if self._head.write(head):
+                base = self._head.version
+                head = msgspec.structs.replace(base.head, capacity=policy.capacity, ttl_s=policy.ttl_s)
+                if self._head.write(head, base):
                     return
         raise StoreUnavailableError(f"{self._place}: other engines changed the head meanwhile; try again")
 

@@ -1,10 +1,12 @@
 """The head of a store: the only object of the feed that is overwritten.
 
-1. Every write is conditional on the ETag of the version that it is based on: one write both publishes feed objects and
-   fences former leaders.
+1. A head is a value, read together with its ETag (``HeadVersion``). Every write is derived from one version and
+   conditional on the ETag of that version, not of a newer one that another thread has read meanwhile: one write both
+   publishes feed objects and fences former leaders.
 2. After a write with unknown outcome the head is read, before anything else is written.
 3. A missing, damaged or unauthentic head is rebuilt from each namespace's newest readable snapshot and the feed objects
-   that follow it: each contains the term of its predecessor.
+   that follow it: each contains the term of its predecessor. The write replaces only the damaged version that was read.
+4. A head succeeds another only if its positions are the same, or one more and published under the writer's own term.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from __future__ import annotations
 import logging
 import threading
 from contextlib import suppress
+from typing import NamedTuple
 
-from persistkv.errors import CorruptPackError, CorruptStoreError, StoreUnavailableError
+from persistkv.errors import CorruptPackError, CorruptStoreError, StoreError, StoreUnavailableError
 from persistkv.storage.extensions import Policy
 from persistkv_s3.authentication import Authenticator, SignedObjects
 from persistkv_s3.client.bucket import Bucket
@@ -47,22 +50,50 @@ logger = logging.getLogger(__name__)
 _SIGNED_AS = "head"
 
 
+class HeadVersion(NamedTuple):
+    """A head as it was read or written."""
+
+    head: Head
+    etag: str
+    """Empty: it was never in the bucket."""
+
+
+class DamagedHeadError(CorruptPackError):
+    """The head is damaged, or was not written with the key.
+
+    :param etag: the ETag of the damaged version.
+    """
+
+    def __init__(self, cause: CorruptPackError, etag: str) -> None:
+        super().__init__("head", str(cause))
+        self.etag = etag
+
+
+class NoSuccessorError(StoreError):
+    """A new head would move a namespace backwards or by several positions, or publish under another leader's term."""
+
+
 class StoreHead:
-    """Reads and writes the head; the attribute ``head`` is its newest known version. Thread-safe.
+    """Reads and writes the head; the property ``head`` is its newest known version. Thread-safe.
 
     :param where: the store, for messages.
     """
 
     def __init__(self, bucket: Bucket, names: Names, authenticator: Authenticator, where: str) -> None:
-        self.head = Head()
+        self.version = HeadVersion(Head(), "")
+        """Newest known version. Read it once and derive a new head from that value: other threads replace it."""
         self.changed_at = 0.0
         """Monotonic time at which this handle first read or wrote this version."""
-        self._etag = ""
         self.bucket = bucket
         self.names = names
         self._authenticator = authenticator
         self._where = where
         self._lock = threading.RLock()
+
+    @property
+    def head(self) -> Head:
+        """Head of the newest known version."""
+        return self.version.head
 
     def open(self, policy: Policy, *, create: bool) -> None:
         """Read the head; create or rebuild it, with the given policy, if necessary.
@@ -79,49 +110,65 @@ class StoreHead:
                 if not create:
                     raise StoreUnavailableError(f"{self._where} holds no store, and is opened read-only") from None
                 condition = ABSENT
-            except CorruptPackError as error:
+            except DamagedHeadError as error:
                 if not create:
                     raise CorruptStoreError(f"{self._where}: unreadable head: {error}") from None
                 logger.warning("%s: the head is unreadable (%s): rebuilding it", self._where, error)
-                condition = ""
+                condition = error.etag
             store = self.bucket.clock.random.randbytes(NONCE_BYTES)
             head = Head(store=store, capacity=policy.capacity, ttl_s=policy.ttl_s, unquoted=self._probe())
             self._rebuild(head)
+            if condition != ABSENT and head.unquoted:
+                condition = condition.strip('"')
+            # The condition is that of the version read above: the rebuilt head lacks what was published since.
             with suppress(ConditionFailedError):  # another process was faster
-                if not condition:
-                    etag = self.bucket.get_if_changed(self.names.head, None)[1]
-                    condition = etag.strip('"') if head.unquoted else etag
                 self._put(head, condition)
-            self._etag = ""
-            self.poll()
+            self._adopt(self.read(None))
 
-    def poll(self) -> bool:
-        """Read the head if it has changed; return whether it has. After an error ``self.head`` is unchanged.
+    def read(self, known: str | None) -> HeadVersion:
+        """Read the head; it does not become ``version``.
 
+        :param known: ETag of a known version; None: there is none.
+        :raises UnchangedError: the head still has the ETag ``known``.
         :raises ObjectMissingError: there is no head.
-        :raises CorruptPackError: the head is damaged, or was not written with the key.
+        :raises DamagedHeadError: the head is damaged, or was not written with the key.
         :raises CorruptStoreError: the object is not a head of this format.
         """
-        with self._lock:
-            try:
-                data, etag = self.bucket.get_if_changed(self.names.head, self._etag or None)
-            except UnchangedError:
-                return False
-            head = decode_head(self._authenticator.opened(NO_NAMESPACE, _SIGNED_AS, data), self._where)
-            self._adopt(head, etag)
-            return True
+        data, etag = self.bucket.get_if_changed(self.names.head, known)
+        try:
+            opened = self._authenticator.opened(NO_NAMESPACE, _SIGNED_AS, data)
+            return HeadVersion(decode_head(opened, self._where), etag)
+        except CorruptPackError as error:
+            raise DamagedHeadError(error, etag) from None
 
-    def write(self, head: Head) -> bool:
-        """Replace the head, and set its ``beat``, if ``self.head`` is still the version in the bucket, and return True;
-        otherwise read the newer version and return False.
+    def poll(self) -> bool:
+        """Read the head if it has changed; return whether it has. After an error ``version`` is unchanged.
 
-        :raises S3Error: the write failed or its outcome is unknown; ``self.head`` is the newest version that was read.
+        :raises StoreError: see ``read``.
         """
         with self._lock:
-            head.beat = self.head.beat + 1
-            etag = self._etag.strip('"') if self.head.unquoted else self._etag
             try:
-                self._adopt(head, self._put(head, etag))
+                version = self.read(self.version.etag or None)
+            except UnchangedError:
+                return False
+            self._adopt(version)
+            return True
+
+    def write(self, head: Head, base: HeadVersion, term: bytes = b"") -> bool:
+        """Replace the head, and set its ``beat``, if ``base`` is still the version in the bucket, and return True;
+        otherwise read the newer version and return False.
+
+        :param base: the version from which ``head`` was derived.
+        :param term: the writer's own term; empty: it neither leads nor runs for election.
+        :raises NoSuccessorError: ``head`` does not succeed ``base``; nothing was written.
+        :raises S3Error: the write failed or its outcome is unknown; ``version`` is the newest version that was read.
+        """
+        _check_successor(base.head, head, term)
+        with self._lock:
+            head.beat = base.head.beat + 1
+            etag = base.etag.strip('"') if base.head.unquoted else base.etag
+            try:
+                self._adopt(HeadVersion(head, self._put(head, etag)))
                 return True
             except ConditionFailedError:
                 self.poll()
@@ -130,8 +177,9 @@ class StoreHead:
                     raise
             return self.head == head
 
-    def _adopt(self, head: Head, etag: str) -> None:
-        self.head, self._etag, self.changed_at = head, etag, self.bucket.clock.monotonic()
+    def _adopt(self, version: HeadVersion) -> None:
+        self.version = version
+        self.changed_at = self.bucket.clock.monotonic()
 
     def _put(self, head: Head, condition: str) -> str:
         data = self._authenticator.signed(NO_NAMESPACE, _SIGNED_AS, [encode_head(head)])
@@ -201,3 +249,23 @@ class StoreHead:
             found = found or NamespaceHead(generation=feed.generation)
             at, term = at + 1, feed.term
             found.append(at, term)
+
+
+def _check_successor(old: Head, new: Head, term: bytes) -> None:
+    """:raises NoSuccessorError: ``new``, of a writer with this term, does not succeed ``old``."""
+    leads = bool(term) and old.leader == term
+    if new.leader != old.leader:
+        elects = new.leader == term and new.epoch == old.epoch + 1
+        resigns = leads and not new.leader
+        if not elects and not resigns:
+            raise NoSuccessorError("the head would replace the leader without an election")
+    if old.namespaces.keys() - new.namespaces.keys():
+        raise NoSuccessorError("the head would lack a namespace")
+    for namespace, held in new.namespaces.items():
+        before = old.namespaces.get(namespace)
+        if held == before:
+            continue
+        position = 0 if before is None else before.position
+        if not leads or held.position != position + 1 or held.term_of(held.position) != term:
+            text = f"position {held.position} of {namespace.hex()} does not follow {position} in the writer's term"
+            raise NoSuccessorError(text)

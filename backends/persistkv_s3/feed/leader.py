@@ -44,7 +44,7 @@ from persistkv_s3.feed.format import (
     seal,
     split_ids,
 )
-from persistkv_s3.feed.head import StoreHead
+from persistkv_s3.feed.head import DamagedHeadError, HeadVersion, NoSuccessorError, StoreHead
 from persistkv_s3.session import NamespaceSession, is_rejected
 
 logger = logging.getLogger(__name__)
@@ -138,12 +138,13 @@ class Leader:
 
         :raises S3Error: a request failed. This handle leads if a later poll finds that its write took effect.
         """
-        head = msgspec.structs.replace(self._head.head, epoch=self._head.head.epoch + 1)
+        base = self._head.version
+        head = msgspec.structs.replace(base.head, epoch=base.head.epoch + 1)
         term = head.epoch.to_bytes(4, "big") + self._clock.random.randbytes(TERM_BYTES - 4)
         head.leader = term
         self._forget()
         self._term = term
-        if self._write(head):
+        if self._write(head, base):
             logger.debug("elected in epoch %d", head.epoch)
             self._busy_at = self._clock.monotonic()
         return self.leads
@@ -156,11 +157,13 @@ class Leader:
         self._dumped.clear()
         self._sweeps.clear()
 
-    def _write(self, head: Head) -> bool:
+    def _write(self, head: Head, base: HeadVersion) -> bool:
         began, now = self._bucket.now(), self._clock.monotonic()
         try:
-            written = self._head.write(head)
-        except ObjectMissingError:  # the store was deleted: the handle rebuilds the head and is elected again
+            written = self._head.write(head, base, self._term)
+        except (ObjectMissingError, DamagedHeadError, NoSuccessorError):
+            # The head was deleted, damaged or rebuilt. The handle polls and rebuilds it, and is elected again: under
+            # the old term, the names of its unpublished feed objects are taken.
             self._forget()
             raise
         if written:
@@ -265,7 +268,12 @@ class Leader:
         """Write the unpublished feed objects, then the head; without any, the head only for a heartbeat or to resign.
         Return False if another handle leads.
         """
-        head = msgspec.structs.replace(self._head.head, namespaces=dict(self._head.head.namespaces))
+        base = self._head.version  # another thread may read a newer version during the uploads below
+        if base.head.leader != self._term:
+            logger.info("another engine leads this store now")
+            self._forget()
+            return False
+        head = msgspec.structs.replace(base.head, namespaces=dict(base.head.namespaces))
         now = self._clock.monotonic()
         resigns = self._resigning or (now - self._busy_at > _RESIGN_S and not self._dumps)
         if not (self._unpublished or resigns or now - self._written_at >= _HEARTBEAT_S):
@@ -280,7 +288,7 @@ class Leader:
             head.namespaces[namespace] = self._extended(head.namespaces.get(namespace), held, session)
         if resigns:
             head.leader = b""
-        written = self._write(head)
+        written = self._write(head, base)
         if written:
             for namespace, held in self._unpublished.items():
                 self._opened[namespace].catalogue.apply_feed(held.feed)

@@ -486,6 +486,82 @@ def test_leader_resumed_after_takeover_loses_no_commit(engines: Engines) -> None
         assert held_packs(engine) == pack_ids(1, 2, 3)
 
 
+def test_leader_cut_off_in_feed_upload_loses_no_commit(engines: Engines) -> None:
+    old, new = open_engine(engines), open_engine(engines)
+    store(old, 1)
+    engines.run(3)
+    client = engines.clients[old]
+
+    def lose_reply(verb: str, key: str) -> None:
+        """Lose the reply of a commit; the successor merges it and the others meanwhile."""
+        if verb == "PUT" and "/inbox/" in key:
+            client.after = lambda verb, key: None
+            for seed in (4, 5, 6, 7):
+                store(new, seed)
+                engines.run(6)
+            raise LateError(f"{verb} {key}")
+
+    def cut_off(verb: str, key: str) -> None:
+        """Stop for 24 s before the upload of a feed object; the other thread commits and polls."""
+        if verb == "PUT" and "/feed/" in key:
+            client.before = lambda verb, key: None
+            client.after = lose_reply
+            engines.kill(old)
+            store(old, 3)
+
+    client.before = cut_off
+    store(old, 2)
+    engines.bucket.now += 1
+    old.step()
+    engines.all.append(old)
+    engines.run(5)
+    store(old, 8)
+    engines.run(30)
+    for engine in (old, new, open_engine(engines)):
+        assert held_packs(engine) == pack_ids(*range(1, 9))
+        assert is_intact(engine, *range(1, 9))
+
+
+def test_head_damaged_repaired_by_two_engines_keeps_commits_between(engines: Engines) -> None:
+    fast, slow = open_engine(engines), open_engine(engines)
+    store(fast, 1)
+    engines.run(60)
+    engines.bucket.replace("store/persistkv", engines.bucket.data("store/persistkv")[:-4])
+    client = engines.clients[slow]
+    steps: list[str] = []
+
+    def pause(verb: str, key: str) -> None:
+        """Stop after the rebuild, before the next request for the head; the other engine repairs it meanwhile."""
+        if verb == "LIST" and "/feed/" in key:
+            steps.append("rebuilt")
+        if steps == ["rebuilt"] and key == "store/persistkv":
+            steps.append("paused")
+            engines.kill(slow)
+            fast.refresh()
+            for seed in range(2, 8):
+                store(fast, seed)
+                engines.run(3)
+
+    client.before = pause
+    slow.refresh()
+    assert steps[:2] == ["rebuilt", "paused"]
+    engines.all.append(slow)
+    engines.run(30)
+    for engine in (fast, slow, open_engine(engines)):
+        assert held_packs(engine) == pack_ids(*range(1, 8))
+        assert is_intact(engine, *range(1, 8))
+
+
+def test_head_damaged_under_leader_is_repaired_by_it(engines: Engines) -> None:
+    engine = open_engine(engines)
+    store(engine, 1)
+    engines.run(3)
+    engines.bucket.replace("store/persistkv", engines.bucket.data("store/persistkv")[:-4])
+    store(engine, 2)
+    engines.run(10)
+    assert held_packs(open_engine(engines, read_only=True)) == pack_ids(1, 2)
+
+
 def lose_replies(engine: S3Backend, engines: Engines, part: str, error: type[BrokenError | LateError]) -> None:
     """Let PUTs of matching keys succeed without a reply."""
 

@@ -120,6 +120,8 @@ class NamespaceSession:
         self._lost: dict[tuple[bytes, bytes], None] = {}
         """(pack id, nonce) of packs whose objects are missing, until a commit removes them for all engines."""
         self._written_at = self._clock.monotonic()
+        self._skips_missing = False
+        """Whether a missing object of the feed is treated as damaged, in the present call of ``sync``."""
         self._lock = threading.RLock()
 
     @property
@@ -335,19 +337,25 @@ class NamespaceSession:
     # Feed
 
     def sync(self) -> None:
-        """Apply the feed to the local catalogue, up to the newest known head.
+        """Apply the feed to the local catalogue, up to the newest known head. An object that is missing although the
+        head names it is treated as damaged: only its content is lost.
 
         :raises S3Error: a request failed; the catalogue has the position of the last feed object that was applied.
         """
         with self._lock:
+            self._skips_missing = False
             for tries_left in reversed(range(_TRIES)):
                 try:
-                    self._sync(self._head.head.namespaces.get(self.namespace))
+                    target = self._head.head.namespaces.get(self.namespace)
+                    self._sync(target)
                     break
-                except ObjectMissingError:  # superseded after the head was read
+                except ObjectMissingError:  # superseded after the head was read, or deleted by an operator
                     if not tries_left:
                         raise
                     self._head.poll()
+                    newest = self._head.head.namespaces.get(self.namespace)
+                    # A leader deletes no object that the head names, so this one will not come back.
+                    self._skips_missing = newest == target
             if self._unmerged:
                 merged = self.catalogue.merged_number(self.writer)
                 self._unmerged = {number: entry for number, entry in self._unmerged.items() if number > merged}
@@ -383,7 +391,10 @@ class NamespaceSession:
 
         def fetch(position: int) -> tuple[bytes, Feed | None] | None:
             term = target.term_of(position)
-            return None if term is None else (term, self.feed_object((position, term), may_be_missing=False))
+            if term is None:
+                return None
+            feed = self.feed_object((position, term), may_be_missing=self._skips_missing)
+            return term, feed
 
         positions = range(at.position + 1, target.position + 1)  # not a list: a forged head may name 2 ** 48
         for position, found in self._bucket.each(fetch, positions, _AT_ONCE):
@@ -404,14 +415,19 @@ class NamespaceSession:
         """Return the feed object named by (position, term); None if it is unreadable, or may be missing and is."""
         return self.objects.record(feed_name(*name), Feed, MAX_FEED_BYTES, may_be_missing=may_be_missing)
 
-    def snapshot(self, target: NamespaceHead) -> Snapshot | None:
-        """Return the snapshot that the head names for this namespace; None if it names none, or it is unreadable."""
-        return self.objects.record(target.snapshot, Snapshot, MAX_SNAPSHOT_BYTES) if target.snapshot else None
+    def snapshot(self, target: NamespaceHead, *, may_be_missing: bool = True) -> Snapshot | None:
+        """Return the snapshot that the head names for this namespace; None if it names none, or it is unreadable, or
+        may be missing and is.
+        """
+        if not target.snapshot:
+            return None
+        name = target.snapshot
+        return self.objects.record(name, Snapshot, MAX_SNAPSHOT_BYTES, may_be_missing=may_be_missing)
 
     def _load_snapshot(self, target: NamespaceHead) -> Position:
         """Replace the catalogue by the readable parts of the newest snapshot; return the new position."""
         generation, name = target.generation, target.snapshot
-        found = self.snapshot(target)
+        found = self.snapshot(target, may_be_missing=self._skips_missing)
         if found is None:  # the feed objects that it covers are lost, too
             term = target.term_of(target.snapshot_position) or b""
             at = Position(generation, target.snapshot_position, term, 0.0, damaged=bool(name))
@@ -446,6 +462,10 @@ class NamespaceSession:
             return self.objects.get(name, MAX_SEGMENT_BYTES)
         except CorruptPackError:
             return memoryview(b"unreadable")
+        except ObjectMissingError:
+            if not self._skips_missing:
+                raise
+            return memoryview(b"missing")
 
     def _reload(self, dumps: Iterable[Dump], position: Position) -> None:
         """Replace the catalogue by dumped rows; then apply own unmerged commits again."""

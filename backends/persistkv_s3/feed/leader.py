@@ -389,6 +389,7 @@ class Leader:
         start a snapshot of all rows.
         """
         before = session.snapshot(target)
+        is_lost = before is None and bool(target.snapshot)  # its segments are known to nobody any more
         if before is None:
             before = Snapshot(generation=target.generation, position=0, term=bytes(TERM_BYTES), time=0.0)
         covered = range(target.snapshot_position + 1, target.position + 1)
@@ -412,7 +413,7 @@ class Leader:
         retired = [feed_name(*name) for name in wanted]
         self._put_snapshot(session, target, snapshot, retired)
         heavy = snapshot.tail_bytes > max(_LEAST_DUMP_BYTES, snapshot.base_bytes // 2)
-        if (heavy or len(snapshot.tails) >= _MOST_TAILS) and not at.damaged:
+        if (heavy or is_lost or len(snapshot.tails) >= _MOST_TAILS) and not at.damaged:
             self._dumps[session.namespace] = self._dump(session, snapshot)
 
     def _dump(self, session: NamespaceSession, replaced: Snapshot) -> Iterator[None]:

@@ -562,6 +562,43 @@ def test_head_damaged_under_leader_is_repaired_by_it(engines: Engines) -> None:
     assert held_packs(open_engine(engines, read_only=True)) == pack_ids(1, 2)
 
 
+@pytest.mark.parametrize("part", ["/feed/", "/snapshots/", "/segments/"])
+def test_object_deleted_by_operator_loses_only_its_content(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    monkeypatch.setattr(leader, "SNAPSHOT_AFTER", 4)
+    engine = open_engine(engines)
+    for seed in range(6):
+        store(engine, seed)
+        engines.run(2)
+    engines.bucket.server.delete(engines.bucket.keys(part)[-1:])
+    fresh = open_engine(engines)
+    store(fresh, 6)
+    engines.run(60)
+    assert pack_ids(6) <= held_packs(engine)
+    found = held_packs(open_engine(engines))
+    assert pack_ids(6) <= found
+    if part == "/feed/":
+        assert pack_ids(*range(4)) <= found, "content of other objects"
+
+
+def test_leader_whose_snapshot_was_deleted_writes_all_rows_again(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leader, "SNAPSHOT_AFTER", 4)
+    engine = open_engine(engines)
+    for seed in range(6):
+        store(engine, seed)
+        engines.run(2)
+    engines.bucket.server.delete(engines.bucket.keys("/snapshots/"))
+    for seed in range(6, 16):
+        store(engine, seed)
+        engines.run(2)
+    engines.run(10)
+    assert held_packs(open_engine(engines)) == pack_ids(*range(16))
+    assert not engines.bucket.keys("/inbox/")
+
+
 def lose_replies(engine: S3Backend, engines: Engines, part: str, error: type[BrokenError | LateError]) -> None:
     """Let PUTs of matching keys succeed without a reply."""
 

@@ -23,6 +23,7 @@ T = TypeVar("T")
 OptionsT = TypeVar("OptionsT", bound=msgspec.Struct)
 
 PAGE_BYTES = 4 << 10  # 4 KiB: the page size of all supported platforms and the alignment that O_DIRECT requires
+MAX_BLOCK_BYTES = 256 << 20  # 256 MiB: bound on the memory that a block of an untrusted file can claim
 MAX_PACK_BYTES = 64 << 20  # 64 MiB: maximum raw bytes of a pack
 
 _UNITS = {"": 1, "B": 1}
@@ -304,6 +305,8 @@ class RowLayout(msgspec.Struct, frozen=True):
                 end = offset + length
             if not end:
                 raise ConfigurationError(name, group.ranges, "at least one range")
+            if group.block_bytes > MAX_BLOCK_BYTES:
+                raise ConfigurationError(name, group.ranges, f"at most {MAX_BLOCK_BYTES} bytes: use smaller blocks")
 
 
 @dataclass(frozen=True)

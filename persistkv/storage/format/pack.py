@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from persistkv.config import PAGE_BYTES
+from persistkv.config import MAX_BLOCK_BYTES, PAGE_BYTES
 from persistkv.errors import CorruptPackError
 from persistkv.storage.format.codec import Buffer, RawCodec, stored_codec
 
@@ -277,6 +277,8 @@ def _check_frames(frames: bytes, payload: int, block_count: int, raw: int, codec
         length = count * block_bytes
         if not length or (length > FRAME_BYTES and count > 1):
             raise CorruptPackError("frame length", f"{count} blocks of {block_bytes} bytes")
+        if block_bytes > MAX_BLOCK_BYTES:
+            raise CorruptPackError("block length", f"{block_bytes} bytes; at most {MAX_BLOCK_BYTES} are possible")
         if stored > length or (stored < length and codec == RawCodec.name):
             raise CorruptPackError("frame length", f"{stored} stored bytes for {length} raw ones")
         if offset != end:

@@ -200,7 +200,7 @@ class SocketConnection(Connection):
                 except IndexError:
                     self.ended = True
                     raise HostError("a lookup table came without its descriptor") from None
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                     self.ended = True
                     raise HostError(f"a message does not read: {error}") from None
                 start = end

@@ -92,7 +92,7 @@ def decoded(rows: dict[str, bytes], decode: Callable[[bytes], T], prefix: str = 
     """Yield the name and the decoded content of each row whose name starts with the prefix; skip undecodable rows."""
     for name, row in rows.items():
         if name.startswith(prefix):
-            with suppress(msgspec.DecodeError, UnicodeDecodeError):
+            with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 yield name, decode(row)
 
 

@@ -78,7 +78,10 @@ class Identity(msgspec.Struct, frozen=True, eq=False):
 
         :raises ValueError: the bytes are not a JSON object.
         """
-        return cls(msgspec.json.decode(bytes(data), type=dict[str, Any]))
+        try:
+            return cls(msgspec.json.decode(bytes(data), type=dict[str, Any]))
+        except RecursionError as error:
+            raise ValueError(f"too deeply nested ({error})") from None
 
     @property
     def digest(self) -> bytes:
@@ -281,7 +284,7 @@ def _load_entries(path: Path, status: os.stat_result) -> list[_TensorEntry] | No
     """Return the cached entries of a file; None if the file changed, or if the cache has no readable record of it."""
     try:
         record = msgspec.json.decode(_cache_file(path).read_bytes(), type=_Record)
-    except (OSError, RuntimeError, msgspec.DecodeError):
+    except (OSError, RuntimeError, ValueError):  # RuntimeError: no home directory, or too deeply nested
         return None
     valid = (record.version, record.path, record.stamp) == (_CACHE_VERSION, str(path.absolute()), _stamp(status))
     return record.entries if valid else None

@@ -46,7 +46,7 @@ def read_verdict(backend: Backend, ours: bytes, theirs: bytes) -> Verdict | None
     content = backend.note(ours, theirs.hex()) if isinstance(backend, SupportsNotes) else None
     try:
         found = None if content is None else msgspec.json.decode(content, type=Verdict)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return found if found is not None and found.version == _VERSION else None
 

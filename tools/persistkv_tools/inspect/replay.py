@@ -171,7 +171,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[Request]:
                 requests.append(chain)
     except OSError as error:
         raise FileError("read", path, error) from None
-    except (ValueError, EOFError, lzma.LZMAError) as error:
+    except (ValueError, RecursionError, EOFError, lzma.LZMAError) as error:
         expected = 'lines of JSON with "hash_ids" that identify prefixes, plain or .xz'
         raise ConfigurationError("trace", str(path), f"{expected} (line {len(requests) + 1}: {error})") from None
     if not any(requests):

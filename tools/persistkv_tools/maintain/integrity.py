@@ -106,7 +106,7 @@ class VerifyState(Tally, kw_only=True):
             return fresh
         except OSError as error:
             raise FileError("read", path, error) from None
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise FileError("read", path, ValueError(f"it is not a progress file of verify ({error})")) from None
         if (state.version, state.store, state.sample) != (_STATE_VERSION, fresh.store, sample):
             expected = f"progress of {fresh.store} with --sample {sample:g}; it is of {state.store}, {state.sample:g}"

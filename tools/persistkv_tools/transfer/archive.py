@@ -172,7 +172,7 @@ class ArchiveReader:
                 if kind != _END:
                     yield at, kind, body
             end = msgspec.json.decode(body, type=_End)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise self.corrupt(at, str(error)) from None
         if (end.records, end.heads) != (len(self._heads) - 1, heads.hexdigest()) or self._read(1):
             raise self.corrupt(at, "records are missing, or bytes follow the last one")

@@ -87,7 +87,7 @@ def verify_archive(archive: ArchiveReader, took: Took) -> list[Source]:
                 current.add_pack(at, body)
             else:
                 current.add_request(at, body)
-        except (CorruptPackError, ValueError, struct.error) as error:
+        except (CorruptPackError, ValueError, RecursionError, struct.error) as error:
             raise archive.corrupt(at, str(error)) from None
     return [found.source for found in contents.values()]
 

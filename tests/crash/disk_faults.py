@@ -55,7 +55,19 @@ from persistkv.testing.samples import sample_blocks, sample_keys
 from persistkv_lmdb import LmdbBackend
 from persistkv_lmdb.allocator import Allocator
 from tests.backends.lmdb.consistency import find_faults
-from tests.crash.disk import ALLOCATE, CREATE, FAILED, MKDIR, PAGE_BYTES, RESIZE, SYNC, UNMODELLED, WRITE, read_log
+from tests.crash.disk import (
+    ALLOCATE,
+    CREATE,
+    FAILED,
+    MKDIR,
+    PAGE_BYTES,
+    REMOVE,
+    RESIZE,
+    SYNC,
+    UNMODELLED,
+    WRITE,
+    read_log,
+)
 from tests.crash.forks import Outcome, run_in_fork
 from tests.crash.loop import PLACEMENTS
 from tests.crash.recorder import build_recorder
@@ -84,7 +96,8 @@ _CALLS = {
     ALLOCATE: "allocation in",
     CREATE: "creation of",
     MKDIR: "creation of",
-    UNMODELLED: "removal of",
+    UNMODELLED: "renaming of",
+    REMOVE: "removal of",
 }
 
 

@@ -312,7 +312,8 @@ class PersistentTier(SecondaryTierManager):
         if isinstance(choice, Choice) and not choice.is_encodable:
             logger.warning("a prefetch is ignored: its request id or a label is no valid text")
             return
-        self._prefetches.append(choice)
+        if not self._detached:
+            self._prefetches.append(choice)
 
     @property
     def prefetch_waits(self) -> bool:
@@ -351,6 +352,7 @@ class PersistentTier(SecondaryTierManager):
         """
         self._detached = True
         self._contains = lambda key: False
+        self._prefetches.clear()  # nothing takes them any more, and an engine must not wait for them
 
     def wait_persisted(self, req_id: str, timeout_s: float) -> bool:
         """Wait until all blocks of a finished request are durable, at most ``timeout_s`` seconds.

@@ -321,3 +321,13 @@ def test_prefetch_text_without_encoding_is_ignored(
     assert "a prefetch is ignored" in caplog.text
     tier.prefetch(Choice(labels={"session": "7"}))
     assert tier.ask_recent(1, only_asked=True)
+
+
+def test_prefetch_after_changed_weights_keeps_no_engine_awake(make_stack: MakeStack, tmp_path: Path) -> None:
+    tier = make_stack(16, lmdb(tmp_path)).tiers[0]
+    assert isinstance(tier, PersistentTier)
+    tier.prefetch(Choice(labels={"session": "7"}))
+    assert tier.prefetch_waits
+    tier.reset_cache(weights_changed=True)
+    tier.prefetch(Choice(labels={"session": "8"}))
+    assert not tier.prefetch_waits

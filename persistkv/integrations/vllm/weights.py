@@ -431,8 +431,8 @@ class GuardedTier:
         loads = sum(num_blocks for _, num_blocks in self._tickets.values())
         logger.error(
             "weights changed while the engine runs (%s): persistkv is detached. Lookups miss, and nothing is stored. "
-            "In flight: %d blocks are not stored, %d are not served. Restart the engine, or name the new weights in "
-            "the requests (docs/vllm.md, Weights)",
+            "In flight: %d blocks are not stored, %d are not served. Restart the engine to use the store again "
+            "(docs/vllm.md, weights that change)",
             reason,
             stores,
             loads,

@@ -157,7 +157,8 @@ def test_spec_invalid_option_raises_and_names_it(extra: dict[str, Any], message:
 def test_spec_tier_fails_to_open_leaves_no_region_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     url = f"lmdb://{tmp_path}/file"
-    made = spec(cpu_bytes_to_use="64KiB", secondary_tiers=[{"type": "example"}, {"type": "persistent", "url": url}])
+    persistent = {"type": "persistent", "url": url, "required": True}
+    made = spec(cpu_bytes_to_use="64KiB", secondary_tiers=[{"type": "example"}, persistent])
     with pytest.raises(Exception, match="file"):
         made.get_manager()
     made.shutdown()

@@ -19,6 +19,7 @@ COUNTERS: Mapping[str, str] = {
     "load_failed_chunks": "Chunks that were to be loaded and could not be",
     "store_bytes": "Bytes taken from the primary tier to be stored",
     "store_seconds": "Seconds from the submission of stores to their end, added up",
+    "changed_weights_chunks": "Chunks in flight that were not stored or not served because weights changed",
     "stores_refused": "Store jobs that were refused because the queue was full or the store not open",
     "dropped_chunks": "Chunks that were taken and lost to a failed commit",
     "written_bytes": "Bytes written to the store, after the codec",
@@ -51,6 +52,7 @@ class Observed:
     load_failed_chunks: int = 0
     store_bytes: int = 0
     store_seconds: float = 0.0
+    changed_weights_chunks: int = 0
 
 
 def metric_definitions() -> dict[str, Any]:

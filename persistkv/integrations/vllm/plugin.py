@@ -11,8 +11,8 @@ _PACKAGE = "persistkv.integrations.vllm"
 
 
 def register() -> None:
-    """Register the tiers by short names and the spec, let workers watch their weights, and remove the files of killed
-    engines' primary tiers.
+    """Register the tiers by short names and the spec, let workers watch their weights, and remove the files that killed
+    engines left in shared memory.
     """
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory

@@ -24,7 +24,9 @@ from persistkv.memory.pages import use_huge_pages
 
 logger = logging.getLogger(__name__)
 
-_PATTERN = "vllm_offload_*.mmap"
+WEIGHTS_PREFIX = "persistkv_weights_"
+"""Start of the names of the files of ``WeightsWord``, which exist until the engine has attached them."""
+_PATTERNS = ("vllm_offload_*.mmap", f"{WEIGHTS_PREFIX}*")
 _SAFE_AGE_S = 600
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC  # its inode number, fixed by the kernel
 
@@ -98,7 +100,7 @@ def ready(rows: memoryview) -> None:
 
 
 def remove_leftovers(directory: str = SHARED_MEMORY_DIRECTORY, *, sees_all_processes: bool | None = None) -> list[str]:
-    """Remove the files of vLLM's primary tiers that no process uses, and return their paths.
+    """Remove the files of vLLM's primary tiers and of ``WeightsWord`` that no process uses, and return their paths.
 
     :param sees_all_processes: whether ``/proc`` shows every process that may use the files; None: detect it.
     """
@@ -106,7 +108,8 @@ def remove_leftovers(directory: str = SHARED_MEMORY_DIRECTORY, *, sees_all_proce
         with suppress(OSError):
             sees_all_processes = os.stat("/proc/self/ns/pid").st_ino == _FIRST_PID_NAMESPACE
     left: dict[Path, FileId] = {}
-    for path in sorted(Path(directory).glob(_PATTERN)):
+    paths = [path for pattern in _PATTERNS for path in Path(directory).glob(pattern)]
+    for path in sorted(paths):
         with suppress(OSError):
             status = path.stat(follow_symlinks=False)
             is_old = time.time() - status.st_mtime > _SAFE_AGE_S
@@ -125,7 +128,7 @@ def remove_leftovers(directory: str = SHARED_MEMORY_DIRECTORY, *, sees_all_proce
                 path.unlink()
                 removed.append(str(path))
     if removed:
-        logger.info("removed regions of killed engines: %s", ", ".join(removed))
+        logger.info("removed shared memory of killed engines: %s", ", ".join(removed))
     return removed
 
 

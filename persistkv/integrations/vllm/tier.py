@@ -266,6 +266,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
 
     def get_stats(self) -> Any:
         """Return vLLM's metrics object with the growth of the counters; None: too early, see ``MetricsReader``."""
+        self._observed.changed_weights_chunks = self._guard.dropped_blocks
         if not self._metrics.is_due(self._observed, time.monotonic()):
             return None
         return self._metrics.read(self._observed, self._tier.glance(), self._tier.num_held_blocks)

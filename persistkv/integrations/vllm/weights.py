@@ -27,12 +27,12 @@ from typing import Any
 
 from persistkv.base import ReqContext
 from persistkv.cpu.region_file import SHARED_MEMORY_DIRECTORY
+from persistkv.integrations.vllm.regions import WEIGHTS_PREFIX
 from persistkv.tiering.base import JobMetadata, JobResult
 from persistkv.tiering.persistent import PersistentTier
 
 logger = logging.getLogger(__name__)
 
-_PREFIX = "persistkv_weights_"
 _WORD_BYTES = 4 * 8
 _SAMPLES = 16  # elements of each parameter
 _COST_FACTOR = 50  # a comparison before a copy follows the last one after 50 times its duration: 2 % of the time
@@ -176,7 +176,7 @@ class WeightsWord:
 
 def _path(engine_id: str, rank: int, directory: str) -> Path:
     name = hashlib.blake2b(engine_id.encode(), digest_size=16).hexdigest()
-    return Path(directory) / f"{_PREFIX}{name}_{rank}"
+    return Path(directory) / f"{WEIGHTS_PREFIX}{name}_{rank}"
 
 
 # In a worker

@@ -135,6 +135,20 @@ def test_remove_leftovers_mapped_region_is_kept(file, tmp_path):
     assert remove_leftovers(str(tmp_path), sees_all_processes=True) == [str(file)]
 
 
+def test_remove_leftovers_word_of_weights_is_deleted_when_its_worker_has_ended(tmp_path):
+    program = (
+        "import sys; from persistkv.integrations.vllm.weights import WeightsWord; "
+        "word = WeightsWord.create('engine', 0, sys.argv[1]); print(flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout.readline()
+        (word,) = tmp_path.iterdir()
+        assert remove_leftovers(str(tmp_path), sees_all_processes=True) == []
+    assert remove_leftovers(str(tmp_path), sees_all_processes=True) == [str(word)]
+
+
 def test_remove_leftovers_region_replaced_during_scan_is_kept(file, tmp_path, monkeypatch):
     """An engine with the id of a killed one may create its region meanwhile."""
     listdir = os.listdir

@@ -227,6 +227,23 @@ def test_tier_get_stats_reports_only_defined_metrics(make_tier):
     assert all(labels == ("lmdb",) for values in reading.data["data"].values() for labels in values)
 
 
+def test_tier_get_stats_counts_chunks_in_flight_when_weights_change(make_tier, monkeypatch):
+    from persistkv.integrations.vllm import tier as module
+
+    executor = SimpleNamespace(collective_rpc=lambda *_: None)
+    monkeypatch.setattr(module, "find_executor", lambda: executor)
+    tier, keys = make_tier(), keys_of(2)
+    context = context_of(keys)
+    assert store(tier, keys, context).success
+    tier.get_stats()
+    executor.collective_rpc("update_weights")
+    tier.submit_load(job_of(2, keys, 0, context, is_promotion=True))
+    (result,) = results_of(tier)
+    assert not result.success
+    counted = tier.get_stats().data["data"]["vllm:kv_offload_persistkv_changed_weights_chunks"]
+    assert counted == {("lmdb",): 2}
+
+
 def test_tier_shutdown_twice_persists_unfinished_request(make_tier, url):
     tier, keys = make_tier(), keys_of(2)
     context = context_of(keys)

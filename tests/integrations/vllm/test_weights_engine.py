@@ -23,8 +23,12 @@ def expected(plain_engine):
 
 @pytest.mark.parametrize(
     ("how", "environment"),
-    [("function", FUNCTIONS), ("memory", FUNCTIONS), ("function", FUNCTIONS | PROCESSES)],
-    ids=["function", "memory", "function-processes"],
+    [
+        pytest.param("function", FUNCTIONS, id="function"),
+        pytest.param("memory", FUNCTIONS, id="memory"),
+        # two more processes import vLLM: minutes on two busy cores
+        pytest.param("function", FUNCTIONS | PROCESSES, id="function-processes", marks=pytest.mark.slow),
+    ],
 )
 def test_engine_changed_weights_detaches_and_keeps_store_clean(start_engine, url, expected, how, environment):
     plain = start_engine(environment=FUNCTIONS)

@@ -538,18 +538,25 @@ class Catalogue(Catalog):
             if position.position >= rows.position.position:
                 rows.position = position
 
-    def drop(self, pack_id: bytes, nonce: bytes, at: float) -> bool:
-        """Remove a pack whose object is missing; return False if it is not held under this nonce.
+    def drop(self, pack_id: bytes, nonce: bytes, at: float) -> None:
+        """Remove a pack whose object is missing, if it is held under this nonce.
 
         The removal is a pending commit, applied again after each feed object until the feed has removed the pack, too.
         """
         with self.rows() as rows:
             if _nonce(rows, self._namespace + pack_id) != nonce:
-                return False
+                return
         number = int.from_bytes(nonce[:5], "big")  # unique
         entry = Entry(writer=_MISSING_OBJECT, number=number + 1, time=at, gone=[(pack_id, nonce)])
         self.apply_pending(entry, at)
-        return True
+
+    def lost(self) -> list[tuple[bytes, bytes]]:
+        """Return (pack id, nonce) of the dropped packs that the feed has not removed yet, of all users of the file."""
+        with self.rows() as rows:
+            pending = [bytes(row) for _, row in rows.range(PENDING, b"")]
+        dropped = [row for row in pending if row.startswith(_MISSING_OBJECT)]
+        entries = [unseal(row[_PENDING.size :], Entry) for row in dropped]
+        return [gone for entry in entries for gone in entry.gone]
 
     def is_of(self, store: bytes) -> bool:
         """Return whether the catalogue belongs to this store (``Head.store``); a new catalogue is assigned to it."""

@@ -66,6 +66,8 @@ logger = logging.getLogger(__name__)
 _MOST_COMMIT_S = 12 * 3600.0  # 12 hours from the first upload to the commit's object; a sweep spares younger objects
 _TRIES = 4
 """Maximum number of attempts to reach the head's position: listed objects may be deleted before they are fetched."""
+_MOST_SKIPPED = 256
+"""Maximum number of feed objects that one attempt skips because they were deleted: a forged head may name 2 ** 48."""
 _AT_ONCE = 4
 """Maximum number of feed objects or segments in memory at a time."""
 _GAP_BYTES = 128 << 10  # 128 KiB: less than the bytes transferred in the latency of one request
@@ -117,8 +119,6 @@ class NamespaceSession:
         self._uses: dict[bytes, int] = {}
         """Unpublished uses, oldest first: pack id → number of its last use, which packs used together share."""
         self._moments = 0
-        self._lost: dict[tuple[bytes, bytes], None] = {}
-        """(pack id, nonce) of packs whose objects are missing, until a commit removes them for all engines."""
         self._written_at = self._clock.monotonic()
         self._skips_missing = False
         """Whether a missing object of the feed is treated as damaged, in the present call of ``sync``."""
@@ -145,7 +145,8 @@ class NamespaceSession:
             self._written_at = self._clock.monotonic()
         entry = self._upload(batch, plan)
         entry.uses = [*self._pending_uses(), b"".join(used)]
-        entry.gone = [*plan.gone, *(lost for lost in list(self._lost) if lost not in plan.gone)]
+        # Without the removal of a lost object, the feed would keep it and drop that of this commit.
+        entry.gone = list(dict.fromkeys([*plan.gone, *self.catalogue.lost()]))
         before, after = self._publish(entry)
         return CommitResult(after if before == plan.cursor else plan.cursor, plan.removed)
 
@@ -213,8 +214,6 @@ class NamespaceSession:
         self._number = entry.number
         with self._lock:
             self._unmerged[entry.number] = entry
-        for gone in entry.gone:
-            self._lost.pop(gone, None)
         self._uses.clear()
         return self.catalogue.apply_pending(entry, self._bucket.now())
 
@@ -257,7 +256,7 @@ class NamespaceSession:
         if self._uses:
             number, now = self._number + 1, self._bucket.now()
             uses = [*self._pending_uses(), b""]
-            self._publish(Entry(writer=self.writer, number=number, time=now, uses=uses, gone=list(self._lost)))
+            self._publish(Entry(writer=self.writer, number=number, time=now, uses=uses, gone=self.catalogue.lost()))
             self._written_at = self._clock.monotonic()
 
     # Packs
@@ -331,8 +330,7 @@ class NamespaceSession:
 
     def _mark_missing(self, pack_id: bytes, nonce: bytes) -> None:
         """Remove a pack whose object is missing: now from the local catalogue, with the next commit from the feed."""
-        if self.catalogue.drop(pack_id, nonce, self._bucket.now()):
-            self._lost[pack_id, nonce] = None
+        self.catalogue.drop(pack_id, nonce, self._bucket.now())
 
     # Feed
 
@@ -387,7 +385,9 @@ class NamespaceSession:
         """Apply the feed objects after ``at``, up to the head's position.
 
         :returns: False if the head does not name all of them, or if one does not follow its predecessor.
+        :raises ObjectMissingError: one is missing, or too many.
         """
+        skipped = 0
 
         def fetch(position: int) -> tuple[bytes, Feed | None] | None:
             term = target.term_of(position)
@@ -402,6 +402,11 @@ class NamespaceSession:
                 return False
             term, feed = found
             if feed is None:
+                skipped += 1
+                if self._skips_missing and skipped > _MOST_SKIPPED:
+                    raise ObjectMissingError(
+                        f"{self._names.base}feed/: {skipped} objects that the head names are missing"
+                    )
                 at = Position(target.generation, position, term, at.time, damaged=True)
                 self.catalogue.skip_to(at)
                 continue

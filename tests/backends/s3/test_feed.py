@@ -582,6 +582,25 @@ def test_object_deleted_by_operator_loses_only_its_content(
         assert pack_ids(*range(4)) <= found, "content of other objects"
 
 
+@pytest.mark.parametrize("share", [False, True], ids=["restarted", "shared catalogue"])
+def test_pack_whose_object_was_deleted_is_stored_again_by_any_engine_of_the_catalogue(
+    engines: Engines, share: bool
+) -> None:
+    first, noticing = open_engine(engines), open_engine(engines, cache="shared")
+    store(first, 1)
+    engines.run(3)
+    engines.bucket.server.delete(engines.bucket.keys("/packs/"))
+    assert not is_intact(noticing, 1)
+    if not share:
+        engines.kill(noticing)
+        noticing.close()
+    again = open_engine(engines, cache="shared")
+    store(again, 1)
+    engines.run(5)
+    for engine in (again, first, open_engine(engines)):
+        assert is_intact(engine, 1)
+
+
 def test_leader_whose_snapshot_was_deleted_writes_all_rows_again(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:

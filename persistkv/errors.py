@@ -80,14 +80,16 @@ class EngineClosedError(PersistKVError):
 
 
 class PromptTooLongError(ConfigurationError):
-    """The prompt with its new tokens does not fit the device cache. Nothing was run.
+    """The prompt with its new tokens exceeds the model's context length or the device cache. Nothing was run.
 
     :param tokens: tokens of the prompt and of the answer, of which ``limit`` fit.
-    :param option: option of the engine that raises the limit, with its smallest sufficient value ``needed``.
+    :param option: option of the engine that raises the limit, with its smallest sufficient value ``needed``; None: the
+        limit is the model's context length.
     """
 
-    def __init__(self, tokens: int, limit: int, option: str, needed: int) -> None:
-        super().__init__("token_ids", f"{tokens} tokens", f"at most {limit} tokens, or {option}={needed}")
+    def __init__(self, tokens: int, limit: int, option: str | None = None, needed: int | None = None) -> None:
+        remedy = "the model's context length" if option is None else f"or {option}={needed}"
+        super().__init__("token_ids", f"{tokens} tokens", f"at most {limit} tokens, {remedy}")
         self.tokens, self.limit, self.option, self.needed = tokens, limit, option, needed
 
 

@@ -354,6 +354,10 @@ class PersistentTier(SecondaryTierManager):
         self._contains = lambda key: False
         self._prefetches.clear()  # nothing takes them any more, and an engine must not wait for them
 
+    def persisted(self, req_id: str) -> bool | None:
+        """Return whether all blocks of a finished request are durable; None: not known yet, or no longer."""
+        return self._ended.get(req_id)
+
     def wait_persisted(self, req_id: str, timeout_s: float) -> bool:
         """Wait until all blocks of a finished request are durable, at most ``timeout_s`` seconds.
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import threading
 import time
 import uuid
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,20 +19,23 @@ from persistkv.errors import ConfigurationError, EngineClosedError, PromptTooLon
 from persistkv.integrations.request_options import RequestOptions
 from persistkv.integrations.transformers.interface import ModelForward
 from persistkv.integrations.transformers.kv_cache import PagedKVCache
-from persistkv.integrations.transformers.model import load_model, model_identity, probe_model
+from persistkv.integrations.transformers.model import context_length, load_model, model_identity, probe_model
 from persistkv.integrations.transformers.request import Request, Sampler, TokenIds, one_row
 from persistkv.integrations.transformers.results import EngineStats, GenerateResult
 from persistkv.integrations.transformers.tiers import Tiers
 from persistkv.storage import BACKENDS
 
 _DEFAULT_DEVICE_TOKENS = 8192
+_CLOSE_S = 60.0
+_POLL_S = 0.001  # far below the time of a commit
 
 
 class Engine:
     """Runs one request at a time; computed KV is kept on the device, in the primary tier, and in a store.
 
-    Created with ``Engine.open``, not with the constructor. Must be closed, or used in a ``with`` statement. Called from
-    one thread, and never after a fork.
+    Created with ``Engine.open``, not with the constructor. Closed by ``close`` or a ``with`` statement, else at the end
+    of the program or when nothing refers to it any more. Any thread may call it: requests run one after the other. A
+    process that was forked from the engine's must not use it.
 
     :ivar model: the Hugging Face model.
     :ivar geometry: the model's KV cache groups, and the shape of their KV.
@@ -37,10 +43,14 @@ class Engine:
 
     def __init__(self, model: Any, device: PagedKVCache, tiers: Tiers) -> None:
         self._num_requests = 0
-        self._closed = False
         self.model, self.geometry = model, device.geometry
         self._device, self._tiers = device, tiers
         self._forward = ModelForward(model)
+        self._context_length = context_length(model)
+        self._lock = threading.RLock()
+        """Held by each use of the device cache and of the tiers, which are made for one thread."""
+        self._closing = weakref.finalize(self, _close, tiers, _CLOSE_S, os.getpid())
+        """Alive until the engine is closed; runs at the end of the program for an engine that nobody closed."""
 
     @classmethod
     def open(
@@ -158,66 +168,70 @@ class Engine:
             ``{"persistkv": {"load": False, "ttl": "1h"}}``. ``load`` or ``store`` is off if either form sets it to
             False.
         :raises ConfigurationError: an option is invalid. Nothing was run.
-        :raises PromptTooLongError: prompt and answer do not fit the device cache. Nothing was run.
+        :raises PromptTooLongError: prompt and answer exceed the model's context length or the device cache. Nothing was
+            run.
         :raises EngineClosedError: the engine is closed; other methods raise it, too.
         """
-        self._check_open()
         prompt = self._checked_prompt(token_ids, max_new_tokens)
         stop = self._stop_tokens() if stop_token_ids is None else frozenset(stop_token_ids)
         sampler = Sampler(temperature, top_p, top_k, seed, self.model.device)
         options = RequestOptions.parse(kv_transfer_params)
         load, store, labels = load and options.load, store and options.store, {**(labels or {}), **options.labels}
         req_id = uuid.uuid4().hex
-        self._num_requests += 1
-        self._tiers.step()  # rows of stores that ended since the last step are free for this request
-        self._tiers.scheduler.on_new_request(
-            req_id, kv_transfer_params, labels, store=store, retention=options.retention
-        )
-        request = Request(self._forward, self.model.device, self._device, self._tiers, req_id, salt)
-        self._tiers.begin(req_id, request.release)
-        try:
-            with torch.no_grad():
-                return request.run(prompt, max_new_tokens, sampler, stop, load)
-        finally:
-            self._tiers.scheduler.request_finished(req_id)
-            self._tiers.step()
+        with self._lock:
+            self._check_open()
+            self._num_requests += 1
+            self._tiers.step()  # rows of stores that ended since the last step are free for this request
+            self._tiers.scheduler.on_new_request(
+                req_id, kv_transfer_params, labels, store=store, retention=options.retention
+            )
+            request = Request(self._forward, self.model.device, self._device, self._tiers, req_id, salt)
+            self._tiers.begin(req_id, request.release)
+            try:
+                with torch.no_grad():
+                    return request.run(prompt, max_new_tokens, sampler, stop, load)
+            finally:
+                self._tiers.scheduler.request_finished(req_id)
+                self._tiers.step()
 
     def wait_persisted(self, request: GenerateResult | str, timeout_s: float = 60.0) -> bool:
         """Wait until the whole context of a request is durable in every store. Return False if the timeout passed
-        first, a store dropped part of the context, or the engine has no store.
+        first, a store dropped part of the context, or the engine has no store. Requests of other threads run meanwhile.
         """
-        self._check_open()
         req_id = request if isinstance(request, str) else request.req_id
         deadline = time.monotonic() + timeout_s
-        if not self._tiers.persistent or not self._tiers.drain(deadline, req_id):
-            return False
-        return all(
-            tier.wait_persisted(req_id, max(deadline - time.monotonic(), 0.0)) for tier in self._tiers.persistent
-        )
+        while True:
+            with self._lock:
+                self._check_open()
+                self._tiers.step()
+                persisted = self._tiers.persisted(req_id)
+            if persisted is not None:
+                return persisted
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_S)
 
     def flush(self, timeout_s: float = 60.0) -> bool:
         """Wait until all submitted blocks are durable or dropped in every store. Return False if the timeout passed
-        first, or a store is not open.
+        first, or a store is not open. Requests of other threads wait meanwhile.
         """
-        self._check_open()
-        deadline = time.monotonic() + timeout_s
-        if not self._tiers.drain(deadline):
-            return False
-        flushed = [tier.flush(max(deadline - time.monotonic(), 0.0)) for tier in self._tiers.persistent]
-        return all(flushed)
+        with self._lock:
+            self._check_open()
+            return self._tiers.flush(timeout_s)
 
     def stats(self) -> EngineStats:
         """Return totals since the engine was opened. Waits up to 5 s for the answer of each store."""
-        pools = [group.pool for group in self._device.groups]
-        return EngineStats(
-            self._num_requests,
-            sum(pool.num_blocks for pool in pools),
-            sum(len(pool.resident()) for pool in pools),
-            self._tiers.num_blocks,
-            self._device.block_bytes,
-            self._tiers.scheduler.stats,
-            tuple(tier.store_stats() for tier in self._tiers.persistent),
-        )
+        with self._lock:
+            pools = [group.pool for group in self._device.groups]
+            return EngineStats(
+                self._num_requests,
+                sum(pool.num_blocks for pool in pools),
+                sum(len(pool.resident()) for pool in pools),
+                self._tiers.num_blocks,
+                self._device.block_bytes,
+                self._tiers.scheduler.stats,
+                tuple(tier.store_stats() for tier in self._tiers.persistent),
+            )
 
     @property
     def notices(self) -> Sequence[str]:
@@ -235,24 +249,21 @@ class Engine:
         """Wait for all transfers, without a time limit. Then drop the blocks of finished requests from the device; the
         tiers keep their copies.
         """
-        self._check_open()
-        self._tiers.drain(math.inf)
-        for group in self._device.groups:
-            group.pool.forget()
+        with self._lock:
+            self._check_open()
+            self._tiers.drain(math.inf)
+            for group in self._device.groups:
+                group.pool.forget()
 
-    def close(self, timeout_s: float = 60.0) -> None:
+    def close(self, timeout_s: float = _CLOSE_S) -> None:
         """Flush all stores, then release all resources. Idempotent.
 
         :param timeout_s: timeout of the flush. A store that hangs takes up to two minutes more, until its process is
             killed, because it may use rows until then. Blocks that are not durable then may be lost.
         """
-        if self._closed:
-            return
-        try:
-            self.flush(timeout_s)
-        finally:
-            self._closed = True
-            self._tiers.close()
+        with self._lock:
+            if self._closing.detach():
+                _close(self._tiers, timeout_s, os.getpid())
 
     def __enter__(self) -> Engine:
         return self
@@ -269,6 +280,8 @@ class Engine:
         if max_new_tokens <= 0:
             raise ConfigurationError("max_new_tokens", max_new_tokens, "a positive number")
         num_tokens, block_size = len(prompt) + max_new_tokens, self._device.block_size
+        if self._context_length is not None and num_tokens > self._context_length:
+            raise PromptTooLongError(num_tokens, self._context_length)
         limit = (self._device.num_blocks + 1) * block_size - 1
         if num_tokens > limit:
             raise PromptTooLongError(num_tokens, limit, "device_blocks", num_tokens // block_size)
@@ -279,5 +292,15 @@ class Engine:
         return frozenset([found] if isinstance(found, int) else found or ())
 
     def _check_open(self) -> None:
-        if self._closed:
+        if not self._closing.alive:
             raise EngineClosedError
+
+
+def _close(tiers: Tiers, timeout_s: float, owner_pid: int) -> None:
+    """Flush and release the tiers of an engine, in the process that opened them; a fork shares their files."""
+    if os.getpid() != owner_pid:
+        return
+    try:
+        tiers.flush(timeout_s)
+    finally:
+        tiers.close()

@@ -143,15 +143,43 @@ def _check_config(model: Any, config: Any) -> None:
 
 
 def _rope_types(config: Any) -> set[str]:
-    """Return the RoPE types in a configuration, in the form of transformers 4 or 5, also those for one layer type."""
+    """Return the types of rotary embedding in a configuration, also those for one layer type."""
     found: set[str] = set()
+    for parameters in _rope_parameters(config):
+        found |= {str(parameters[field]) for field in ("rope_type", "type") if field in parameters}
+    return found
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """Return the RoPE parameters of a configuration, in the form of transformers 4 or 5, nested ones of one layer type
+    included.
+    """
+    found: list[dict[str, Any]] = []
     todo = [getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)]
     while todo:
         item = todo.pop()
         if isinstance(item, dict):
-            found |= {str(item[field]) for field in ("rope_type", "type") if field in item}
+            found.append(item)
             todo += item.values()
     return found
+
+
+def context_length(model: Any) -> int | None:
+    """Return how many tokens a sequence of the model may have; None if its configuration names no limit.
+
+    With scaled rotary embeddings the limit is at least the factor times the original length: some configurations give
+    the unscaled length as ``max_position_embeddings`` (https://huggingface.co/docs/transformers, RoPE parameters).
+    """
+    config = model.config.get_text_config(decoder=True)
+    configured = getattr(config, "max_position_embeddings", None)
+    if not isinstance(configured, int) or configured <= 0:
+        return None
+    limit = configured
+    for parameters in _rope_parameters(config):
+        original = parameters.get("original_max_position_embeddings") or configured
+        factor = parameters.get("factor") or 1
+        limit = max(limit, int(original * factor))
+    return limit
 
 
 def _layers_after_one_token(model: Any, config: Any) -> list[DynamicLayer]:

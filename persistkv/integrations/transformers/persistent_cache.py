@@ -7,6 +7,7 @@ stored. Both functions open the store, work in the caller's thread, and close th
 from __future__ import annotations
 
 import uuid
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -18,10 +19,10 @@ from persistkv.base import OffloadKey, make_offload_key
 from persistkv.config import GroupLayout, RowLayout, store_url
 from persistkv.connector.matching import GroupBlocks, longest_match
 from persistkv.cpu.shared_offload_region import row_stride_bytes
-from persistkv.errors import ConfigurationError, StoreError
+from persistkv.errors import ConfigurationError, PromptTooLongError, StoreError
 from persistkv.integrations.transformers.interface import ModelForward
 from persistkv.integrations.transformers.kv_cache import KVGeometry, RequestCache
-from persistkv.integrations.transformers.model import model_identity, probe_model
+from persistkv.integrations.transformers.model import context_length, model_identity, probe_model
 from persistkv.integrations.transformers.request import BlockHashChain, TokenIds, one_row
 from persistkv.memory.budget import BLOCKS_STAGED
 from persistkv.memory.pages import huge_memory
@@ -34,6 +35,78 @@ from persistkv.storage.store import Store
 _ROWS_BYTES = 64 << 20  # 64 MiB of blocks are copied at a time
 _SPARE_TOKENS = 256  # capacity after the prompt
 _GROWTH = 2  # factor of the capacity when the cache is full
+
+
+class ForwardRecord:
+    """The tokens whose KV a cache holds, observed at the calls of one model. Made for one cache, which it refers to
+    weakly; the observation ends with the cache.
+
+    A cache sees keys and values, never tokens. Without this record, ``save`` would have to believe its caller.
+
+    :ivar problem: why a forward pass gave the cache KV that belongs to no plain prefix of tokens; "": none did.
+    :param restored: tokens whose KV the cache holds already.
+    """
+
+    _UNSEEN = -1  # equal to no token
+
+    def __init__(self, cache: RequestCache, model: Any, restored: Sequence[int]) -> None:
+        self.problem = ""
+        self._restored = restored
+        self._calls: list[tuple[int, torch.Tensor]] = []
+        self._positions: list[tuple[int, torch.Tensor]] = []
+        self._mask: torch.Tensor | None = None
+        self._cache = weakref.ref(cache)
+        handle = model.register_forward_pre_hook(self._observe, with_kwargs=True)
+        weakref.finalize(cache, handle.remove)
+
+    def tokens(self, length: int) -> list[int]:
+        """Return the tokens of the first ``length`` positions; those that no observed call had equal no token."""
+        known = list(self._restored)
+        # A call after a crop replaces what follows its position.
+        for position, input_ids in self._calls:
+            known = self._filled(known, position)
+            known.extend(input_ids.tolist())
+        return self._filled(known, length)
+
+    def check(self) -> None:
+        """Raise if a call used a mask or positions that change the KV of a prefix.
+
+        :raises ConfigurationError: one did.
+        """
+        # Tensors may be on a device: they are read here, not in each forward pass.
+        if self._mask is not None and not bool(self._mask.all()):
+            self.problem = "an attention mask that hides tokens"
+        for position, given in self._positions:
+            expected = torch.arange(position, position + len(given), device=given.device)
+            if not torch.equal(given, expected):
+                self.problem = "other position_ids than those of the tokens"
+        if self.problem:
+            raise ConfigurationError("cache", self.problem, "a cache of plain forward passes")
+
+    def _filled(self, known: list[int], length: int) -> list[int]:
+        return known[:length] + [self._UNSEEN] * (length - len(known))
+
+    def _observe(self, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        cache = self._cache()
+        passed = any(value is cache for value in (*args, *options.values()))
+        if cache is None or not passed:
+            return
+        input_ids = options.get("input_ids", args[0] if args else None)
+        # Embeddings and batches stay unseen; the cache itself refuses batches.
+        if input_ids is None or input_ids.shape[0] != 1:
+            return
+        position = cache.get_seq_length()
+        self._calls.append((position, input_ids[0].clone()))
+        given = options.get("position_ids")
+        if given is not None:
+            self._positions.append((position, given.reshape(-1).clone()))
+        mask = options.get("attention_mask")
+        if mask is None:
+            return
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+            self._mask = mask  # masks only grow, so the last one covers all tokens
+        else:
+            self.problem = "an attention mask of its own"
 
 
 class PersistentCache(RequestCache):
@@ -80,8 +153,10 @@ class PersistentCache(RequestCache):
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values
 
-    def load(self, tokens: Sequence[int]) -> None:
+    def load(self, tokens: Sequence[int], model: Any) -> None:
         """Fill the empty cache with the KV of the longest stored prefix of ``tokens`` without the last one.
+
+        From now on, the tokens that ``model`` runs with this cache are recorded.
 
         :raises StoreError: the store failed; the cache is empty.
         """
@@ -101,12 +176,11 @@ class PersistentCache(RequestCache):
         self.restored_tokens = tuple(tokens[:length])
         self._first_present = [positions.start for positions in needed]
         self.set_length(length)
+        self._record = ForwardRecord(self, model, self.restored_tokens)
 
     def save(self, tokens: Sequence[int], labels: Mapping[str, str], codec: str) -> str:
         """See the function ``save``."""
-        if tuple(tokens[: len(self.restored_tokens)]) != self.restored_tokens[: len(tokens)]:
-            raise ConfigurationError("token_ids", f"{len(tokens)} tokens", "the tokens that the cache was loaded for")
-        num_tokens = min(len(tokens), self.get_seq_length())
+        num_tokens = self._checked_length(tokens)
         chains, request = self._chains(tokens[:num_tokens]), uuid.uuid4().hex
         present = [keys[first:] for keys, first in zip(chains, self._first_present, strict=True)]
         with self._open_store(codec) as store:
@@ -133,6 +207,27 @@ class PersistentCache(RequestCache):
             if not whole and (not _holds(store, present) or _holds(store, chains)):
                 raise StoreError(f"{self._url}: not the whole context could be stored")
         return request
+
+    def _checked_length(self, tokens: Sequence[int]) -> int:
+        """Return how many of the first ``tokens`` have KV in the cache.
+
+        :raises ConfigurationError: the cache holds the KV of other tokens, or of tokens that are not known.
+        """
+        lengths: set[int] = {layer.get_seq_length() for layer in self.layers}
+        if len(lengths) != 1:
+            problem = f"layers of {min(lengths)} to {max(lengths)} tokens, after a forward pass that failed"
+            raise ConfigurationError("cache", problem, "the same number of tokens in all layers")
+        self._record.check()
+        num_tokens = min(len(tokens), *lengths)
+        computed = self._record.tokens(num_tokens)
+        for position, (given, expected) in enumerate(zip(tokens[:num_tokens], computed, strict=True)):
+            if given != expected:
+                raise ConfigurationError(
+                    "token_ids",
+                    f"{given} at position {position}",
+                    "the tokens that the model ran with this cache, after those that were loaded",
+                )
+        return num_tokens
 
     def _chains(self, tokens: Sequence[int]) -> list[list[OffloadKey]]:
         """Return the keys of the full blocks of ``tokens`` for each KV cache group."""
@@ -203,6 +298,7 @@ def load(
         seconds if the model is large.
     :param salt: contexts of different salts share no blocks.
     :raises ConfigurationError: an argument is invalid.
+    :raises PromptTooLongError: the prompt exceeds the model's context length.
     :raises UnsupportedModelError: the model uses a kind of cache that persistkv does not support.
     :raises UnsupportedReleaseError: persistkv does not support the installed release of transformers.
     :raises StoreError: the store cannot be opened or read.
@@ -212,12 +308,15 @@ def load(
         raise ConfigurationError("token_ids", "no tokens", "at least one token")
     if block_size <= 0:
         raise ConfigurationError("block_size", block_size, "a positive number")
+    limit = context_length(model)
+    if limit is not None and len(tokens) > limit:
+        raise PromptTooLongError(len(tokens), limit)
     geometry = probe_model(model)
     identity = model_identity(model, None if checkpoint is None else Path(checkpoint), geometry, block_size)
     argument = ModelForward(model).cache_argument
     capacity = len(tokens) + _SPARE_TOKENS
     cache = PersistentCache(argument, geometry, store_url(store), identity, capacity, salt)
-    cache.load(tokens)
+    cache.load(tokens, model)
     return cache
 
 
@@ -230,13 +329,19 @@ def save(
 ) -> str:
     """Store the full blocks of a cache in the store that was passed to ``load``. They are durable on return.
 
-    :param cache: a cache of ``load``, after ``model.generate`` or a forward pass.
+    The tokens are compared with those that the model was called with, so KV is never stored under other tokens. KV that
+    was not computed by calls of that model with ``input_ids``, one sequence, no padding and the usual positions is
+    refused.
+
+    :param cache: a cache of ``load``, after ``model.generate`` or a forward pass of the model that was passed to
+        ``load``. Its weights must not have changed since then.
     :param token_ids: the tokens in the cache, in order, such as a row of ``generate``'s output. Tokens after those with
         KV in the cache are ignored: the last one of ``generate``'s output.
     :param labels: stored with the context and shown by ``persistkv ls``.
     :param codec: codec of new packs, as in ``Engine.open``.
     :returns: the id of the request in ``persistkv ls``. A context shorter than a block stores nothing.
-    :raises ConfigurationError: ``token_ids`` do not begin with ``restored_tokens``, or an option is invalid.
+    :raises ConfigurationError: ``token_ids`` are not the tokens in the cache, the cache holds KV that is refused, or an
+        option is invalid. Nothing was stored.
     :raises StoreError: the store failed, or did not take all of it; a part may be stored.
     """
     return cache.save(one_row(token_ids), labels or {}, codec)

@@ -143,6 +143,23 @@ class Tiers:
             time.sleep(_POLL_S)  # a store may wait for room in the primary tier
         return True
 
+    def persisted(self, req_id: str) -> bool | None:
+        """Return whether the whole context of a finished request is durable in every store; None: not known yet."""
+        results = [tier.persisted(req_id) for tier in self.persistent]
+        if not results or False in results:
+            return False
+        return None if None in results else True
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all submitted blocks are durable or dropped in every store. Return False if the timeout passed
+        first, or a store is not open.
+        """
+        deadline = time.monotonic() + timeout_s
+        if not self.drain(deadline):
+            return False
+        flushed = [tier.flush(max(deadline - time.monotonic(), 0.0)) for tier in self.persistent]
+        return all(flushed)
+
     def close(self) -> None:
         """Wait for transfers, then release the worker, then the primary tier, whose rows the worker copies."""
         try:

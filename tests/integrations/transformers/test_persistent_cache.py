@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 import persistkv
-from persistkv import ConfigurationError, Engine, PersistentCache
+from persistkv import ConfigurationError, Engine, PersistentCache, PromptTooLongError
 from tests.integrations.transformers.conftest import tiny_llama
 
 NEW_TOKENS = 40
@@ -170,10 +171,105 @@ def test_load_damaged_block_restores_only_earlier_blocks(
     assert generate(model, longer, cache) == generate(model, longer)
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_save_tokens_that_the_model_did_not_run_raises_and_stores_nothing(
+    model: LlamaForCausalLM, prompt: list[int], store: Path, held: bool
+) -> None:
+    if held:
+        save_answer(model, prompt, store)
+    other = [*prompt[:50], *(token ^ 1 for token in prompt[50:])]
+    cache = persistkv.load(model, prompt, store)
+    answer = generate(model, prompt, cache)
+    for wrong in (other, [*prompt, *other], [*answer[:-2], answer[-2] ^ 1]):
+        before = persistkv.load(model, wrong, store).restored_tokens
+        with pytest.raises(ConfigurationError, match="at position"):
+            persistkv.save(cache, wrong)
+        assert persistkv.load(model, wrong, store).restored_tokens == before
+    persistkv.save(cache, answer)
+    assert len(persistkv.load(model, [*answer, 1], store).restored_tokens) == 128
+
+
+def test_save_after_answer_to_another_prompt_raises(model: LlamaForCausalLM, prompt: list[int], store: Path) -> None:
+    save_answer(model, prompt, store)
+    cache = persistkv.load(model, prompt, store)
+    other = [token ^ 1 for token in prompt]
+    answer = generate(model, other, cache)  # skips the tokens that it takes for cached
+    with pytest.raises(ConfigurationError, match="at position 0"):
+        persistkv.save(cache, answer)
+    assert generate(model, other, persistkv.load(model, other, store)) == generate(model, other)
+
+
+def test_save_cropped_cache_that_ran_other_tokens_stores_those(
+    model: LlamaForCausalLM, prompt: list[int], store: Path
+) -> None:
+    cache = persistkv.load(model, prompt, store)
+    generate(model, prompt, cache)
+    cache.crop(50)
+    other = [*prompt[:50], *(token ^ 1 for token in prompt[50:])]
+    answer = generate(model, other, cache)
+    with pytest.raises(ConfigurationError, match="at position 50"):
+        persistkv.save(cache, prompt)
+    persistkv.save(cache, answer)
+    restored = persistkv.load(model, answer, store)
+    assert len(restored.restored_tokens) == 128
+    assert generate(model, answer, restored) == generate(model, answer)
+
+
+def embeddings(model: LlamaForCausalLM, ids: torch.Tensor) -> dict[str, Any]:
+    return {"inputs_embeds": model.get_input_embeddings()(ids)}
+
+
+def shifted(_: LlamaForCausalLM, ids: torch.Tensor) -> dict[str, Any]:
+    return {"input_ids": ids, "position_ids": torch.arange(3, 3 + ids.shape[1])[None]}
+
+
+def padded(_: LlamaForCausalLM, ids: torch.Tensor) -> dict[str, Any]:
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def masked(_: LlamaForCausalLM, ids: torch.Tensor) -> dict[str, Any]:
+    mask = torch.zeros(1, 1, ids.shape[1], ids.shape[1])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("inputs", [embeddings, shifted, padded, masked])
+def test_save_kv_of_no_plain_prefix_raises(
+    model: LlamaForCausalLM, prompt: list[int], store: Path, inputs: Callable[..., dict[str, Any]]
+) -> None:
+    cache = persistkv.load(model, prompt, store)
+    with torch.no_grad():
+        model(**inputs(model, torch.tensor([prompt])), **{cache.argument: cache})
+    with pytest.raises(ConfigurationError, match=r"cache|token_ids"):
+        persistkv.save(cache, prompt)
+
+
+def test_save_kv_of_another_model_raises(model: LlamaForCausalLM, prompt: list[int], store: Path) -> None:
+    cache = persistkv.load(model, prompt, store)
+    answer = generate(tiny_llama(seed=1), prompt, cache)
+    with pytest.raises(ConfigurationError, match="at position 0"):
+        persistkv.save(cache, answer)
+
+
+def test_load_leaves_nothing_on_model_once_its_cache_is_gone(
+    model: LlamaForCausalLM, prompt: list[int], store: Path
+) -> None:
+    cache = persistkv.load(model, prompt, store)
+    generate(model, prompt, cache)
+    del cache
+    assert not model._forward_pre_hooks
+
+
+def test_load_prompt_beyond_context_length_raises(store: Path) -> None:
+    with pytest.raises(PromptTooLongError, match=r"33 tokens.*32 tokens, the model's context length"):
+        persistkv.load(tiny_llama(max_position_embeddings=32), range(33), store)
+
+
 def test_save_other_tokens_or_several_sequences_raises(model: LlamaForCausalLM, prompt: list[int], store: Path) -> None:
     save_answer(model, prompt, store)
     cache = persistkv.load(model, prompt, store)
-    with pytest.raises(ConfigurationError, match="loaded for"):
+    with pytest.raises(ConfigurationError, match="at position 0"):
         persistkv.save(cache, [token ^ 1 for token in prompt])
     with pytest.raises(ConfigurationError, match="one sequence"):
         generate(model, prompt, cache, num_beams=2)

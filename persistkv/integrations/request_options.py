@@ -32,6 +32,10 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ttl: str | None = None
     """``Retention.ttl_s`` as a duration such as ``30s`` or ``12h``."""
     priority: Priority = "normal"
+    weights: str | None = None
+    """Name of the weights that the request expects, for vLLM engines whose weights change while they run: a new name
+    ends the use of the store for the earlier weights. None: those at the start of the engine. Other engines ignore
+    it."""
 
     @property
     def retention(self) -> Retention:

@@ -58,6 +58,18 @@ def find_executor() -> Any:
     return _on_stack(Executor, "model_executor")
 
 
+def find_scheduler() -> Any:
+    """Return the ``Scheduler`` that calls; None if no caller on the stack is one."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return _on_stack(Scheduler)
+
+
+def has_no_kv(scheduler: Any) -> bool:
+    """Return whether no request of vLLM's ``Scheduler`` holds blocks in the device's memory; False if it is None."""
+    return getattr(getattr(scheduler, "kv_cache_manager", None), "usage", None) == 0
+
+
 def find_worker() -> Any:
     """Return the ``WorkerBase`` that is being initialised; None if no caller on the stack is one."""
     from vllm.v1.worker.worker_base import WorkerBase

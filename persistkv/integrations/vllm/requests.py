@@ -114,6 +114,8 @@ class LiveRequest(RequestDescription):
         """Whether any chunk of the request was submitted to the store."""
         self.failed: set[OffloadKey] = set()
         """Keys that failed to load, which are misses for this request: an engine never retries one for ever."""
+        self.epoch: int | None = None
+        """See ``GuardedTier.begin_request``."""
         self._req_id = req_id
         self._position = position
         self._group_tokens = group_tokens

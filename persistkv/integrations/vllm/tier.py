@@ -13,9 +13,11 @@ vLLM makes one call at a time, in 0.33 also from its second thread. Only the con
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,12 +40,15 @@ from vllm.v1.request import Request
 
 from persistkv import base as ours
 from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
+from persistkv.integrations.request_options import RequestOptions
 from persistkv.integrations.vllm.identity import (
     engine_facts,
     engine_identity,
     find_executor,
     find_kv_cache_config,
+    find_scheduler,
     find_vllm_config,
+    has_no_kv,
     has_random_hashes,
     shared_layout,
 )
@@ -95,6 +100,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         is_remote = BACKENDS.get(scheme).capabilities.remote
         self.locality = Locality(self.options.locality or ("REMOTE" if is_remote else "LOCAL"))
         self._offloading = offloading_spec.config
+        self._tiers = persistent_tiers(offloading_spec)
+        self._made: PersistentTier | None = None  # last, in ``_tiers``
         self._isolation = Isolation("tier persistkv")
         groups, blocks = offloading_spec.config.groups, offloading_spec.config.cache.blocks_per_chunk
         self._group_tokens = by_group_index({group.group_id: group.tokens_per_block * blocks for group in groups})
@@ -102,19 +109,37 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         try:
             config = self._tier_config(offloading_spec, primary_kv_view)
             self._namespace = Identity.of(config.identity).digest.hex()
-            self._tier = PersistentTier(config, primary_kv_view, **self.options.tier_options)
+            is_only = is_only_source(find_vllm_config())
+            watch = attach_watch(offloading_spec, find_executor(), self.options.weights, is_only_source=is_only)
+            self._guard = GuardedTier(partial(self._make_tier, config, primary_kv_view), watch)
         except BaseException:
             close_region(self._region_fds)
             raise
-        self._guard = GuardedTier(self._tier, attach_watch(offloading_spec, find_executor()))
         self._labels = {"model": str(offloading_spec.config.model.name), **self.options.labels}
         self._requests: dict[str, LiveRequest] = {}
         self._loads: dict[int, tuple[LiveRequest, Sequence[OffloadKey]]] = {}
         self._passed_over: list[JobResult] = []  # store jobs that were not submitted
         self._observed = Observed()
         self._metrics = MetricsReader(scheme)
-        self._tiers = persistent_tiers(offloading_spec)
-        self._tiers.append(self._tier)
+
+    def _make_tier(self, config: OffloadingConfig, rows: memoryview, weights: str | None) -> PersistentTier:
+        """Open the store; ``weights`` is a name that a request has given, None: the weights at the engine's start."""
+        options = self.options.tier_options
+        if weights is not None:
+            config = dataclasses.replace(config, identity={**config.identity, "weights": f"named:{weights}"})
+            self._namespace = Identity.of(config.identity).digest.hex()
+            options = {**options, "strict_identity": False}  # the store need not know the new weights
+        tier = PersistentTier(config, rows, **options)
+        if self._made is not None and self._made in self._tiers:
+            self._tiers[self._tiers.index(self._made)] = tier
+        else:
+            self._tiers.append(tier)
+        self._made = tier
+        return tier
+
+    @property
+    def _tier(self) -> PersistentTier:
+        return self._guard.tier
 
     def _tier_config(self, spec: Any, rows: memoryview) -> OffloadingConfig:
         engine, offloading = find_vllm_config(), spec.config
@@ -151,7 +176,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         request = self._requests.get(req_context.req_id)
         if request is not None and not request.options.load:
             return LookupResult.MISS
-        if self._tier.lookup(key, req_context) and (request is None or key not in request.failed):
+        epoch = 0 if request is None else request.epoch
+        if self._guard.lookup(key, req_context, epoch) and (request is None or key not in request.failed):
             self._observed.lookup_hits += 1
             return LookupResult.HIT
         self._observed.lookup_misses += 1
@@ -161,7 +187,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         request = self._request(job_metadata.req_context)
         keys = list(job_metadata.keys)
         if not self._guard.is_detached and request.wants(keys, self.options.min_tokens):
-            self._guard.submit_store(_job(job_metadata, keys, request.learn(keys)))
+            self._guard.submit_store(_job(job_metadata, keys, request.learn(keys)), request.epoch)
         else:
             self._passed_over.append(JobResult(job_metadata.job_id, True, transfer_bytes=0))
 
@@ -172,7 +198,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         for tier in self._tiers:
             if tier is not self._tier:
                 tier.loaded_elsewhere(keys)
-        self._guard.submit_load(_job(job_metadata, keys, request.context))
+        self._guard.submit_load(_job(job_metadata, keys, request.context), request.epoch)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         passed_over, self._passed_over = self._passed_over, []
@@ -205,6 +231,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         while not self._guard.drain_jobs(_DRAIN_S):
             logger.warning("still waiting for jobs of the store to end")
         self._guard.watch.suspect()
+        if has_no_kv(find_scheduler()):  # its prefix cache is empty, and after this call the primary tier
+            self._guard.watch.on_empty()
 
     # Requests
 
@@ -217,10 +245,14 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         if request is None:
             hints = () if context.kv_hints is None else context.kv_hints.actions
             options, prefetches = request_options(context.req_id, context.kv_transfer_params, hints)
+            epoch = self._guard.begin_request(options.weights)
+            if epoch is None:
+                options, prefetches = RequestOptions(False, False, options.labels), []
             for prefetch in prefetches if self._tier is self._tiers[0] else ():
                 self._prefetch(prefetch)
             position = context.get_offload_key_position
             request = LiveRequest(context.req_id, options, position, self._group_tokens, self._labels)
+            request.epoch = epoch
             self._requests[context.req_id] = request
         return request
 
@@ -240,11 +272,13 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
     def on_request_finished(self, req_context: ReqContext) -> None:
         request = self._requests.pop(req_context.req_id, None)
         if request is not None and request.has_stored:
-            self._guard.on_request_finished(request.end())
+            self._guard.on_request_finished(request.end(), request.epoch)
 
     # The rest
 
     def take_events(self) -> Iterable[OffloadingEvent]:
+        if self._guard.is_opening:
+            return []
         return [
             OffloadingEvent(event.keys, Medium.STORAGE, event.removed, self.locality, self.tier_type)
             for event in self._tier.take_events()
@@ -267,7 +301,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
     def get_stats(self) -> Any:
         """Return vLLM's metrics object with the growth of the counters; None: too early, see ``MetricsReader``."""
         self._observed.changed_weights_chunks = self._guard.dropped_blocks
-        if not self._metrics.is_due(self._observed, time.monotonic()):
+        if self._guard.is_opening or not self._metrics.is_due(self._observed, time.monotonic()):
             return None
         return self._metrics.read(self._observed, self._tier.glance(), self._tier.num_held_blocks)
 
@@ -280,12 +314,12 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         for request in self._requests.values():
             with self._isolation.guard("on_request_finished", "the context of a request is not listed"):
                 if request.has_stored:
-                    self._tier.on_request_finished(request.end())
+                    self._guard.on_request_finished(request.end(), request.epoch)
         self._requests.clear()
-        if self._tier in self._tiers:  # an engine may build its tiers again, over the same spec
-            self._tiers.remove(self._tier)
         with self._isolation.guard("shutdown", "its resources may not be released"):
-            self._tier.shutdown()
+            self._guard.shutdown()
+        if self._made is not None and self._made in self._tiers:  # an engine may build its tiers again on this spec
+            self._tiers.remove(self._made)
         fds, self._region_fds = self._region_fds, ()
         close_region(fds)
 

@@ -9,7 +9,8 @@ vLLM tells a tier nothing about updates of weights. Two things notice them:
    after an unknown one the engine is not sure of the weights until all workers have compared.
 
 Consequences, in ``GuardedTier``: the result of a load is passed on only after a comparison that began after the load's
-submission. While the engine is not sure, stores wait for the next comparison. After a change the tier is detached.
+submission. While the engine is not sure, stores wait for the next comparison. A change detaches the tier until a
+request names the new weights.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import hashlib
 import logging
 import mmap
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from persistkv.base import ReqContext
+from persistkv.base import OffloadKey, ReqContext
 from persistkv.cpu.region_file import SHARED_MEMORY_DIRECTORY
 from persistkv.integrations.vllm.regions import WEIGHTS_PREFIX
 from persistkv.tiering.base import JobMetadata, JobResult
@@ -279,9 +281,20 @@ class WeightsWatch:
 
     :param words: those of all workers; empty if they are not known. Then calls alone notice changes, and an unknown
         method counts as a change.
+    :param weights: name of the weights at the start; None: those of the checkpoint.
+    :param is_only_source: whether vLLM has KV from nobody else than its workers and these tiers.
     """
 
-    def __init__(self, words: Sequence[WeightsWord]) -> None:
+    def __init__(
+        self, words: Sequence[WeightsWord], weights: str | None = None, *, is_only_source: bool = True
+    ) -> None:
+        self.weights = weights
+        """Name of the present weights; None: those of the checkpoint."""
+        self._left: set[str | None] = set()
+        """Names of earlier weights, and names that were refused."""
+        self._may_hold_kv = False
+        """Whether vLLM's own caches may hold KV: there was a request since they were last empty."""
+        self._is_only_source = is_only_source
         self._words = tuple(words)
         self._asked = max((word.asked for word in words), default=0)
         self._suspected = 0
@@ -292,7 +305,7 @@ class WeightsWatch:
 
     @property
     def epoch(self) -> int:
-        """Number of the changes that ``begin_epoch`` has ended."""
+        """Number of times that a request has named new weights."""
         return self._epoch
 
     @property
@@ -329,7 +342,38 @@ class WeightsWatch:
         """Be unsure of the weights until the workers have compared."""
         self._suspected = self.ask()
 
-    def begin_epoch(self) -> None:
+    def on_request(self) -> None:
+        """Note that a request begins, whose KV vLLM keeps in its own caches."""
+        self._may_hold_kv = True
+
+    def on_empty(self) -> None:
+        """Note that neither vLLM's own caches nor a request hold any KV."""
+        self._may_hold_kv = False
+
+    def name_weights(self, weights: str) -> bool:
+        """Declare the name of the present weights. A new name begins an epoch, unless vLLM may hold KV of earlier
+        weights: then an error is logged.
+
+        :returns: whether this is the name of the present weights now. A name that was left or refused never is.
+        """
+        if weights == self.weights or weights in self._left:
+            return weights == self.weights
+        if self._may_hold_kv or self._calls or not self._is_only_source:
+            self._left.add(weights)  # the weights may change again before vLLM holds no KV
+            logger.error(
+                "requests with the weights %s neither use nor fill the store: vLLM may hold KV of earlier weights%s. "
+                "After an update, call reset_prefix_cache(reset_connector=True) while no request runs; the next "
+                "request must then have the new name, another than this",
+                weights,
+                "" if self._is_only_source else ", because other connectors or tiers than persistkv's provide KV",
+            )
+            return False
+        self._left.add(self.weights)
+        self.weights = weights
+        self._begin_epoch()
+        return True
+
+    def _begin_epoch(self) -> None:
         """Accept the present weights as those of a new epoch."""
         self._epoch += 1
         self._reason = None
@@ -393,17 +437,33 @@ def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any
 
 
 class GuardedTier:
-    """A persistent tier that is given jobs only for KV of the weights in its identity."""
+    """A persistent tier that is given jobs only for KV of the weights in its identity.
 
-    def __init__(self, tier: PersistentTier, watch: WeightsWatch, clock: Callable[[], float] = time.monotonic) -> None:
-        """:param clock: returns seconds."""
-        self.tier = tier
+    When a request has named new weights, a thread shuts the tier down and opens one of another identity. Meanwhile
+    lookups miss and jobs fail, as they do between a change and that request.
+    """
+
+    def __init__(
+        self,
+        make_tier: Callable[[str | None], PersistentTier],
+        watch: WeightsWatch,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """:param make_tier: opens a tier for the weights of this name; None: those at the start of the engine.
+        :param clock: returns seconds.
+        """
+        self.tier = make_tier(watch.weights if watch.epoch else None)
+        """The tier of the present weights, or the last one. Must not be used while ``is_opening``."""
         self.watch = watch
+        self._make_tier = make_tier
+        self._opening: threading.Thread | None = None
+        self._opened: PersistentTier | None = None
         self._clock = clock
         self._called = clock()
         self.dropped_blocks = 0
         """Blocks in flight that were not stored or not served, because the weights had changed or might have."""
         self._epoch = watch.epoch
+        """Epoch of ``tier``, or of the one that is being opened."""
         self._held: deque[JobMetadata | ReqContext] = deque()
         """Stores, and ends of requests among them, that wait until the weights are known."""
         self._tickets: dict[int, tuple[int, int]] = {}
@@ -420,6 +480,8 @@ class GuardedTier:
         if now - self._called > _IDLE_S:  # another process may have written the parameters
             self.watch.suspect()
         self._called = now
+        if self._opening is not None or self._epoch != self.watch.epoch:
+            self._follow()
         if not self._is_detached and self.watch.change is not None:
             self._detach(self.watch.change)
         return self._is_detached
@@ -431,13 +493,61 @@ class GuardedTier:
         loads = sum(num_blocks for _, num_blocks in self._tickets.values())
         logger.error(
             "weights changed while the engine runs (%s): persistkv is detached. Lookups miss, and nothing is stored. "
-            "In flight: %d blocks are not stored, %d are not served. Restart the engine to use the store again "
-            "(docs/vllm.md, weights that change)",
+            "In flight: %d blocks are not stored, %d are not served. To use the store again, restart the engine or "
+            "name the new weights (docs/vllm.md, weights that change)",
             reason,
             stores,
             loads,
         )
         self._give_up_held()
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether a thread uses ``tier``, to open that of new weights."""
+        return self._opening is not None
+
+    def _follow(self) -> None:
+        """Open the tier of the present epoch, and use it once it is open."""
+        if self._opening is not None:
+            if self._opening.is_alive():
+                return
+            self._opening = None
+            self._use_opened()
+        if self._epoch != self.watch.epoch:
+            self._begin_opening()
+
+    def _use_opened(self) -> None:
+        if self._opened is None:
+            return
+        self.tier, self._opened = self._opened, None
+        if self._epoch == self.watch.epoch:  # else the weights have another name by now
+            self._is_detached = False
+            logger.warning("persistkv continues with the weights %s, under their own identity", self.watch.weights)
+
+    def _begin_opening(self) -> None:
+        if not self._is_detached:
+            self._detach(f"a request names the weights {self.watch.weights}")
+        if self.tier.has_pending_work() or self._loaded:
+            return
+        self._epoch = self.watch.epoch
+        arguments = (self.tier, self.watch.weights)
+        self._opening = threading.Thread(target=self._open, args=arguments, name="persistkv-epoch")
+        self._opening.start()
+
+    def _open(self, old: PersistentTier, weights: str | None) -> None:
+        try:
+            old.shutdown()
+            self._opened = self._make_tier(weights)
+        except Exception:
+            logger.exception("the store does not open for the weights %s: persistkv stays detached", weights)
+
+    def shutdown(self) -> None:
+        """Wait for a tier that is being opened, and shut the tier down."""
+        if self._opening is not None:
+            self._opening.join()
+            self._use_opened()
+        self._give_up_held()
+        self.tier.shutdown()
 
     def _give_up_held(self) -> None:
         """Fail the stores that wait for a comparison."""
@@ -449,8 +559,27 @@ class GuardedTier:
             else:
                 self.tier.on_request_finished(entry)
 
-    def submit_store(self, job: JobMetadata) -> None:
-        if self.is_detached:
+    def begin_request(self, weights: str | None) -> int | None:
+        """Return the epoch of a request that begins; None: it may neither use nor fill the store.
+
+        :param weights: name of the weights that the request expects; None: those at the start of the engine.
+        """
+        watch = self.watch
+        fits = watch.epoch == 0 if weights is None else watch.name_weights(weights)
+        watch.on_request()
+        return watch.epoch if fits and not self.is_detached else None
+
+    def lookup(self, key: OffloadKey, context: ReqContext, epoch: int | None) -> bool:
+        """Return whether the store of the present weights holds a block.
+
+        :param epoch: of the request, here and in the methods below, which refuse those of earlier epochs.
+        """
+        if epoch != self._epoch or self._epoch != self.watch.epoch or self.is_opening:
+            return False
+        return bool(self.tier.lookup(key, context))
+
+    def submit_store(self, job: JobMetadata, epoch: int | None) -> None:
+        if self.is_detached or epoch != self.watch.epoch:
             self.dropped_blocks += len(job.keys)
             self._finished.append(JobResult(job.job_id, False))
         elif self._held or not self.watch.is_sure:
@@ -458,15 +587,17 @@ class GuardedTier:
         else:
             self.tier.submit_store(job)
 
-    def submit_load(self, job: JobMetadata) -> None:
-        if self.is_detached:
+    def submit_load(self, job: JobMetadata, epoch: int | None) -> None:
+        if self.is_detached or epoch != self.watch.epoch:
             self.dropped_blocks += len(job.keys)
             self._finished.append(JobResult(job.job_id, False))
             return
         self._tickets[job.job_id] = self.watch.ask(), len(job.keys)
         self.tier.submit_load(job)
 
-    def on_request_finished(self, context: ReqContext) -> None:
+    def on_request_finished(self, context: ReqContext, epoch: int | None) -> None:
+        if epoch != self._epoch or self.is_opening:
+            return
         if self._held:
             self._held.append(context)
         else:
@@ -478,7 +609,7 @@ class GuardedTier:
         return finished
 
     def _advance(self) -> None:
-        for result in self.tier.get_finished_jobs():
+        for result in () if self.is_opening else self.tier.get_finished_jobs():
             target = self._loaded if result.job_id in self._tickets else self._finished
             target.append(result)
         detached = self.is_detached
@@ -506,13 +637,15 @@ class GuardedTier:
                 self.tier.on_request_finished(entry)
 
     def has_pending_work(self) -> bool:
-        return bool(self._finished or self._held or self._loaded) or self.tier.has_pending_work()
+        if self._finished or self._held or self._loaded:
+            return True
+        return not self.is_opening and self.tier.has_pending_work()
 
     def drain_jobs(self, timeout_s: float) -> bool:
         """End all jobs, for a reset of the engine's cache: those that wait for a comparison fail, because the engine
         takes no step meanwhile. Return False if one has not ended after ``timeout_s`` seconds.
         """
-        drained = self.tier.drain_jobs(timeout_s)
+        drained = self.is_opening or self.tier.drain_jobs(timeout_s)
         self._advance()
         self._give_up_held()
         for result in self._loaded:
@@ -559,11 +692,13 @@ def _modules(worker: Any) -> list[Any]:
     return [module for module in modules if hasattr(module, "named_parameters")]
 
 
-def attach_watch(spec: Any, executor: Any) -> WeightsWatch:
+def attach_watch(spec: Any, executor: Any, weights: str | None, *, is_only_source: bool) -> WeightsWatch:
     """Return the watch of an engine, one for all of its tiers.
 
     :param spec: vLLM's ``OffloadingSpec``, which keeps the watch.
     :param executor: vLLM's ``Executor``; None if unknown.
+    :param weights: name of the weights at the start; None: those of the checkpoint.
+    :param is_only_source: see ``WeightsWatch``.
     """
     known = vars(spec).get("_persistkv_watch")
     if isinstance(known, WeightsWatch):
@@ -578,7 +713,7 @@ def attach_watch(spec: Any, executor: Any) -> WeightsWatch:
             "not all workers report changes of their weights: calls of collective_rpc alone are noticed. Install "
             "persistkv in the environment of each worker, on this host"
         )
-    watch = WeightsWatch(words)
+    watch = WeightsWatch(words, weights, is_only_source=is_only_source)
     if executor is not None:
         watch.watch_calls(executor)
     vars(spec)["_persistkv_watch"] = watch

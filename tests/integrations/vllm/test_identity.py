@@ -6,7 +6,13 @@ from types import SimpleNamespace
 import pytest
 
 from persistkv.errors import ConfigurationError
-from persistkv.integrations.vllm.identity import SharedLayout, engine_identity, has_random_hashes, shared_layout
+from persistkv.integrations.vllm.identity import (
+    SharedLayout,
+    engine_identity,
+    has_no_kv,
+    has_random_hashes,
+    shared_layout,
+)
 from persistkv.storage.identity import Identity
 from tests.integrations.vllm.tiny_model import CONFIG, make_model
 
@@ -206,6 +212,16 @@ def test_engine_identity_changed_draft_model_differs_in_its_weights(config, offl
     assert first.digest != ours.digest
     make_model(tmp_path / "draft", seed=4)
     assert [difference.field for difference in first.diff(identity(config, offloading))] == ["speculation.weights"]
+
+
+@pytest.mark.parametrize(("usage", "expected"), [(0.0, True), (0, True), (0.001, False), (None, False)])
+def test_has_no_kv_only_a_known_usage_of_zero_counts(usage, expected):
+    assert has_no_kv(SimpleNamespace(kv_cache_manager=SimpleNamespace(usage=usage))) == expected
+
+
+def test_has_no_kv_unknown_scheduler_counts_as_holding_kv():
+    assert not has_no_kv(None)
+    assert not has_no_kv(SimpleNamespace())
 
 
 def test_has_random_hashes_depends_on_algorithm_and_seed(monkeypatch):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from tests.integrations.vllm.conftest import SHORT, prompt, tier, wait_stored
+from tests.integrations.vllm.conftest import SHORT, prompt, stored_contexts, tier, wait_stored
 from tests.integrations.vllm.tiny_model import make_model
 
 pytestmark = pytest.mark.vllm
@@ -12,7 +14,7 @@ pytestmark = pytest.mark.vllm
 BEFORE, AFTER = prompt(1), prompt(2)
 NOTICE = "weights changed while the engine runs"
 FUNCTIONS = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # two more import vLLM: minutes on two busy cores, so slow
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,6 @@ def expected(plain_engine):
     [
         pytest.param("function", FUNCTIONS, id="function"),
         pytest.param("memory", FUNCTIONS, id="memory"),
-        # two more processes import vLLM: minutes on two busy cores
         pytest.param("function", FUNCTIONS | PROCESSES, id="function-processes", marks=pytest.mark.slow),
     ],
 )
@@ -82,3 +83,35 @@ def test_engine_unchanged_weights_after_function_and_reset_uses_store(start_engi
     engine.generate(SHORT)
     wait_stored(url, 2)
     assert NOTICE not in engine.log
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        pytest.param(FUNCTIONS, id="one-process"),
+        pytest.param(FUNCTIONS | PROCESSES, id="processes", marks=pytest.mark.slow),
+    ],
+)
+def test_engine_named_weights_continue_under_their_own_identity(start_engine, url, expected, environment):
+    named = {"persistkv": {"weights": "step-1"}}
+    engine = start_engine(tier(url), environment=environment)
+    engine.generate(BEFORE)
+    engine.generate(SHORT)
+    wait_stored(url, 1)
+    engine.ask(do="change", how="function")
+    engine.generate(SHORT, params={"persistkv": {"weights": "early"}})  # vLLM's own caches are not reset
+    deadline = time.monotonic() + 120
+    while stored_contexts(url) < 2:
+        assert time.monotonic() < deadline, engine.log[-3000:]
+        assert engine.ask(do="reset")  # chunks that were computed while the store opened are not offered again
+        right = engine.generate(BEFORE, params=named)["tokens"]
+        engine.generate(SHORT, params=named)
+    assert right != expected[:1]
+    assert "requests with the weights early neither use nor fill the store" in engine.log
+    assert engine.ask(do="reset")
+    assert engine.generate(BEFORE, params=named) == {"tokens": right, "cached": [384]}
+    assert engine.ask(do="reset")
+    assert engine.generate(BEFORE) == {"tokens": right, "cached": [0]}  # a request without the name
+    engine.close()
+    clean = start_engine(tier(url))
+    assert clean.generate(BEFORE, AFTER) == {"tokens": expected, "cached": [384, 0]}

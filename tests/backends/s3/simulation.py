@@ -1,7 +1,8 @@
 """An object store in memory, and processes that use it in simulated time.
 
-1. Each process is a thread. One thread runs at a time: it runs until it makes a request or sleeps, which takes
-   simulated time, and the process with the earliest time runs next. The same seed gives the same history.
+1. Each process has one thread or more. One thread runs at a time: it runs until it makes a request, sleeps or waits for
+   a ``SimulatedLock``, which takes simulated time, and the thread with the earliest time runs next. The same seed gives
+   the same history.
 2. A request takes effect at one moment, some time after it was sent and before its reply arrives. Faults move that
    moment, repeat the effect, or replace the reply.
 3. The server behaves like S3: ETags are hashes of the content, conditions are checked atomically, listings are ordered
@@ -248,6 +249,30 @@ class World:
         return sum(PRICE_OF[kind] * n / 1000 for kind, n in of)
 
 
+_running = threading.local()
+"""Its attribute ``process`` is the process of the calling thread."""
+
+
+class SimulatedLock:
+    """A reentrant lock whose owner may make requests and sleep. Others wait in simulated time."""
+
+    def __init__(self) -> None:
+        self._owner = 0
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        while self._owner not in (0, me):
+            _running.process.sleep(0.01)
+        self._owner = me
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = 0
+
+
 class Process(Clock):
     """A process, and its clock. Each process has a monotonic clock that starts at a different number.
 
@@ -276,26 +301,36 @@ class Process(Clock):
         self._program = program
         self._faults = random.Random(f"faults {world.seed} {name}")
         self._offset = self.random.uniform(0, 1e6)
-        self._resumed = threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         world.processes.append(self)
-        world.at(world.now, self._start)
+        world.at(world.now, lambda: self._start(self._main))
 
-    def _start(self) -> None:
+    def spawn(self, program: Callable[[], None]) -> None:
+        """Run ``program`` in another thread of this process, which is killed and cut off with it. Faults suspend only
+        the thread whose request they meet.
+        """
+        self.world.at(self.world.now, lambda: self._start(program))
+
+    def _start(self, program: Callable[[], None]) -> None:
         if self.dead:
             return
-        self._thread.start()
+        threading.Thread(target=self._run, args=(program,), name=self.name, daemon=True).start()
         self.world._yielded.acquire()
 
-    def _run(self) -> None:
+    def _main(self) -> None:
         try:
             self._program(self)
+        finally:
+            self.ended = True
+
+    def _run(self, program: Callable[[], None]) -> None:
+        _running.process = self
+        try:
+            program()
         except Killed:
             pass
         except BaseException as error:
             self.world.failures.append(error)
         finally:
-            self.ended = True
             self.world._yielded.release()
 
     def monotonic(self) -> float:
@@ -312,14 +347,15 @@ class Process(Clock):
         """
         if self.dead:
             raise Killed
-        self.world.at(self.world.now + max(seconds, 0.0), self._resume)
+        resumed = threading.Semaphore(0)
+        self.world.at(self.world.now + max(seconds, 0.0), lambda: self._resume(resumed))
         self.world._yielded.release()
-        self._resumed.acquire()
+        resumed.acquire()
         if self.dead:
             raise Killed
 
-    def _resume(self) -> None:
-        self._resumed.release()
+    def _resume(self, resumed: threading.Semaphore) -> None:
+        resumed.release()
         self.world._yielded.acquire()
 
     def kill(self) -> None:

@@ -2,9 +2,12 @@
 
 Promises after each history:
 
-1. An acknowledged pack that no engine deleted and whose ttl has not passed is held, with its bytes.
+1. An acknowledged pack that no engine deleted and whose ttl has not passed is held, with its bytes. An operator who
+   deletes objects ends only the packs in them, and, by an object of the index, those stored before.
 2. No read returned bytes that no engine stored under these keys.
 3. A reader with an empty cache opens the store.
+
+Each engine has two namespaces, and a second thread that polls and leads. A pause meets one thread of one engine.
 
 A failure prints its seed and its steps. For the long test, ``PERSISTKV_HISTORIES`` is the number of histories, and
 ``PERSISTKV_FIRST_HISTORY`` the seed of the first one.
@@ -15,10 +18,13 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -29,13 +35,15 @@ from persistkv.storage.format.pack import PackTable
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.testing.conformance.suite import read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
-from persistkv_s3 import S3Backend
-from persistkv_s3.feed import leader
+from persistkv_s3 import S3Backend, backend, session
+from persistkv_s3.catalogue import Catalogue, LocalRows
+from persistkv_s3.feed import head, leader
 from persistkv_s3.options import Place, S3Options
-from tests.backends.s3.simulation import CALM, Faults, Process, SimulatedTransport, World
+from tests.backends.s3.simulation import CALM, Faults, Process, SimulatedLock, SimulatedTransport, World
 
 PLACE = Place("bucket", "store/")
-NAMESPACE = sample_identity().digest
+IDENTITIES = (sample_identity(0), sample_identity(1))
+NAMESPACES = tuple(identity.digest for identity in IDENTITIES)
 HOUR_S = 3600.0
 YEAR_S = 365 * 24 * HOUR_S
 SETTLE_S = 90.0  # enough for a takeover and a merge
@@ -47,13 +55,31 @@ MIXES = (
     Faults(pause=0.02, death=0.004, slow=0.1),
     Faults(lost=0.03, failed=0.02, late=0.03, throttled=0.03, repeated=0.04, doubled=0.03, pause=0.01, death=0.005),
 )
-EVENTS = ("LOST", "FAILED", "late", "503", "REPEATED", "DOUBLED", "SUSPENDED", "DIES", "CUT OFF", "STORED", "DELETED")
+EVENTS = (
+    "LOST",
+    "FAILED",
+    "late",
+    "503",
+    "REPEATED",
+    "DOUBLED",
+    "SUSPENDED",
+    "DIES",
+    "CUT OFF",
+    "STORED",
+    "DELETED",
+    "OPERATOR",
+)
 """Each of them occurs in 30 histories."""
+
+
+def namespace_of(seed: int) -> bytes:
+    """Return the namespace of the packs with a seed, so that no two namespaces have equal packs."""
+    return NAMESPACES[seed % 2]
 
 
 @cache
 def pack_of(seed: int, content: int) -> PackWriter:
-    return sample_pack(NAMESPACE, seed, blocks=1 + seed % 3, block_bytes=512, content=content)
+    return sample_pack(namespace_of(seed), seed, blocks=1 + seed % 3, block_bytes=512, content=content)
 
 
 class Span(NamedTuple):
@@ -104,6 +130,20 @@ class Model:
             and (self._ttl_s is None or at.begin + self._ttl_s > now)
         }
 
+    def deleted_by_operator(self, keys: list[str], kind: str, now: float) -> Iterator[tuple[bytes, Span]]:
+        """Yield the packs that may be missed after the deletion of objects.
+
+        A pack whose object was deleted may be missed for good: an engine that has not noticed may
+        commit a use of it, and of two objects of a pack the feed keeps the first. A pack that was
+        in a deleted object of the index is held again after its next upload.
+        """
+        deletes_packs = kind == "/packs/"
+        for name in list(self.payloads):
+            if not deletes_packs:
+                yield name, Span(now, now)
+            elif any(f"/packs/{name.hex()}" in key for key in keys):
+                yield name, Span(now, float("inf"))
+
     def _must_hold(self, name: bytes, stored: list[Span], now: float) -> bool:
         gone = max((span.end for span in self.deleted[name]), default=-1.0)
         if gone < 0 and self._ttl_s is None:
@@ -126,6 +166,9 @@ class History:
         self.model = Model(self.ttl_s)
         self._directory = directory
         self._key = draw.random() < 0.3
+        self._operator = random.Random(f"operator {seed}")
+        self._damaged: dict[str, str] = {}
+        """Keys of damaged heads → their ETags."""
         self.deletes = draw.choice((0.0, 0.0, 0.08))
         """Probability that an engine deletes a pack."""
         self.pool = draw.choice((4, 30))
@@ -145,11 +188,17 @@ class History:
         for disturb in (self._cut_off, self._suspend):
             for _ in range(self._draw.randrange(3)):
                 self.world.at(self._draw.uniform(5, self._sleep_at), disturb)
+        if self._operator.random() < 0.3:
+            self.world.at(self._operator.uniform(20, self._sleep_at), self._delete_objects)
+        if self._operator.random() < 0.3:
+            self.world.at(self._operator.uniform(20, self._sleep_at), self._damage_head)
         if self._wake_at > self._sleep_at:
             self.world.at(self._sleep_at - 10.0, lambda: self._suspend(self._wake_at - self.world.now + 20.0))
         self.world.run(self.until)
         self.world.faults = CALM
-        self._check("right after the last fault")
+        objects = self.world.server.objects
+        if not any(objects[key].etag == etag for key, etag in self._damaged.items()):
+            self._check("right after the last fault")  # readers refuse a head that nobody has repaired
         self.world.note("SETTLING")
         self._run_process("settler", self._settle)
         self._check("after a calm minute")
@@ -176,6 +225,26 @@ class History:
         for process in self._draw.sample(self._alive(), min(1, len(self._alive()))):
             process.cut_off_until = self.world.now + 120.0
             self.world.note(f"{process.name}: CUT OFF for 120 s")
+
+    def _damage_head(self) -> None:
+        """Cut the head short; nothing else is lost, so engines repair it without loss."""
+        server = self.world.server
+        for key in [key for key in server.objects if key.startswith("store/persistkv")]:
+            self._damaged[key] = server.put(key, server.objects[key].data[:-4], None)
+            self.world.note(f"OPERATOR cuts {key} short")
+
+    def _delete_objects(self) -> None:
+        """Delete a few objects of one kind, as an operator may do by mistake."""
+        server, now = self.world.server, self.world.now
+        kind = self._operator.choice(("/packs/", "/packs/", "/feed/", "/snapshots/", "/segments/"))
+        found = sorted(key for key in server.objects if kind in key)
+        chosen = self._operator.sample(found, min(3, len(found)))
+        if not chosen:
+            return
+        server.delete(chosen)
+        self.world.note(f"OPERATOR deletes {', '.join(chosen)}")
+        for name, ended in self.model.deleted_by_operator(chosen, kind, now):
+            self.model.deleted[name].append(ended)
 
     def _suspend(self, seconds: float = 0.0) -> None:
         """Suspend one engine in the middle of its next request: if it leads, it resumes after its successor."""
@@ -212,11 +281,12 @@ class History:
     def _settle(self, process: Process) -> None:
         """Commit once, and lead until everything is merged."""
         backend = self.open(process, None)
-        backend.open_namespace(sample_identity())
-        pack, begin = pack_of(1_000_000, 0), self.world.now
-        self.model.payloads[pack.pack_id].add(payload_of(pack))
-        backend.commit(NAMESPACE, CommitBatch([pack]))
-        self.model.stored[pack.pack_id].append(Span(begin, self.world.now))
+        for number, identity in enumerate(IDENTITIES):
+            backend.open_namespace(identity)
+            pack, begin = pack_of(1_000_000 + number, 0), self.world.now
+            self.model.payloads[pack.pack_id].add(payload_of(pack))
+            backend.commit(identity.digest, CommitBatch([pack]))
+            self.model.stored[pack.pack_id].append(Span(begin, self.world.now))
         until = self.world.now + SETTLE_S
         while self.world.now < until:
             process.sleep(min(backend.step(), 2.0))
@@ -230,11 +300,9 @@ class History:
 
         def look(process: Process) -> None:
             backend = self.open(process, None, reader=True)
-            backend.open_namespace(sample_identity())
-            found.update({name: self.read(backend, table) for name, table in tables(backend, NAMESPACE).items()})
-            names = [manifest.id for manifest in backend.manifests(NAMESPACE)]
-            keys = backend.manifest_keys(NAMESPACE, names)
-            held.update({name: key is not None for name, key in zip(names, keys, strict=True)})
+            for namespace in NAMESPACES:
+                if backend.holds(namespace):  # or nobody has stored in it
+                    self._look(backend, namespace, found, held)
             backend.close()
 
         if not self.model.stored:  # there may be no store; the second check always reads one
@@ -249,9 +317,22 @@ class History:
         problems += [f"request {name} is lost" for name in sorted(requests) if not held.get(name)]
         assert not problems, f"{when}: {'; '.join(problems)}"
 
-    def read(self, backend: S3Backend, table: PackTable) -> bytes | None:
+    def _look(
+        self,
+        backend: S3Backend,
+        namespace: bytes,
+        found: dict[bytes, bytes | None],
+        held: dict[str, bool],
+    ) -> None:
+        for name, table in tables(backend, namespace).items():
+            found[name] = self.read(backend, namespace, table)
+        names = [manifest.id for manifest in backend.manifests(namespace)]
+        keys = backend.manifest_keys(namespace, names)
+        held.update({name: key is not None for name, key in zip(names, keys, strict=True)})
+
+    def read(self, backend: S3Backend, namespace: bytes, table: PackTable) -> bytes | None:
         """Read a pack and check its bytes; None if it is a miss."""
-        payload = read_pack(backend, NAMESPACE, table)
+        payload = read_pack(backend, namespace, table)
         stored = self.model.payloads[table.pack_id]
         assert payload is None or payload in stored, f"wrong bytes of pack {table.pack_id.hex()[:8]}"
         return payload
@@ -269,9 +350,10 @@ class Engine:
         self._reader = reader
         self._draw = random.Random(f"life {process.name} {history.world.seed}")
         self._variant = self._draw.randrange(3)
-        self._known: dict[bytes, PackTable] = {}
-        self._cursor: bytes | None = None
+        self._known: dict[bytes, dict[bytes, PackTable]] = {name: {} for name in NAMESPACES}
+        self._cursors: dict[bytes, bytes | None] = dict.fromkeys(NAMESPACES)
         self._commits = 0
+        self._stopping = self._stopped = False
 
     def live(self) -> None:
         """Run until the history ends."""
@@ -281,35 +363,51 @@ class Engine:
         except StoreError as error:
             self._note(f"could not open: {error}")
             return
+        self._process.spawn(lambda: self._work(backend))
         try:
             self._use(backend)
+            self._stopping = True
+            while not self._stopped:
+                self._process.sleep(0.5)
         finally:
             backend.close()
 
+    def _work(self, backend: S3Backend) -> None:
+        """Do the background work of the handle in the second thread."""
+        try:
+            while not self._stopping:
+                self._process.sleep(self._history.pause_s() or min(backend.step(), 2.0))
+        finally:
+            self._stopped = True
+
     def _use(self, backend: S3Backend) -> None:
-        opened = False
+        opened: set[bytes] = set()
         ends = self._world.now + self._draw.expovariate(1 / 100)
         while self._world.now < min(ends, self._history.until):
             try:
-                if not opened:
-                    backend.open_namespace(sample_identity())
-                    opened = True
-                self._act(backend)
+                number = self._draw.randrange(2)
+                namespace = NAMESPACES[number]
+                if namespace not in opened:
+                    backend.open_namespace(IDENTITIES[number])
+                    opened.add(namespace)
+                self._act(backend, namespace)
             except StoreError as error:
                 self._note(f"{type(error).__name__}: {error}")
-            self._process.sleep(self._history.pause_s() or min(backend.step(), self._draw.uniform(0.1, 3.0)))
+            self._process.sleep(self._history.pause_s() or self._draw.uniform(0.1, 3.0))
 
-    def _act(self, backend: S3Backend) -> None:
+    def _act(self, backend: S3Backend, namespace: bytes) -> None:
         choice = self._draw.random()
         if choice < 0.35 and not self._reader:
-            self._store(backend)
+            self._store(backend, namespace)
         elif choice < 0.35 + self._history.deletes and not self._reader:
-            self._delete(backend)
+            self._delete(backend, namespace)
         elif choice < 0.7:
-            self._read(backend)
+            self._read(backend, namespace)
 
-    def _store(self, backend: S3Backend) -> None:
-        seeds = self._draw.sample(range(self._history.pool), self._draw.randrange(1, 4))
+    def _store(self, backend: S3Backend, namespace: bytes) -> None:
+        seeds = self._draw.sample(
+            range(NAMESPACES.index(namespace), 2 * self._history.pool, 2), self._draw.randrange(1, 4)
+        )
         packs = [pack_of(seed, seed + 1000 * self._variant) for seed in seeds]
         names = [pack.pack_id for pack in packs]
         for pack in packs:
@@ -321,7 +419,7 @@ class Engine:
         begin = self._world.now
         self._process.written.clear()
         self._note(f"STORE {', '.join(name.hex()[:8] for name in names)}")
-        backend.commit(NAMESPACE, CommitBatch(packs, manifests))
+        backend.commit(namespace, CommitBatch(packs, manifests))
         at = Span(begin, self._world.now)
         self._note(f"STORED {', '.join(name.hex()[:8] for name in names)}")
         uploads = "".join(self._process.written)
@@ -330,36 +428,59 @@ class Engine:
         for write in manifests:
             self._model.requests[write.manifest.id] = Held(names, at)
 
-    def _delete(self, backend: S3Backend) -> None:
-        self._refresh(backend)
-        if not self._known:
+    def _delete(self, backend: S3Backend, namespace: bytes) -> None:
+        self._refresh(backend, namespace)
+        if not self._known[namespace]:
             return
-        name = self._draw.choice(sorted(self._known))
+        name = self._draw.choice(sorted(self._known[namespace]))
         spans = self._model.deleted[name]
         number = len(spans)
         spans.append(Span(self._world.now, float("inf")))
         batch = CommitBatch(bad=[name]) if self._draw.random() < 0.3 else CommitBatch(deletions=[name])
         self._note(f"DELETE {name.hex()[:8]}")
-        backend.commit(NAMESPACE, batch)
+        backend.commit(namespace, batch)
         spans[number] = Span(spans[number].begin, self._world.now)
         self._note(f"DELETED {name.hex()[:8]}")
 
-    def _read(self, backend: S3Backend) -> None:
-        self._refresh(backend)
-        for table in self._draw.sample(list(self._known.values()), min(2, len(self._known))):
-            self._history.read(backend, table)
+    def _read(self, backend: S3Backend, namespace: bytes) -> None:
+        self._refresh(backend, namespace)
+        known = list(self._known[namespace].values())
+        for table in self._draw.sample(known, min(2, len(known))):
+            self._history.read(backend, namespace, table)
 
-    def _refresh(self, backend: S3Backend) -> None:
-        changes = backend.changes(NAMESPACE, self._cursor)
+    def _refresh(self, backend: S3Backend, namespace: bytes) -> None:
+        changes = backend.changes(namespace, self._cursors[namespace])
+        known = self._known[namespace]
         if changes.reset:
-            self._known.clear()
+            known.clear()
         for name in changes.removed:
-            self._known.pop(name, None)
-        self._known.update((table.pack_id, table) for table in changes.added)
-        self._cursor = changes.cursor
+            known.pop(name, None)
+        known.update((table.pack_id, table) for table in changes.added)
+        self._cursors[namespace] = changes.cursor
 
     def _note(self, text: str) -> None:
         self._world.note(f"{self._process.name}: {text}")
+
+
+def simulate_locks(patch: pytest.MonkeyPatch) -> None:
+    """Let threads wait in simulated time for locks that are held during requests."""
+    simulated = SimpleNamespace(**vars(threading))
+    simulated.RLock = SimulatedLock
+    for module in (backend, session, head):
+        patch.setattr(module, "threading", simulated)
+    locks: defaultdict[Path, SimulatedLock] = defaultdict(SimulatedLock)
+    original = Catalogue.rows
+
+    @contextmanager
+    def rows(self: Catalogue, *, write: bool = False, rollback: bool = False) -> Iterator[LocalRows]:
+        if not write and not rollback:
+            with original(self) as found:
+                yield found
+            return
+        with locks[self.path], original(self, write=write, rollback=rollback) as found:
+            yield found
+
+    patch.setattr(Catalogue, "rows", rows)
 
 
 def run_histories(directory: Path, first: int, count: int) -> set[str]:
@@ -369,6 +490,7 @@ def run_histories(directory: Path, first: int, count: int) -> set[str]:
         history = History(seed, directory / str(seed))
         try:
             with pytest.MonkeyPatch.context() as patch:
+                simulate_locks(patch)
                 if seed % 2:
                     patch.setattr(leader, "SNAPSHOT_AFTER", 3)
                     patch.setattr(leader, "_MOST_TAILS", 2)

@@ -262,8 +262,10 @@ class SimulatedLock:
 
     def __enter__(self) -> None:
         me = threading.get_ident()
+        pause_s = 0.01
         while self._owner not in (0, me):
-            _running.process.sleep(0.01)
+            _running.process.sleep(pause_s)
+            pause_s = min(2 * pause_s, 5.0)  # an owner may be suspended for hours
         self._owner = me
         self._depth += 1
 

@@ -183,6 +183,11 @@ class History:
 
     def run(self) -> None:
         """Run the history and check its promises."""
+        with pytest.MonkeyPatch.context() as patch:
+            simulate_locks(patch)
+            self._run()
+
+    def _run(self) -> None:
         for number in range(self._writers + self._readers):
             self._start(f"engine{number}", reader=number >= self._writers)
         for disturb in (self._cut_off, self._suspend):
@@ -490,7 +495,6 @@ def run_histories(directory: Path, first: int, count: int) -> set[str]:
         history = History(seed, directory / str(seed))
         try:
             with pytest.MonkeyPatch.context() as patch:
-                simulate_locks(patch)
                 if seed % 2:
                     patch.setattr(leader, "SNAPSHOT_AFTER", 3)
                     patch.setattr(leader, "_MOST_TAILS", 2)

@@ -179,6 +179,19 @@ class Faults(NamedTuple):
     """The reply is lost after the effect."""
 
 
+class Hang(NamedTuple):
+    """Suspension of one thread in its next request of a kind, of any process; its other threads continue."""
+
+    kind: str
+    part: str
+    """Part of the key, or of the prefix of a listing."""
+    seconds: float
+    before: bool
+    """Whether the request takes effect after the suspension."""
+    unanswered: str = ""
+    """Meanwhile the other threads' PUTs of keys with this part take effect, and no reply comes; empty: no PUTs."""
+
+
 CALM = Faults()
 LATE_S = 60.0
 _TIMEOUT_S = 10.0  # time after which a client stops waiting for a lost reply
@@ -196,6 +209,8 @@ class World:
         """Seconds since the beginning."""
         self.seed = seed
         self.faults = faults
+        self.hangs: list[Hang] = []
+        """Planned suspensions; each occurs once."""
         self.latency_s = (0.01, 0.1)
         """Bounds of the time of a request without faults, half of it before its effect."""
         self.server = Server(lambda: START + self.now, page)
@@ -300,6 +315,7 @@ class Process(Clock):
         self.wall_ahead_s = wall_ahead_s
         self.written: list[str] = []
         """Keys of its PUTs; may be cleared."""
+        self._unanswered = ("", 0.0)  # part of the keys of its PUTs that get no reply, and until when
         self._program = program
         self._faults = random.Random(f"faults {world.seed} {name}")
         self._offset = self.random.uniform(0, 1e6)
@@ -382,6 +398,13 @@ class Process(Clock):
         if world.now < self.cut_off_until:
             self.sleep(min(1.0, deadline.remaining))
             raise BrokenError(f"{text}: no route to the server")
+        hang = self._planned_hang(kind, key)
+        if hang is not None:
+            fault = "hang"
+            outbound_s, return_s = (hang.seconds, 0.0) if hang.before else (0.0, hang.seconds)
+            world.note(f"{text}: HANGS {hang.seconds:.0f} s {'before' if hang.before else 'after'} its effect")
+        elif kind == "PUT" and self._unanswered[0] in key and world.now < self._unanswered[1]:
+            fault = "unanswered"
         suspended_s, self.suspended_s = self.suspended_s, 0.0
         if fault == "slow":
             suspended_s = draw.uniform(0, 5)
@@ -432,6 +455,16 @@ class Process(Clock):
                 return name if writes or name not in ("late", "repeated", "doubled") else ""
         return ""
 
+    def _planned_hang(self, kind: str, key: str) -> Hang | None:
+        """Return the planned suspension that this request meets, and remove it from the plan."""
+        for hang in self.world.hangs:
+            if hang.kind == kind and hang.part in key:
+                self.world.hangs.remove(hang)
+                if hang.unanswered:
+                    self._unanswered = (hang.unanswered, self.world.now + hang.seconds)
+                return hang
+        return None
+
     def _act_later(self, text: str, effect: Callable[[], object]) -> None:
         def arrive() -> None:
             try:
@@ -448,6 +481,10 @@ class Process(Clock):
         if fault == "lost":
             self.world.note(f"{text}: reply LOST")
             self._lose(text, deadline)
+        if fault == "unanswered":
+            self.world.note(f"{text}: reply LOST, also those of all retries")
+            self.sleep(max(0.0, deadline.remaining))
+            raise LateError(f"{text}: the deadline passed")
         self.sleep(seconds)
 
     def _lose(self, text: str, deadline: Deadline) -> None:

@@ -7,7 +7,11 @@ Promises after each history:
 2. No read returned bytes that no engine stored under these keys.
 3. A reader with an empty cache opens the store.
 
-Each engine has two namespaces, and a second thread that polls and leads. A pause meets one thread of one engine.
+Each engine has two namespaces, and a second thread that polls and leads. A pause meets one thread of one engine. In
+some histories, a thread hangs in an upload of the leader or in a repair for longer than every timeout.
+
+A check of the histories: the functions ``plant_…`` put a mended bug back, and some history must fail. Seed 30 finds
+``plant_newest_etag``; ``plant_repair_of_any_version`` is found by about one seed in 15.
 
 A failure prints its seed and its steps. For the long test, ``PERSISTKV_HISTORIES`` is the number of histories, and
 ``PERSISTKV_FIRST_HISTORY`` the seed of the first one.
@@ -20,7 +24,7 @@ import random
 import shutil
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -31,15 +35,21 @@ import pytest
 
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch, ManifestWrite
+from persistkv.storage.extensions import Policy
+from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.testing.conformance.suite import read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_s3 import S3Backend, backend, session
 from persistkv_s3.catalogue import Catalogue, LocalRows
+from persistkv_s3.client.bucket import Bucket
+from persistkv_s3.client.transport import ABSENT
 from persistkv_s3.feed import head, leader
+from persistkv_s3.feed.format import Head
+from persistkv_s3.feed.head import HeadVersion, StoreHead
 from persistkv_s3.options import Place, S3Options
-from tests.backends.s3.simulation import CALM, Faults, Process, SimulatedLock, SimulatedTransport, World
+from tests.backends.s3.simulation import CALM, Faults, Hang, Process, SimulatedLock, SimulatedTransport, World
 
 PLACE = Place("bucket", "store/")
 IDENTITIES = (sample_identity(0), sample_identity(1))
@@ -68,6 +78,7 @@ EVENTS = (
     "STORED",
     "DELETED",
     "OPERATOR",
+    "HANGS",
 )
 """Each of them occurs in 30 histories."""
 
@@ -130,19 +141,13 @@ class Model:
             and (self._ttl_s is None or at.begin + self._ttl_s > now)
         }
 
-    def deleted_by_operator(self, keys: list[str], kind: str, now: float) -> Iterator[tuple[bytes, Span]]:
-        """Yield the packs that may be missed after the deletion of objects.
-
-        A pack whose object was deleted may be missed for good: an engine that has not noticed may
-        commit a use of it, and of two objects of a pack the feed keeps the first. A pack that was
-        in a deleted object of the index is held again after its next upload.
+    def deleted_by_operator(self, keys: list[str], kind: str) -> set[bytes]:
+        """Return the packs that may be missed after the deletion of objects, until their next upload: those in the
+        objects, or all packs if the objects belong to the index.
         """
-        deletes_packs = kind == "/packs/"
-        for name in list(self.payloads):
-            if not deletes_packs:
-                yield name, Span(now, now)
-            elif any(f"/packs/{name.hex()}" in key for key in keys):
-                yield name, Span(now, float("inf"))
+        if kind != "/packs/":
+            return set(self.payloads)
+        return {name for name in self.payloads if any(f"/packs/{name.hex()}" in key for key in keys)}
 
     def _must_hold(self, name: bytes, stored: list[Span], now: float) -> bool:
         gone = max((span.end for span in self.deleted[name]), default=-1.0)
@@ -174,11 +179,19 @@ class History:
         self.pool = draw.choice((4, 30))
         """Number of different packs."""
         self._sleep_at = draw.uniform(60, 150)
-        self._wake_at = self._sleep_at + (draw.uniform(12, 26) * HOUR_S if draw.random() < 0.25 else 0.0)
+        self._wake_at = self._sleep_at + (draw.uniform(12, 40) * HOUR_S if draw.random() < 0.25 else 0.0)
         self.until = self._wake_at + 60.0
         """Simulated time at which engines stop."""
         self._writers = draw.randrange(2, 5)
         self._readers = draw.randrange(2)
+        self._hangs = self._operator.random() < 0.3
+        """Whether leaders hang, see ``_hang_leader``. Engines then live longer and store more, so that one is elected
+        meanwhile and the former leader commits meanwhile.
+        """
+        self.life_s = 400.0 if self._hangs else 100.0
+        """Mean time after which an engine ends."""
+        self.stores = 0.6 if self._hangs else 0.35
+        """Probability that an engine stores packs."""
         self._lives = 0
 
     def run(self) -> None:
@@ -197,6 +210,9 @@ class History:
             self.world.at(self._operator.uniform(20, self._sleep_at), self._delete_objects)
         if self._operator.random() < 0.3:
             self.world.at(self._operator.uniform(20, self._sleep_at), self._damage_head)
+        if self._hangs:
+            for _ in range(2):
+                self.world.at(self._operator.uniform(5, self._sleep_at / 2), self._hang_leader)
         if self._wake_at > self._sleep_at:
             self.world.at(self._sleep_at - 10.0, lambda: self._suspend(self._wake_at - self.world.now + 20.0))
         self.world.run(self.until)
@@ -237,6 +253,15 @@ class History:
         for key in [key for key in server.objects if key.startswith("store/persistkv")]:
             self._damaged[key] = server.put(key, server.objects[key].data[:-4], None)
             self.world.note(f"OPERATOR cuts {key} short")
+        if self._operator.random() < 0.5:  # the first repair knows nothing that is published in the meantime
+            self.world.hangs.append(Hang("LIST", "/feed/", self._operator.uniform(10, 100), before=False))
+
+    def _hang_leader(self) -> None:
+        """Suspend the thread that leads in the upload of a feed object, for longer than every timeout of requests and
+        the takeover. The other thread of the process commits, gets no reply, and polls.
+        """
+        seconds = self._operator.uniform(50, 150)
+        self.world.hangs.append(Hang("PUT", "/feed/", seconds, before=True, unanswered="/inbox/"))
 
     def _delete_objects(self) -> None:
         """Delete a few objects of one kind, as an operator may do by mistake."""
@@ -248,8 +273,8 @@ class History:
             return
         server.delete(chosen)
         self.world.note(f"OPERATOR deletes {', '.join(chosen)}")
-        for name, ended in self.model.deleted_by_operator(chosen, kind, now):
-            self.model.deleted[name].append(ended)
+        for name in self.model.deleted_by_operator(chosen, kind):
+            self.model.deleted[name].append(Span(now, now))
 
     def _suspend(self, seconds: float = 0.0) -> None:
         """Suspend one engine in the middle of its next request: if it leads, it resumes after its successor."""
@@ -387,7 +412,7 @@ class Engine:
 
     def _use(self, backend: S3Backend) -> None:
         opened: set[bytes] = set()
-        ends = self._world.now + self._draw.expovariate(1 / 100)
+        ends = self._world.now + self._draw.expovariate(1 / self._history.life_s)
         while self._world.now < min(ends, self._history.until):
             try:
                 number = self._draw.randrange(2)
@@ -402,11 +427,12 @@ class Engine:
 
     def _act(self, backend: S3Backend, namespace: bytes) -> None:
         choice = self._draw.random()
-        if choice < 0.35 and not self._reader:
+        stores, deletes = self._history.stores, self._history.deletes
+        if choice < stores and not self._reader:
             self._store(backend, namespace)
-        elif choice < 0.35 + self._history.deletes and not self._reader:
+        elif choice < stores + deletes and not self._reader:
             self._delete(backend, namespace)
-        elif choice < 0.7:
+        elif choice < stores + 0.35:
             self._read(backend, namespace)
 
     def _store(self, backend: S3Backend, namespace: bytes) -> None:
@@ -521,3 +547,46 @@ def test_many_random_histories_lose_no_acknowledged_pack(directory: Path) -> Non
     count = int(os.environ.get("PERSISTKV_HISTORIES", "300"))
     occurred = run_histories(directory, first, count)
     assert count < 30 or occurred == set(EVENTS)
+
+
+def plant_newest_etag(patch: pytest.MonkeyPatch) -> None:
+    """Write each head with the newest known ETag, instead of that of the version from which it was derived."""
+    original = StoreHead.write
+
+    def write(self: StoreHead, head: Head, base: HeadVersion, term: bytes = b"") -> bool:
+        return original(self, head, base._replace(etag=self.version.etag), term)
+
+    patch.setattr(StoreHead, "write", write)
+
+
+def plant_repair_of_any_version(patch: pytest.MonkeyPatch) -> None:
+    """Let a repaired head replace the version in the bucket, instead of the damaged one that was read."""
+    original_open, original_put = StoreHead.open, Bucket.put
+    opening: list[tuple[int, str]] = []
+
+    def open_head(self: StoreHead, policy: Policy, *, create: bool) -> None:
+        repair = (threading.get_ident(), self.names.head)
+        opening.append(repair)
+        try:
+            original_open(self, policy, create=create)
+        finally:
+            opening.remove(repair)
+
+    def put(self: Bucket, key: str, pieces: Sequence[Buffer], *, condition: str | None = None) -> str:
+        if (threading.get_ident(), key) in opening and condition != ABSENT:
+            condition = self.get_if_changed(key, None)[1]
+        return original_put(self, key, pieces, condition=condition)
+
+    patch.setattr(StoreHead, "open", open_head)
+    patch.setattr(Bucket, "put", put)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(36_000)
+@pytest.mark.parametrize(("plant", "first"), [(plant_newest_etag, 30), (plant_repair_of_any_version, 0)])
+def test_histories_find_a_planted_bug(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None], first: int
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(pytest.fail.Exception, match="is lost"):
+        run_histories(directory, first, 200)

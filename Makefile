@@ -17,6 +17,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WHEEL_VENV := $(VENV)-wheel
+NEWEST_VENV := $(VENV)-newest
+OLDEST_VENV := $(VENV)-oldest
+PYTEST := -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal -m "not slow"
+TORCH := $(shell grep '^torch==' constraints-dev.txt)
 VLLM ?= 0.32.0
 VLLM_VENV := $(VENV)-vllm-$(VLLM)
 VLLM_OLDER ?= 0.31.0
@@ -24,12 +28,15 @@ VLLM_NEXT ?= 0.33.0
 WHEELS ?= $(HOME)/.cache/persistkv-wheels
 VLLM_NEXT_FILES := $(WHEELS)/vllm-$(VLLM_NEXT)
 
-.PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs screenshots test-wheel test-ceph test-vllm test-vllm-full test-vllm-next test-writers test-faults test-histories fuzz crash damage powerloss diskfaults bench bench-vllm bench-vllm-engine gpu-kit clean
+.PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs screenshots test-wheel test-newest test-oldest update-constraints test-ceph test-vllm test-vllm-full test-vllm-next test-writers test-faults test-histories fuzz crash damage powerloss diskfaults bench bench-vllm bench-vllm-engine gpu-kit clean
 
 help:
 	@echo "make demo        a model answers and is killed; a new process answers from the KV that it stored"
 	@echo "make test        lint, types, import rules, tests"
 	@echo "make test-slow   the tests that make test leaves out: lasting faults, many writers, kills"
+	@echo "make test-newest  the tests with the newest release of everything, except torch (a CPU build)"
+	@echo "make test-oldest  a part of the tests with the oldest releases that pyproject.toml allows (6 minutes)"
+	@echo "make update-constraints  write today's releases to constraints-dev.txt and constraints-oldest.txt"
 	@echo "make docs        build the site of docs/ and of the API in build/site, and check its links"
 	@echo "make screenshots render the pictures of docs/screens.md from real commands; needs Chromium"
 	@echo "make test-wheel  test the built wheel without torch and transformers"
@@ -66,6 +73,37 @@ demo: setup
 # Two processes of tests share the cores with torch's threads, which must not spin while they wait for each other.
 test: lint
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not slow" --numprocesses auto --maxprocesses 8 --dist worksteal $(ARGS)
+
+# Each run installs what is newest on that day; torch remains at the CPU build of constraints-dev.txt.
+test-newest: install-newest
+	OMP_WAIT_POLICY=PASSIVE $(NEWEST_VENV)/bin/python $(PYTEST) $(ARGS)
+
+install-newest:
+	rm -rf $(NEWEST_VENV)
+	$(PYTHON) -m venv $(NEWEST_VENV)
+	$(NEWEST_VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) $(TORCH) --editable ".[dev,transformers,docs]"
+
+# What depends on a release of another package: configuration, formats, drivers, commands, models.
+OLDEST_TESTS := tests/test_config.py tests/storage/format tests/storage/identity tests/storage/test_store.py \
+	tests/backends/lmdb/test_conformance.py tests/backends/s3 tests/tools tests/integrations/transformers \
+	tests/packaging
+
+test-oldest: $(OLDEST_VENV)/.ready
+	OMP_WAIT_POLICY=PASSIVE $(OLDEST_VENV)/bin/python $(PYTEST) $(OLDEST_TESTS) $(ARGS)
+
+$(OLDEST_VENV)/.ready: pyproject.toml constraints-oldest.txt
+	rm -rf $(OLDEST_VENV)
+	$(PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints-oldest.txt --editable ".[test,transformers,s3,metrics]"
+	@touch $@
+
+# Run it with the oldest Python that pyproject.toml allows: newer ones may get releases that it cannot install.
+update-constraints: install-newest
+	$(NEWEST_VENV)/bin/python -m tests.packaging.constraints dev
+	rm -rf $(OLDEST_VENV)
+	$(PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) $(TORCH) $$($(NEWEST_VENV)/bin/python -m tests.packaging.constraints lower-bounds) --editable ".[test,transformers,s3,metrics]"
+	$(OLDEST_VENV)/bin/python -m tests.packaging.constraints oldest
 
 test-slow: setup
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m slow --numprocesses auto --maxprocesses 8 --dist worksteal $(ARGS)
@@ -183,5 +221,5 @@ gpu-kit: setup
 	$(BIN)/python -m benchmarks.gpu.kit .gpu-kit
 
 clean:
-	rm -rf .gpu-kit $(VENV) $(WHEEL_VENV) $(VENV)-vllm-* dist build .persistkv-demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .gpu-kit $(VENV) $(WHEEL_VENV) $(NEWEST_VENV) $(OLDEST_VENV) $(VENV)-vllm-* dist build .persistkv-demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

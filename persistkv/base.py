@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from itertools import takewhile
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NewType
 
@@ -121,7 +121,7 @@ class ReqContext:
     """True: the request's blocks are passed to tiers for storing. False: they are only looked up and loaded."""
 
 
-class OffloadPolicy(str, Enum):
+class OffloadPolicy(StrEnum):
     """Which blocks of a request a tier receives to store."""
 
     BLOCK_LEVEL = "block_level"

@@ -58,7 +58,7 @@ with lmdb.open({store!r}, readonly=True, create=False, max_readers={readers}) as
 """
 
 
-class _State(str, enum.Enum):
+class _State(enum.StrEnum):
     """State in the guard file; the values are its content."""
 
     CLEAN = "clean"  # the last writer has closed the store

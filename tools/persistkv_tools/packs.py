@@ -114,7 +114,7 @@ def all_keys(keys: ManifestKeys) -> list[bytes]:
     return list(chain.from_iterable(group.unpack() for group in keys))
 
 
-class Problem(str, enum.Enum):
+class Problem(enum.StrEnum):
     """Kind of a defect that ``persistkv verify`` finds. docs/operating.md describes each kind."""
 
     PAYLOAD = "payload"

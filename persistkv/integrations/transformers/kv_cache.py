@@ -78,14 +78,10 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
     def get_seq_length(self) -> int:
         return self._length
 
-    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        """Return the number of tokens that ``update`` will return, and the position of the first of them.
-
-        transformers 4 passes a tensor with the positions of the new tokens instead of their number.
-        """
-        num_new = query_length if isinstance(query_length, int) else len(query_length)
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of tokens that ``update`` will return, and the position of the first of them."""
         first = self._first_visible(self._length)
-        return self._length - first + num_new, first
+        return self._length - first + query_length, first
 
     def crop(self, max_length: int) -> None:
         """Keep the first ``max_length`` tokens; if it is negative, drop that many tokens from the end."""

@@ -51,6 +51,15 @@ def test_examine_finding_that_is_not_ok_has_remedy(store):
         assert bool(finding.todo) == (finding.level is not Level.OK) or "could not be tried" in finding.found
 
 
+@pytest.mark.parametrize("release", ["2.9.9", "99.0"])
+def test_examine_untested_release_is_warning_with_tested_ones(monkeypatch, release):
+    installed = doctor.version
+    monkeypatch.setattr(doctor, "version", lambda name: release if name == "lmdb" else installed(name))
+    finding = examined()["package lmdb"]
+    assert (finding.level, finding.found) == (Level.WARNING, f"{release}, which is not tested")
+    assert "tested with lmdb 3.0" in finding.todo
+
+
 def test_examine_quarantined_files_are_reported_until_pruned(store, run):
     location = Path(store.removeprefix("lmdb://").partition("?")[0])
     damaged = location / "damaged-20260101T000000Z"

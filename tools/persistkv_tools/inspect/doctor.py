@@ -24,6 +24,7 @@ from rich.text import Text
 
 from persistkv.config import PAGE_BYTES, StoreUrl
 from persistkv.errors import CorruptPackError, PersistKVError
+from persistkv.releases import TESTED
 from persistkv.storage import open_inspectable
 from persistkv.storage.backend import Backend, ReadSpan
 from persistkv.storage.format.codec import parse_codec
@@ -39,8 +40,16 @@ _SAMPLE_PACKS = 64
 SHARED_MEMORY = Path("/dev/shm")
 REGIONS = "persistkv_offload_*.mmap"
 """Pattern of the file names of primary tiers under /dev/shm; see ``persistkv.cpu.region_file``."""
-_PACKAGES = ("persistkv", "lmdb", "msgspec", "numpy", "xxhash", "zstandard")
-_OPTIONAL_PACKAGES = ("boto3", "torch", "transformers", "safetensors")
+_PACKAGES = ("persistkv", "lmdb", "msgspec", "numpy", "rich", "typer", "xxhash", "zstandard")
+_OPTIONAL_PACKAGES = {
+    "boto3": "'persistkv[s3]'",
+    "prometheus-client": "'persistkv[metrics]'",
+    "torch": "'persistkv[transformers]'",
+    "transformers": "'persistkv[transformers]'",
+    "safetensors": "'persistkv[transformers]'",
+    "vllm": "vllm",
+}
+"""What pip installs for each package that is not always needed."""
 _MIN_SHARED = 1 << 30  # 1 GiB: less holds no primary tier worth having
 _MIN_FILES = 1024
 _RELEASED = 1_760_000_000  # seconds since the epoch: no clock that is right shows less
@@ -51,7 +60,7 @@ _INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # inode in /proc/*/ns/pid: include/linux/pr
 T = TypeVar("T")
 
 
-class Level(str, enum.Enum):
+class Level(enum.StrEnum):
     """Severity of a check's outcome."""
 
     OK = "ok"
@@ -113,12 +122,21 @@ def _passed(check: str, passed: bool, found: str, todo: str, level: Level = Leve
 def _packages() -> Iterator[Check]:
     for name in (*_PACKAGES, *_OPTIONAL_PACKAGES):
         try:
-            yield Check(f"package {name}", Level.OK, version(name))
+            yield _release(name, version(name))
         except PackageNotFoundError:
-            needed = name in _PACKAGES
-            extra = {"boto3": "s3"}.get(name, "transformers")
-            todo = f"pip install {name}" if needed else f"optional: pip install 'persistkv[{extra}]'"
-            yield Check(f"package {name}", Level.PROBLEM if needed else Level.NOTE, "not installed", todo)
+            if name in _OPTIONAL_PACKAGES:
+                todo = f"optional: pip install {_OPTIONAL_PACKAGES[name]}"
+                yield Check(f"package {name}", Level.NOTE, "not installed", todo)
+            else:
+                yield Check(f"package {name}", Level.PROBLEM, "not installed", f"pip install {name}")
+
+
+def _release(name: str, installed: str) -> Check:
+    """Check that persistkv, or a release that it is tested with, is installed."""
+    tested = TESTED.get(name)
+    passed = tested is None or tested.covers(installed)
+    found = installed if passed else f"{installed}, which is not tested"
+    return _passed(f"package {name}", passed, found, f"persistkv is tested with {name} {tested}")
 
 
 def _shared_memory(directory: Path) -> Iterator[Check]:

@@ -63,7 +63,7 @@ class Page(msgspec.Struct, frozen=True):
     """The selected namespaces, oldest first."""
 
 
-class Sort(str, enum.Enum):
+class Sort(enum.StrEnum):
     """Field that the list is sorted by."""
 
     CREATED = "created"

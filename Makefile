@@ -35,7 +35,7 @@ help:
 	@echo "make test        lint, types, import rules, tests"
 	@echo "make test-slow   the tests that make test leaves out: lasting faults, many writers, kills"
 	@echo "make test-newest  the tests with the newest release of everything, except torch (a CPU build)"
-	@echo "make test-oldest  a part of the tests with the oldest releases that pyproject.toml allows (6 minutes)"
+	@echo "make test-oldest  a part of the tests with the oldest releases that pyproject.toml allows (4 minutes)"
 	@echo "make update-constraints  write today's releases to constraints-dev.txt and constraints-oldest.txt"
 	@echo "make docs        build the site of docs/ and of the API in build/site, and check its links"
 	@echo "make screenshots render the pictures of docs/screens.md from real commands; needs Chromium"
@@ -84,8 +84,9 @@ install-newest:
 	$(NEWEST_VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) $(TORCH) --editable ".[dev,transformers,docs]"
 
 # What depends on a release of another package: configuration, formats, drivers, commands, models.
-OLDEST_TESTS := tests/test_config.py tests/storage/format tests/storage/identity tests/storage/test_store.py \
-	tests/backends/lmdb/test_conformance.py tests/backends/s3 tests/tools tests/integrations/transformers \
+OLDEST_TESTS := tests/test_config.py tests/storage/format tests/storage/test_store.py \
+	tests/backends/lmdb/test_conformance.py tests/backends/s3/test_boto.py tests/backends/s3/test_store.py \
+	tests/backends/s3/test_transport.py tests/tools tests/integrations/transformers \
 	tests/packaging
 
 test-oldest: $(OLDEST_VENV)/.ready

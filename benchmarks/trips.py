@@ -42,8 +42,8 @@ from persistkv.tiering.persistent import PersistentTier
 
 BLOCKS = 256
 BLOCK_BYTES = 64 << 10  # 64 KiB
-TARGET_FILES = {"store": 28, "promote": 20, "open": 30}
-TARGET_FRAMES = 17
+TARGET_FILES = {"store": 30, "promote": 21, "open": 31}
+TARGET_FRAMES = 19
 _TIMEOUT_S = 60.0
 _DEVICE_CALLS = {
     *("pread", "preadv", "pwrite", "pwritev", "fdatasync", "fsync"),

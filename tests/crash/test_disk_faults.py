@@ -23,10 +23,12 @@ def test_disk_faults_one_failing_call_keeps_acknowledged_blocks() -> None:
     run_cases(6, 60)
 
 
+@pytest.mark.slow
 def test_disk_faults_failing_recovery_calls_keep_acknowledged_blocks() -> None:
     run_cases(10, 60, "--fault", "4 x EIO, first call executed")
 
 
+@pytest.mark.slow
 def test_disk_faults_in_host_process_keep_acknowledged_blocks() -> None:
     run_cases(4, 60, "--host", "process")
 

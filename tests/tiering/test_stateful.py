@@ -423,7 +423,7 @@ def run(machine: type[TieringMachine], max_examples: int, phases: Sequence[Phase
 
 @pytest.mark.timeout(600)
 def test_tiering_manager_random_steps_keep_invariants() -> None:
-    run(TieringMachine, max_examples=200)
+    run(TieringMachine, max_examples=100)
     done = TieringMachine.totals
     assert done["cascaded_blocks"] > 1000, done
     assert done["promoted_blocks"] > 300, done

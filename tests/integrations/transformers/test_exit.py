@@ -37,7 +37,14 @@ def checkpoint(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.mark.parametrize(
     ("host", "end"),
-    [*(("process", end) for end in ENDS), ("thread", "end of script"), ("inline", "exception")],
+    [
+        ("process", "end of script"),
+        ("inline", "exception"),
+        pytest.param("process", "exit", marks=pytest.mark.slow),
+        pytest.param("process", "exception", marks=pytest.mark.slow),
+        pytest.param("process", "local engine", marks=pytest.mark.slow),
+        pytest.param("thread", "end of script", marks=pytest.mark.slow),
+    ],
 )
 def test_script_without_close_keeps_its_context(
     checkpoint: Path, prompt: list[int], tmp_path: Path, host: str, end: str
@@ -63,6 +70,7 @@ engine.generate([int(token) ^ 1 for token in prompt], 40)
 )
 
 
+@pytest.mark.slow
 def test_forked_child_that_exits_leaves_engine_open(checkpoint: Path, prompt: list[int], tmp_path: Path) -> None:
     command = [sys.executable, "-c", FORKED, str(checkpoint), str(tmp_path / "kv"), "process", *map(str, prompt)]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -39,7 +39,7 @@ def _watch_workers() -> None:
     def watched(self: Any, kv_caches: Any) -> Any:
         # not imported in processes that have no worker, such as the front end
         from persistkv.integrations.vllm.identity import find_worker
-        from persistkv.integrations.vllm.weights import watch_weights
+        from persistkv.integrations.vllm.weights.probe import watch_weights
 
         worker = get_worker(self, kv_caches)
         watch_weights(worker, self, find_worker())

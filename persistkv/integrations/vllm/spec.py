@@ -16,7 +16,7 @@ from persistkv.cpu.devices.cpu import CPUCopyEngine
 from persistkv.cpu.layout import KVMemory, PageCopies, plan_copies
 from persistkv.integrations.vllm.identity import find_worker
 from persistkv.integrations.vllm.regions import ready
-from persistkv.integrations.vllm.weights import watch_weights
+from persistkv.integrations.vllm.weights.probe import watch_weights
 from persistkv.memory.libc import memory_at
 
 Mappings = Mapping[tuple[int, int], Any]

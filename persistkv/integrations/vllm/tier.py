@@ -57,7 +57,8 @@ from persistkv.integrations.vllm.numbers import by_group_index, number_layout
 from persistkv.integrations.vllm.options import vllm_options
 from persistkv.integrations.vllm.regions import close_region, open_region
 from persistkv.integrations.vllm.requests import LiveRequest, Prefetch, request_options
-from persistkv.integrations.vllm.weights import GuardedTier, attach_watch
+from persistkv.integrations.vllm.weights.guarded_tier import GuardedTier
+from persistkv.integrations.vllm.weights.watch import attach_watch
 from persistkv.isolation import Isolation
 from persistkv.storage import BACKENDS
 from persistkv.storage.identity import Identity

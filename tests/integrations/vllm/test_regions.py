@@ -137,7 +137,7 @@ def test_remove_leftovers_mapped_region_is_kept(file, tmp_path):
 
 def test_remove_leftovers_word_of_weights_is_deleted_when_its_worker_has_ended(tmp_path):
     program = (
-        "import sys; from persistkv.integrations.vllm.weights import WeightsWord; "
+        "import sys; from persistkv.integrations.vllm.weights.word import WeightsWord; "
         "word = WeightsWord.create('engine', 0, sys.argv[1]); print(flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(

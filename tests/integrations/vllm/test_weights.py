@@ -17,14 +17,10 @@ import torch
 from persistkv.base import ReqContext, make_offload_key
 from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
 from persistkv.errors import StoreError
-from persistkv.integrations.vllm.weights import (
-    GuardedTier,
-    WeightsProbe,
-    WeightsWatch,
-    WeightsWord,
-    sample_parameters,
-    watch_worker,
-)
+from persistkv.integrations.vllm.weights.guarded_tier import GuardedTier
+from persistkv.integrations.vllm.weights.probe import WeightsProbe, sample_parameters, watch_worker
+from persistkv.integrations.vllm.weights.watch import WeightsWatch
+from persistkv.integrations.vllm.weights.word import WeightsWord
 from persistkv.tiering.base import JobMetadata
 from persistkv.tiering.persistent import PersistentTier
 

@@ -1,0 +1,238 @@
+"""In the engine's process: a persistent tier that serves and stores only KV of the weights in its identity."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from persistkv.base import OffloadKey, ReqContext
+from persistkv.integrations.vllm.weights.watch import WeightsWatch
+from persistkv.tiering.base import JobMetadata, JobResult
+from persistkv.tiering.persistent import PersistentTier
+
+logger = logging.getLogger(__name__)
+
+_IDLE_S = 1.0  # without a step: then earlier comparisons say nothing
+
+
+class GuardedTier:
+    """A persistent tier that is given jobs only for KV of the weights in its identity.
+
+    When a request has named new weights, a thread shuts the tier down and opens one of another identity. Meanwhile
+    lookups miss and jobs fail, as they do between a change and that request.
+    """
+
+    def __init__(
+        self,
+        make_tier: Callable[[str | None], PersistentTier],
+        watch: WeightsWatch,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """:param make_tier: opens a tier for the weights of this name; None: those at the start of the engine.
+        :param clock: returns seconds.
+        """
+        self.tier = make_tier(watch.weights if watch.epoch else None)
+        """The tier of the present weights, or the last one. Must not be used while ``is_opening``."""
+        self.watch = watch
+        self._make_tier = make_tier
+        self._opening: threading.Thread | None = None
+        self._opened: PersistentTier | None = None
+        self._clock = clock
+        self._called = clock()
+        self.dropped_blocks = 0
+        """Blocks in flight that were not stored or not served, because the weights had changed or might have."""
+        self._epoch = watch.epoch
+        """Epoch of ``tier``, or of the one that is being opened."""
+        self._held: deque[JobMetadata | ReqContext] = deque()
+        """Stores, and ends of requests among them, that wait until the weights are known."""
+        self._tickets: dict[int, tuple[int, int]] = {}
+        """By load job: ticket of the comparison to wait for, and its blocks."""
+        self._loaded: list[JobResult] = []
+        """Results of loads that wait for their comparisons."""
+        self._finished: list[JobResult] = []
+        self._is_detached = False
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether the weights have changed: lookups miss, and all jobs fail."""
+        now = self._clock()
+        if now - self._called > _IDLE_S:  # another process may have written the parameters
+            self.watch.suspect()
+        self._called = now
+        if self._opening is not None or self._epoch != self.watch.epoch:
+            self._follow()
+        if not self._is_detached and self.watch.change is not None:
+            self._detach(self.watch.change)
+        return self._is_detached
+
+    def _detach(self, reason: str) -> None:
+        self._is_detached = True
+        self.tier.detach()
+        stores = sum(len(entry.keys) for entry in self._held if isinstance(entry, JobMetadata))
+        loads = sum(num_blocks for _, num_blocks in self._tickets.values())
+        logger.error(
+            "weights changed while the engine runs (%s): persistkv is detached. Lookups miss, and nothing is stored. "
+            "In flight: %d blocks are not stored, %d are not served. To use the store again, restart the engine or "
+            "name the new weights (docs/vllm.md, weights that change)",
+            reason,
+            stores,
+            loads,
+        )
+        self._give_up_held()
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether a thread uses ``tier``, to open that of new weights."""
+        return self._opening is not None
+
+    def _follow(self) -> None:
+        """Open the tier of the present epoch, and use it once it is open."""
+        if self._opening is not None:
+            if self._opening.is_alive():
+                return
+            self._opening = None
+            self._use_opened()
+        if self._epoch != self.watch.epoch:
+            self._begin_opening()
+
+    def _use_opened(self) -> None:
+        if self._opened is None:
+            return
+        self.tier, self._opened = self._opened, None
+        if self._epoch == self.watch.epoch:  # else the weights have another name by now
+            self._is_detached = False
+            logger.warning("persistkv continues with the weights %s, under their own identity", self.watch.weights)
+
+    def _begin_opening(self) -> None:
+        if not self._is_detached:
+            self._detach(f"a request names the weights {self.watch.weights}")
+        if self.tier.has_pending_work() or self._loaded:
+            return
+        self._epoch = self.watch.epoch
+        arguments = (self.tier, self.watch.weights)
+        self._opening = threading.Thread(target=self._open, args=arguments, name="persistkv-epoch")
+        self._opening.start()
+
+    def _open(self, old: PersistentTier, weights: str | None) -> None:
+        try:
+            old.shutdown()
+            self._opened = self._make_tier(weights)
+        except Exception:
+            logger.exception("the store does not open for the weights %s: persistkv stays detached", weights)
+
+    def shutdown(self) -> None:
+        """Wait for a tier that is being opened, and shut the tier down."""
+        if self._opening is not None:
+            self._opening.join()
+            self._use_opened()
+        self._give_up_held()
+        self.tier.shutdown()
+
+    def _give_up_held(self) -> None:
+        """Fail the stores that wait for a comparison."""
+        held, self._held = self._held, deque()
+        for entry in held:
+            if isinstance(entry, JobMetadata):
+                self.dropped_blocks += len(entry.keys)
+                self._finished.append(JobResult(entry.job_id, False))
+            else:
+                self.tier.on_request_finished(entry)
+
+    def begin_request(self, weights: str | None) -> int | None:
+        """Return the epoch of a request that begins; None: it may neither use nor fill the store.
+
+        :param weights: name of the weights that the request expects; None: those at the start of the engine.
+        """
+        watch = self.watch
+        fits = watch.epoch == 0 if weights is None else watch.name_weights(weights)
+        watch.on_request()
+        return watch.epoch if fits and not self.is_detached else None
+
+    def lookup(self, key: OffloadKey, context: ReqContext, epoch: int | None) -> bool:
+        """Return whether the store of the present weights holds a block.
+
+        :param epoch: of the request, here and in the methods below, which refuse those of earlier epochs.
+        """
+        if epoch != self._epoch or self._epoch != self.watch.epoch or self.is_opening:
+            return False
+        return bool(self.tier.lookup(key, context))
+
+    def submit_store(self, job: JobMetadata, epoch: int | None) -> None:
+        if self.is_detached or epoch != self.watch.epoch:
+            self.dropped_blocks += len(job.keys)
+            self._finished.append(JobResult(job.job_id, False))
+        elif self._held or not self.watch.is_sure:
+            self._held.append(job)
+        else:
+            self.tier.submit_store(job)
+
+    def submit_load(self, job: JobMetadata, epoch: int | None) -> None:
+        if self.is_detached or epoch != self.watch.epoch:
+            self.dropped_blocks += len(job.keys)
+            self._finished.append(JobResult(job.job_id, False))
+            return
+        self._tickets[job.job_id] = self.watch.ask(), len(job.keys)
+        self.tier.submit_load(job)
+
+    def on_request_finished(self, context: ReqContext, epoch: int | None) -> None:
+        if epoch != self._epoch or self.is_opening:
+            return
+        if self._held:
+            self._held.append(context)
+        else:
+            self.tier.on_request_finished(context)
+
+    def get_finished_jobs(self) -> list[JobResult]:
+        self._advance()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _advance(self) -> None:
+        for result in () if self.is_opening else self.tier.get_finished_jobs():
+            target = self._loaded if result.job_id in self._tickets else self._finished
+            target.append(result)
+        detached = self.is_detached
+        if self._held and self.watch.is_sure:
+            self._submit_held()
+        waiting, self._loaded = self._loaded, []
+        for result in waiting:
+            ticket, num_blocks = self._tickets[result.job_id]
+            if detached:
+                self.dropped_blocks += num_blocks
+                self._finished.append(JobResult(result.job_id, False, (), 0, result.seconds))
+            elif self.watch.is_answered(ticket) and self.watch.is_sure:
+                self._finished.append(result)
+            else:
+                self._loaded.append(result)
+                continue
+            del self._tickets[result.job_id]
+
+    def _submit_held(self) -> None:
+        held, self._held = self._held, deque()
+        for entry in held:
+            if isinstance(entry, JobMetadata):
+                self.tier.submit_store(entry)
+            else:
+                self.tier.on_request_finished(entry)
+
+    def has_pending_work(self) -> bool:
+        if self._finished or self._held or self._loaded:
+            return True
+        return not self.is_opening and self.tier.has_pending_work()
+
+    def drain_jobs(self, timeout_s: float) -> bool:
+        """End all jobs, for a reset of the engine's cache: those that wait for a comparison fail, because the engine
+        takes no step meanwhile. Return False if one has not ended after ``timeout_s`` seconds.
+        """
+        drained = self.is_opening or self.tier.drain_jobs(timeout_s)
+        self._advance()
+        self._give_up_held()
+        for result in self._loaded:
+            _, num_blocks = self._tickets.pop(result.job_id)
+            self.dropped_blocks += num_blocks
+            self._finished.append(JobResult(result.job_id, False, (), 0, result.seconds))
+        self._loaded.clear()
+        return drained

@@ -1,0 +1,142 @@
+"""In a worker: comparison of its parameters with those of the start."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from persistkv.integrations.vllm.weights.word import WeightsWord
+
+logger = logging.getLogger(__name__)
+
+_SAMPLES = 16  # elements of each parameter
+_COST_FACTOR = 50  # a comparison before a copy follows the last one after 50 times its duration: 2 % of the time
+_LONGEST_PAUSE_S = 1.0
+
+
+class WeightsProbe:
+    """Compares a worker's parameters with those of the epoch's beginning, and publishes the result in its word."""
+
+    def __init__(
+        self, sample: Callable[[], bytes], word: WeightsWord, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """:param sample: returns the same bytes as long as the weights are the same.
+        :param clock: returns seconds.
+        """
+        self._sample = sample
+        self._word = word
+        self._clock = clock
+        self._epoch = word.epoch
+        self._known = sample()
+        self._next_due = 0.0
+
+    def check(self) -> None:
+        """Compare, and publish the result."""
+        begin = self._clock()
+        asked, epoch = self._word.asked, self._word.epoch
+        sample = self._sample()
+        if epoch != self._epoch:
+            self._epoch, self._known = epoch, sample
+        elif sample != self._known:
+            self._word.changed = epoch + 1
+        self._word.answered = asked
+        end = self._clock()
+        self._next_due = end + min(_LONGEST_PAUSE_S, _COST_FACTOR * (end - begin))
+
+    def check_if_asked(self) -> None:
+        if self._word.asked != self._word.answered:
+            self.check()
+
+    def check_if_due(self) -> None:
+        """Compare, unless the last comparison is recent and the engine has not asked for another."""
+        if self._word.asked != self._word.answered or self._clock() >= self._next_due:
+            self.check()
+
+
+def watch_worker(worker: Any, probe: WeightsProbe) -> None:
+    """Let ``probe`` compare before each copy of vLLM's ``OffloadingWorker``, and in each step if the engine asks."""
+    submit_store, submit_load, get_finished = worker.submit_store, worker.submit_load, worker.get_finished
+
+    def checked_store(*args: Any, **kwargs: Any) -> Any:
+        probe.check_if_due()
+        return submit_store(*args, **kwargs)
+
+    def checked_load(*args: Any, **kwargs: Any) -> Any:
+        probe.check_if_due()
+        return submit_load(*args, **kwargs)
+
+    def checked_finished() -> Any:
+        probe.check_if_asked()
+        return get_finished()
+
+    worker.submit_store, worker.submit_load, worker.get_finished = checked_store, checked_load, checked_finished
+
+
+def sample_parameters(modules: Iterable[Any], *, experts: bool = True) -> bytes:
+    """Return a digest of 16 elements of each parameter of these ``torch.nn.Module`` objects.
+
+    :param experts: whether the parameters of experts count: a load balancer moves them, which changes no KV.
+    """
+    import torch
+
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    samples: dict[tuple[Any, Any], list[Any]] = {}
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if not experts and "experts" in name:
+                continue
+            tensor = parameter.data
+            kind = integers.get(tensor.element_size())
+            if tensor.numel() == 0 or tensor.device.type == "meta" or kind is None:
+                continue
+            count = min(_SAMPLES, tensor.numel())
+            step = (tensor.numel() - 1) // count or 1
+            if not tensor.is_contiguous():
+                room = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
+                step = max(1, min(step, (room - 1) // count))
+                count = min(count, room)
+            picked = tensor.as_strided((count,), (step,)).view(kind)
+            samples.setdefault((tensor.device, kind), []).append(picked)
+    digest = hashlib.blake2b(digest_size=16)
+    for group in samples.values():
+        digest.update(torch.cat(group).cpu().numpy().tobytes())
+    return digest.digest()
+
+
+def watch_weights(offloading_worker: Any, spec: Any, worker: Any) -> None:
+    """Let a worker compare its weights, for the engine of ``spec``; do nothing if no persistkv tier is configured.
+
+    :param offloading_worker: vLLM's ``OffloadingWorker``, which copies the KV.
+    :param spec: vLLM's ``OffloadingSpec``.
+    :param worker: vLLM's ``WorkerBase``, with its model; None if unknown: the engine then watches calls alone.
+    """
+    tiers = spec.config.extra_config.get("secondary_tiers") or ()
+    if worker is None or not any(str(tier.get("type", "")).lower().startswith("persistkv") for tier in tiers):
+        return
+    if getattr(offloading_worker, "watches_weights", False):
+        return
+    moves_experts = bool(getattr(worker.vllm_config.parallel_config, "enable_eplb", False))
+
+    def sample() -> bytes:
+        return sample_parameters(_modules(worker), experts=not moves_experts)
+
+    try:
+        word = WeightsWord.create(spec.config.engine_id, spec.config.parallel.rank)
+        probe = WeightsProbe(sample, word)
+    except (OSError, RuntimeError) as error:
+        logger.warning("the weights of this worker are not watched: %s", error)
+        return
+    watch_worker(offloading_worker, probe)
+    offloading_worker.watches_weights = True
+
+
+def _modules(worker: Any) -> list[Any]:
+    """Return the modules with the parameters of a worker: its model, and a draft model if it has one."""
+    runner = worker.model_runner
+    modules = [getattr(runner, "model", None)]
+    for name in ("drafter", "speculator"):
+        modules.append(getattr(getattr(runner, name, None), "model", None))
+    return [module for module in modules if hasattr(module, "named_parameters")]

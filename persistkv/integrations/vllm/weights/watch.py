@@ -1,0 +1,253 @@
+"""In the engine's process: what it knows about the weights of its workers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from persistkv.integrations.vllm.weights.word import WeightsWord
+
+logger = logging.getLogger(__name__)
+
+_PROOF = frozenset(
+    {
+        "finish_weight_update",
+        "load_model",
+        "load_weights",
+        "reload_weights",
+        "reset_weights",
+        "start_draft_weight_update",
+        "start_weight_update",
+        "update_weights",
+    }
+)
+"""Methods of workers that change weights, whatever a sample says."""
+_HARMLESS = frozenset(
+    {
+        "add_lora",  # without load_inplace: keys contain the adapter's name and path
+        "check_health",
+        "compile_or_warm_up_model",
+        "compute_weight_checksums",
+        "determine_available_memory",
+        "execute_dummy_batch",
+        "execute_model",
+        "get_encoder_timing_stats",
+        "get_kv_cache_spec",
+        "get_kv_connector_handshake_metadata",
+        "get_model_inspection",
+        "get_supported_kv_cache_layouts",
+        "get_supported_tasks",
+        "initialize_from_config",
+        "list_loras",
+        "pin_lora",
+        "profile",
+        "release_late_interaction_query_cache",
+        "remove_lora",
+        "reset_encoder_cache",
+        "reset_mm_cache",
+        "sample_tokens",
+        "save_sharded_state",
+        "set_kv_cache_layout",
+        "shutdown",
+        "supports_draft_weight_updates",
+        "synchronize_device",
+        "take_draft_token_ids",
+        "update_max_model_len",
+    }
+)
+"""Methods of workers that do not change weights."""
+_SLEEP = frozenset({"sleep", "discard", "checkpoint_prepare"})
+"""Methods after which the parameters may not be readable, until ``_WAKE``."""
+_WAKE = frozenset({"wake_up", "checkpoint_restore"})
+
+Rpc = Callable[..., Any]
+"""An executor's ``collective_rpc``."""
+
+
+class WeightsWatch:
+    """What the engine's process knows about the weights of its workers. Must be used from its scheduler's thread.
+
+    :param words: those of all workers; empty if they are not known. Then calls alone notice changes, and an unknown
+        method counts as a change.
+    :param weights: name of the weights at the start; None: those of the checkpoint.
+    :param is_only_source: whether vLLM has KV from nobody else than its workers and these tiers.
+    """
+
+    def __init__(
+        self, words: Sequence[WeightsWord], weights: str | None = None, *, is_only_source: bool = True
+    ) -> None:
+        self.weights = weights
+        """Name of the present weights; None: those of the checkpoint."""
+        self._left: set[str | None] = set()
+        """Names of earlier weights, and names that were refused."""
+        self._may_hold_kv = False
+        """Whether vLLM's own caches may hold KV: there was a request since they were last empty."""
+        self._is_only_source = is_only_source
+        self._words = tuple(words)
+        self._asked = max((word.asked for word in words), default=0)
+        self._suspected = 0
+        self._calls = 0
+        self._asleep = False
+        self._epoch = max((word.epoch for word in words), default=0)
+        self._reason: str | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Number of times that a request has named new weights."""
+        return self._epoch
+
+    @property
+    def change(self) -> str | None:
+        """What has changed the weights in this epoch; None: nothing."""
+        if self._reason is None:
+            for rank, word in enumerate(self._words):
+                if word.changed == self._epoch + 1:
+                    self._reason = f"parameters of worker {rank} differ from those at the start"
+                    break
+        return self._reason
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether nothing has happened since the last comparison after which the weights may be others."""
+        return not self._calls and self.is_answered(self._suspected)
+
+    def ask(self) -> int:
+        """Ask all workers to compare. Return a ticket for ``is_answered``."""
+        self._asked += 1
+        if not self._asleep:
+            self._publish()
+        return self._asked
+
+    def _publish(self) -> None:
+        for word in self._words:
+            word.asked = self._asked
+
+    def is_answered(self, ticket: int) -> bool:
+        """Return whether each worker has ended a comparison that began after this ``ask``."""
+        return all(word.answered >= ticket for word in self._words)
+
+    def suspect(self) -> None:
+        """Be unsure of the weights until the workers have compared."""
+        self._suspected = self.ask()
+
+    def on_request(self) -> None:
+        """Note that a request begins, whose KV vLLM keeps in its own caches."""
+        self._may_hold_kv = True
+
+    def on_empty(self) -> None:
+        """Note that neither vLLM's own caches nor a request hold any KV."""
+        self._may_hold_kv = False
+
+    def name_weights(self, weights: str) -> bool:
+        """Declare the name of the present weights. A new name begins an epoch, unless vLLM may hold KV of earlier
+        weights: then an error is logged.
+
+        :returns: whether this is the name of the present weights now. A name that was left or refused never is.
+        """
+        if weights == self.weights or weights in self._left:
+            return weights == self.weights
+        if self._may_hold_kv or self._calls or not self._is_only_source:
+            self._left.add(weights)  # the weights may change again before vLLM holds no KV
+            logger.error(
+                "requests with the weights %s neither use nor fill the store: vLLM may hold KV of earlier weights%s. "
+                "After an update, call reset_prefix_cache(reset_connector=True) while no request runs; the next "
+                "request must then have the new name, another than this",
+                weights,
+                "" if self._is_only_source else ", because other connectors or tiers than persistkv's provide KV",
+            )
+            return False
+        self._left.add(self.weights)
+        self.weights = weights
+        self._begin_epoch()
+        return True
+
+    def _begin_epoch(self) -> None:
+        """Accept the present weights as those of a new epoch."""
+        self._epoch += 1
+        self._reason = None
+        for word in self._words:
+            word.epoch = self._epoch
+        self.suspect()
+
+    def watch_calls(self, executor: Any) -> None:
+        """Observe all later calls of ``executor.collective_rpc``."""
+        rpc: Rpc = executor.collective_rpc
+
+        def observed(method: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(method, str) and method in _HARMLESS and not _loads_in_place(method, args, kwargs):
+                return rpc(method, *args, **kwargs)
+            return self._observe(rpc, method, args, kwargs)
+
+        executor.collective_rpc = observed
+
+    def _observe(self, rpc: Rpc, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = method if isinstance(method, str) else getattr(method, "__name__", "a function")
+        if isinstance(method, str) and (method in _PROOF or _loads_in_place(method, args, kwargs)):
+            self._reason = self._reason or f"call of {name}"
+        if not self._words and method not in _SLEEP and method not in _WAKE:
+            self._reason = self._reason or f"call of {name}, with workers that report nothing"
+        if method in _SLEEP:
+            self._asleep = True
+        self.suspect()
+        self._calls += 1
+        try:
+            result = rpc(method, *args, **kwargs)
+        except BaseException:
+            self._ended(method, args, kwargs)
+            raise
+        if kwargs.get("non_block") and hasattr(result, "add_done_callback"):
+            result.add_done_callback(lambda _: self._ended(method, args, kwargs))
+        else:
+            self._ended(method, args, kwargs)
+        return result
+
+    def _ended(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._calls -= 1
+        tags = _arguments(args, kwargs)[1].get("tags")
+        if method in _WAKE and (not tags or "weights" in tags):
+            self._asleep = False
+        self.suspect()
+
+
+def _loads_in_place(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether the call replaces the weights of an adapter that is loaded."""
+    if method != "add_lora":
+        return False
+    given, named = _arguments(args, kwargs)
+    return any(getattr(request, "load_inplace", False) for request in (*given, *named.values()))
+
+
+def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of the worker's method, from those of ``collective_rpc`` after ``method``."""
+    positional = dict(zip(("timeout", "args", "kwargs"), args, strict=False))
+    given = positional | kwargs
+    return tuple(given.get("args") or ()), dict(given.get("kwargs") or {})
+
+
+def attach_watch(spec: Any, executor: Any, weights: str | None, *, is_only_source: bool) -> WeightsWatch:
+    """Return the watch of an engine, one for all of its tiers.
+
+    :param spec: vLLM's ``OffloadingSpec``, which keeps the watch.
+    :param executor: vLLM's ``Executor``; None if unknown.
+    :param weights: name of the weights at the start; None: those of the checkpoint.
+    :param is_only_source: see ``WeightsWatch``.
+    """
+    known = vars(spec).get("_persistkv_watch")
+    if isinstance(known, WeightsWatch):
+        return known
+    words: list[WeightsWord] = []
+    try:
+        for rank in range(spec.config.parallel.world_size):
+            words.append(WeightsWord.attach(spec.config.engine_id, rank))
+    except OSError:
+        words = []
+        logger.warning(
+            "not all workers report changes of their weights: calls of collective_rpc alone are noticed. Install "
+            "persistkv in the environment of each worker, on this host"
+        )
+    watch = WeightsWatch(words, weights, is_only_source=is_only_source)
+    if executor is not None:
+        watch.watch_calls(executor)
+    vars(spec)["_persistkv_watch"] = watch
+    return watch

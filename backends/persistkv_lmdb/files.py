@@ -21,6 +21,7 @@ from pathlib import Path
 import lmdb
 
 from persistkv.errors import CorruptStoreError, StoreBusyError, StoreError, StoreFullError, StoreUnavailableError
+from persistkv_lmdb.lock_wait import LockWait
 
 DATA_FILE, LOCK_FILE = "data.mdb", "lock.mdb"  # names given by LMDB
 GUARD_FILE, WRITER_LOCK_FILE = "guard", "writer.lock"
@@ -31,8 +32,6 @@ STORE_FILES = (DATA_FILE, LOCK_FILE, GUARD_FILE, WRITER_LOCK_FILE)
 OPENING_PATIENCE_S = 30.0  # for the writer lock, whose holder may be checking the store's integrity
 WRITING_PATIENCE_S = 10.0  # for the writer lock: several times as long as a commit of 128 MiB to a slow disk
 _SHORT_PATIENCE_S = 0.2
-_FIRST_NAP_S = 0.000_2
-_LONGEST_NAP_S = 0.005
 _BEGUN, _ENDED = b"+", b"-"
 _ROOT = 0
 
@@ -292,8 +291,8 @@ class WriterLock:
 
     1. Its holder waits for LMDB's write lock for a short time only, because no other persistkv process contends.
     2. It is a flock: the kernel drops it when the process exits. A stopped process keeps it.
-    3. Waits are bounded. After a timeout, waits are short until one succeeds, so that a stopped process does not delay
-       the other work of the waiting process.
+    3. Waits are bounded, and processes that wait take turns (``LockWait``). After a timeout, waits are short until one
+       succeeds, so that a stopped process does not delay the other work of the waiting process.
     4. If its file is deleted, writers exclude each other by LMDB's lock alone until the file is created again.
     5. Its file records, for other processes, whether a commit was started and not completed; a machine crash may lose
        this record.
@@ -304,6 +303,7 @@ class WriterLock:
         self._threads = threading.RLock()
         self._depth = 0
         self._in_vain = False
+        self._wait: LockWait | None = None  # pending, for the present file
         self._fd = open_regular(self._file, os.O_RDWR | os.O_CREAT)
 
     @contextmanager
@@ -352,25 +352,40 @@ class WriterLock:
 
     def close(self) -> None:
         """Close the file; idempotent. In a forked child, the parent keeps its lock."""
+        if self._wait is not None:
+            self._wait.forget()
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
 
     def _lock(self, deadline: float, patience_s: float) -> None:
         self._follow()
-        nap_s = _FIRST_NAP_S
-        while True:
-            try:
-                flock(self._fd, LOCK_EX | LOCK_NB)
-                if not self._follow():
-                    self._in_vain = False
-                    return
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    self._in_vain = True
-                    raise self._busy(self._holder(), patience_s) from None
-                time.sleep(nap_s)
-                nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+        while not self._is_locked(deadline):
+            if time.monotonic() >= deadline:
+                self._in_vain = True
+                raise self._busy(self._holder(), patience_s)
+        self._in_vain = False
+
+    def _is_locked(self, deadline: float) -> bool:
+        """Try to lock the file at the path until the deadline; return whether it is locked."""
+        try:
+            flock(self._fd, LOCK_EX | LOCK_NB)
+        except BlockingIOError:
+            granted = self._granted(deadline)
+            if granted is None:
+                return False
+            os.close(self._fd)
+            self._fd = granted
+        return not self._follow()  # another process may have removed the file meanwhile
+
+    def _granted(self, deadline: float) -> int | None:
+        """Return a descriptor that holds the lock of the present file, or None at the deadline."""
+        if self._wait is None or self._wait.is_over:
+            self._wait = LockWait(self._fd)
+        granted = self._wait.result(max(0.0, deadline - time.monotonic()))
+        if granted is not None:
+            self._wait = None
+        return granted
 
     def _follow(self) -> bool:
         """Reopen the lock file if it was replaced or deleted; return whether it was."""
@@ -381,6 +396,7 @@ class WriterLock:
             fd = open_regular(self._file, os.O_RDWR | os.O_CREAT)
             os.close(self._fd)
             self._fd = fd
+            self._wait = None  # that of the replaced file releases it as soon as it gets it
             return True
         return False
 

@@ -160,6 +160,75 @@ def test_commit_two_processes_read_each_others_packs(
     check_totals(backend)
 
 
+HOLDER = """
+import os, sys, time
+from fcntl import LOCK_EX, LOCK_UN, flock
+
+lock = os.open(sys.argv[1], os.O_RDWR)
+flock(lock, LOCK_EX)
+print("held", flush=True)
+sys.stdin.readline()
+for turn in range(200):  # much work under the lock, little between
+    time.sleep(0.01)
+    flock(lock, LOCK_UN)
+    time.sleep(0.0002)
+    flock(lock, LOCK_EX)
+    print(turn, flush=True)
+"""
+
+
+def test_commit_beside_busy_writer_gets_its_turn(backend: LmdbBackend, namespace: bytes, path: Path) -> None:
+    commit(backend, namespace, 1)
+    command = [sys.executable, "-c", HOLDER, str(path / files.WRITER_LOCK_FILE)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as holder:
+        assert stdout_of(holder).readline() == b"held\n"
+        waiter = threading.Thread(target=commit, args=(backend, namespace, 2))
+        waiter.start()
+        assert holder.stdin is not None
+        holder.stdin.write(b"go\n")
+        waiter.join(PATIENCE_S)
+        holder.kill()
+        turns = stdout_of(holder).read().count(b"\n")
+    assert turns <= 20, f"the other writer had {turns} turns first"
+    assert len(tables(backend, namespace)) == 2
+
+
+def test_commit_lock_granted_after_timeout_is_released(
+    backend: LmdbBackend, namespace: bytes, other: OtherProcess, short_timeouts: None
+) -> None:
+    other.stop_in_transaction(2)
+    threads = threading.active_count()
+    for _ in range(5):
+        with pytest.raises(StoreBusyError):
+            commit(backend, namespace, 3)
+    assert threading.active_count() <= threads + 1, "attempts wait in one thread"
+    os.kill(other.pid, signal.SIGCONT)
+    assert other.receive() == "committed"
+    assert other.request("commit 4") == "committed"
+    commit(backend, namespace, 3)
+    assert other.request("read 3") == "right"
+    assert len(tables(backend, namespace)) == 3
+
+
+def test_commit_lock_granted_after_fork_is_not_held_by_child(
+    backend: LmdbBackend, namespace: bytes, other: OtherProcess, short_timeouts: None
+) -> None:
+    other.stop_in_transaction(2)
+    with pytest.raises(StoreBusyError):
+        commit(backend, namespace, 3)
+    child = os.fork()
+    if not child:
+        signal.pause()
+    try:
+        os.kill(other.pid, signal.SIGCONT)
+        assert other.receive() == "committed"
+        for seed in range(4, 10):
+            assert other.request(f"commit {seed}") == "committed"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 def test_commit_after_writer_killed_in_transaction_discards_its_pack(
     backend: LmdbBackend, namespace: bytes, other: OtherProcess
 ) -> None:

@@ -97,9 +97,9 @@ class EvictionMachine(RuleBasedStateMachine):
                 del self.manifests[first[4]]
                 continue
             peers = [candidate[4] for candidate in order if candidate[:4] == first[:4]]
-            evicted = [number for number in peers if isinstance(number, int) and number in missing]
+            evicted = [number for number in expected if number in peers and number in missing]
             assert evicted, "a younger pack was evicted before an older one"
-            for number in evicted:
+            for number in evicted:  # in the driver's order, which is free among peers
                 gone = self.delete(number)
                 assert gone <= missing
                 missing -= gone

@@ -54,7 +54,9 @@ def engine(url: str, first: int, sizes: str) -> Iterator[tuple[int, int]]:
 
 
 LEADER = """
-import fcntl, subprocess, sys, termios
+import fcntl, signal, subprocess, sys, termios
+for number in (signal.SIGINT, signal.SIGHUP):  # ignored in tests that run in the background
+    signal.signal(number, signal.SIG_DFL)
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 subprocess.run([sys.executable, "-m", *sys.argv[1:]])
 """

@@ -11,7 +11,7 @@ CASES ?= 100000
 CUTS ?= 300
 LIMIT_S ?= 3600
 S3_SECONDS ?= 120
-HISTORIES ?= 10000
+HISTORIES ?= 2000
 FAULT_SECONDS ?= 10
 VENV := .venv
 BIN := $(VENV)/bin
@@ -45,7 +45,7 @@ help:
 	@echo "make test-writers  eight writers on one bucket for two minutes (S3_SECONDS=120), on a Ceph server of its own"
 	@echo "make test-faults   effects of object store faults on an engine (8 minutes; FAULT_SECONDS=10);"
 	@echo "                   ARGS='--into docs/reliability.md' writes the table to that page"
-	@echo "make test-histories  simulate HISTORIES=10000 random histories of engines on one bucket (30 minutes)"
+	@echo "make test-histories  simulate HISTORIES=2000 random histories of engines on one bucket (30 minutes)"
 	@echo "make test-vllm     test the plugin in real vLLM engines (installs vLLM for CPUs, 2 GB; VLLM=0.32.0)"
 	@echo "make test-vllm-full  also the long tests: servers, exits and kills, two workers, full disks, an S3 server that"
 	@echo "                   dies, hybrid models, MLA; PERSISTKV_KILL_SECONDS=90 is the time of kills at random"

@@ -133,8 +133,8 @@ test-wheel: setup
 	rm -rf dist $(WHEEL_VENV)
 	$(BIN)/python -m pip wheel --quiet $(PIP_FLAGS) --no-deps --wheel-dir dist .
 	$(PYTHON) -m venv $(WHEEL_VENV)
-	$(WHEEL_VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints-dev.txt dist/persistkv-*.whl pytest pytest-timeout hypothesis boto3 "moto[s3]" flask flask-cors
-	$(WHEEL_VENV)/bin/python -m pytest -m "not slow" tests/test_config.py tests/backends/lmdb tests/backends/test_memory.py tests/tools tests/test_without_torch.py
+	$(WHEEL_VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints-dev.txt dist/persistkv-*.whl pytest pytest-timeout pytest-xdist hypothesis boto3 "moto[s3]" flask flask-cors
+	$(WHEEL_VENV)/bin/python $(PYTEST) tests/test_config.py tests/backends/lmdb tests/backends/test_memory.py tests/tools tests/test_without_torch.py
 
 test-ceph: setup
 	PYTHON=$(BIN)/python tests/servers/test-ceph.sh $(ARGS)

@@ -189,7 +189,7 @@ def test_commit_beside_busy_writer_gets_its_turn(backend: LmdbBackend, namespace
         waiter.join(PATIENCE_S)
         holder.kill()
         turns = stdout_of(holder).read().count(b"\n")
-    assert turns <= 20, f"the other writer had {turns} turns first"
+    assert turns <= 60, f"the other writer had {turns} turns first"
     assert len(tables(backend, namespace)) == 2
 
 

@@ -20,8 +20,8 @@ class LockWait:
     A wait that has timed out stays pending, and the next one continues it: a lock that a stopped process holds costs
     one thread, however often it is tried. If the lock is obtained while no thread waits, it is released at once.
 
-    :param descriptor: open descriptor of the file; this object only reopens its file.
-    :raises OSError: the file cannot be opened again.
+    :param descriptor: open descriptor of the lock file, used only here: the wait opens the same file again.
+    :raises OSError: the file cannot be opened again, for example without ``/proc``.
     :raises StoreError: the process cannot start another thread.
     """
 
@@ -47,15 +47,18 @@ class LockWait:
             return self._is_over
 
     def result(self, timeout_s: float) -> int | None:
-        """Wait for the lock; return a descriptor that holds it and belongs to the caller, or None after the timeout.
+        """Wait for the lock; return a descriptor that holds it and belongs to the caller.
 
-        :raises OSError: the lock cannot be taken.
+        None after the timeout, or if the lock was released because no thread waited for it.
+
+        :param timeout_s: in seconds.
+        :raises OSError: the kernel refused the lock; this wait is over.
         """
         with self._changed:
             self._is_awaited = True
             try:
                 self._changed.wait_for(lambda: self._is_over, timeout_s)
-            except BaseException:  # Ctrl-C: nobody would release the lock
+            except BaseException:  # Ctrl-C: the lock would stay taken
                 self._release()
                 raise
             finally:

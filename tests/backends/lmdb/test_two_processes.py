@@ -210,6 +210,27 @@ def test_commit_lock_granted_after_timeout_is_released(
     assert len(tables(backend, namespace)) == 3
 
 
+def test_commit_interrupted_while_waiting_takes_no_lock(
+    backend: LmdbBackend, namespace: bytes, other: OtherProcess
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    other.stop_in_transaction(2)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt):
+            commit(backend, namespace, 3)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    os.kill(other.pid, signal.SIGCONT)
+    assert other.receive() == "committed"
+    for seed in range(4, 10):
+        assert other.request(f"commit {seed}") == "committed"
+    commit(backend, namespace, 3)
+
+
 def test_commit_lock_granted_after_fork_is_not_held_by_child(
     backend: LmdbBackend, namespace: bytes, other: OtherProcess, short_timeouts: None
 ) -> None:

@@ -49,7 +49,7 @@ _OPTIONAL_PACKAGES = {
     "safetensors": "'persistkv[transformers]'",
     "vllm": "vllm",
 }
-"""What pip installs for each package that is not always needed."""
+"""Requirement that pip installs, for each package that is optional."""
 _MIN_SHARED = 1 << 30  # 1 GiB: less holds no primary tier worth having
 _MIN_FILES = 1024
 _RELEASED = 1_760_000_000  # seconds since the epoch: no clock that is right shows less

@@ -1,4 +1,4 @@
-"""In the engine's process: what it knows about the weights of its workers."""
+"""State of the workers' weights, in the engine's process."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ Rpc = Callable[..., Any]
 
 
 class WeightsWatch:
-    """What the engine's process knows about the weights of its workers. Must be used from its scheduler's thread.
+    """State of the workers' weights, in the engine's process. Must be used from its scheduler's thread.
 
     :param words: those of all workers; empty if they are not known. Then calls alone notice changes, and an unknown
         method counts as a change.
     :param weights: name of the weights at the start; None: those of the checkpoint.
-    :param is_only_source: whether vLLM has KV from nobody else than its workers and these tiers.
+    :param is_only_source: whether all of vLLM's KV comes from its workers and these tiers.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class WeightsWatch:
 
     @property
     def change(self) -> str | None:
-        """What has changed the weights in this epoch; None: nothing."""
+        """Reason for which the weights count as changed in this epoch; None: they have not changed."""
         if self._reason is None:
             for rank, word in enumerate(self._words):
                 if word.changed == self._epoch + 1:

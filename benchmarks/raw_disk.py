@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -143,7 +144,7 @@ def fill_page_cache(paths: Sequence[Path]) -> None:
     """Read all files below the directories, to fill the page cache with as much as it holds."""
     buffer = bytearray(8 << 20)
     for file in [file for path in paths for file in path.rglob("*") if file.is_file()]:
-        with file.open("rb", buffering=0) as stream:
+        with suppress(FileNotFoundError), file.open("rb", buffering=0) as stream:  # a status file is replaced
             while stream.readinto(buffer):
                 pass
 

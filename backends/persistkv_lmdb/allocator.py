@@ -1,32 +1,34 @@
 """Allocator of pages in the segment files, and payloads of packs. Its state is rows in LMDB, changed in the same
 transactions as the rows of packs.
 
-1. Every page of every recorded segment belongs to exactly one extent: of a pack, free, or aging.
+1. Every page of every recorded segment belongs to exactly one extent: of a pack, reserved by a writer, or free.
 2. Free extents never touch: neighbours are merged.
-3. Extents freed by a transaction age first, because readers may still see them and the transaction may be aborted. A
-   later transaction makes them free, once no snapshot is older than the transaction that freed them.
-4. The payloads of a store are all in extents, or all in chunked values of LMDB (inline): the placement never changes.
-5. The transaction that publishes a pack allocates its extents, and their bytes are durable before it commits.
+3. A writer writes into extents that a committed transaction has reserved for it, and into no others. The bytes are
+   durable before the transaction begins that makes the extents a pack's.
+4. The extents of a deleted pack are free at once. A reader whose pack is overwritten meanwhile reads bytes that fail
+   verification, and then finds the pack deleted.
+5. The payloads of a store are all in extents, or all in chunked values of LMDB (inline): the placement never changes.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptStoreError, StoreFullError
 from persistkv.storage.catalog.rows import META, RowPayloads, Rows
 from persistkv.storage.format.codec import Buffer
-from persistkv_lmdb.layout import AGING, EXTENTS, FREE, SEGMENTS, SIZES, SPACE_ROW, Transaction
+from persistkv_lmdb.layout import EXTENTS, FREE, RESERVED, SEGMENTS, SIZES, SPACE_ROW, Transaction
 from persistkv_lmdb.segments import Extent, SegmentFiles
 
 _EXTENT = struct.Struct("<III")
 _SEGMENT = struct.Struct(">I")
 _PLACE = struct.Struct(">II")
 _SIZE = struct.Struct(">III")
-_AGING = struct.Struct(">QII")
+_WRITER = struct.Struct(">I")
 _PAGES = struct.Struct("<I")
 _SPACE = struct.Struct("<QQQ")
 
@@ -36,6 +38,7 @@ _MOST_SEGMENTS = 64
 segments."""
 _STEPS = 16  # a file grows by 1/16 of the present size, at most by 1/16 of the limit
 _STEP_BYTES = (1 << 20, 128 << 20)  # 1 MiB to 128 MiB: bounds of a step
+_BEYOND = Extent(1 << 32, 0, 0)  # behind all extents
 _LARGE_BYTES = 16 << 20  # 16 MiB: from this size on, a pack makes the file grow by four times its size
 
 
@@ -50,19 +53,66 @@ def read_extents(rows: Rows, name: bytes) -> list[Extent] | None:
     return None if row is None else decode_extents(row)
 
 
+def read_reserved(rows: Rows, writer: int) -> list[Extent]:
+    """Return the extents that a writer has reserved, in the order in which it uses them."""
+    row = rows.get(RESERVED, _WRITER.pack(writer))
+    return [] if row is None else decode_extents(row)
+
+
+def pages_of(extents: Iterable[Extent]) -> int:
+    """Return the number of pages of extents."""
+    return sum(extent.pages for extent in extents)
+
+
+def pages_for(length: int) -> int:
+    """Return the number of pages that a payload of ``length`` bytes takes."""
+    return -(-length // PAGE_BYTES)
+
+
+def split(extents: Sequence[Extent], pages: int) -> tuple[list[Extent], list[Extent]]:
+    """Divide extents into those of the first ``pages`` pages and the rest."""
+    first: list[Extent] = []
+    for number, extent in enumerate(extents):
+        if extent.pages > pages:
+            cut = [extent._replace(pages=pages)] if pages else []
+            rest = extent._replace(page=extent.page + pages, pages=extent.pages - pages)
+            return first + cut, [rest, *extents[number + 1 :]]
+        first.append(extent)
+        pages -= extent.pages
+    return first, []
+
+
+def without(extents: Iterable[Extent], removed: Iterable[Extent]) -> list[Extent]:
+    """Return the parts of extents that are in none of ``removed``, each of which lies within one extent."""
+    gone = sorted(removed)
+    left: list[Extent] = []
+    for extent in extents:
+        page = extent.page
+        for number in range(bisect_left(gone, (extent.segment, page)), len(gone)):
+            part = gone[number]
+            if (part.segment, part.page) >= (extent.segment, extent.end):
+                break
+            if part.page > page:
+                left.append(Extent(extent.segment, page, part.page - page))
+            page = part.end
+        if page < extent.end:
+            left.append(Extent(extent.segment, page, extent.end - page))
+    return left
+
+
 class Space(NamedTuple):
     """Counts of 4 KiB pages over all segments, as the last transaction recorded them."""
 
     total: int = 0
     free: int = 0
     """Pages that can be allocated without growing a file."""
-    aging: int = 0
-    """Released pages that cannot be allocated yet, because readers may still see them."""
+    reserved: int = 0
+    """Pages that writers have reserved, and that no pack has yet."""
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the segment pages that payloads of packs occupy."""
-        return max(0, self.total - self.free - self.aging) * PAGE_BYTES
+        return max(0, self.total - self.free - self.reserved) * PAGE_BYTES
 
 
 def read_space(rows: Rows) -> Space:
@@ -81,13 +131,13 @@ class Allocator:
     def __init__(self, transaction: Transaction) -> None:
         self._rows = transaction
         self._before = read_space(transaction)
-        self.total, self.free, self.aging = self._before
-        """Pages of all segments; free pages; aging pages."""
+        self.total, self.free, self.reserved = self._before
+        """Pages of all segments; free pages; reserved pages."""
 
     @property
     def used(self) -> int:
-        """Number of segment pages that payloads of packs occupy."""
-        return self.total - self.free - self.aging
+        """Number of segment pages that are not free: of packs, and reserved."""
+        return self.total - self.free
 
     def segments(self) -> dict[int, int]:
         """Return the number of pages of each segment, by segment number."""
@@ -106,8 +156,8 @@ class Allocator:
         return pages
 
     def pieces(self) -> int:
-        """Return the number of free and aging extents."""
-        return self._rows.count(FREE) + self._rows.count(AGING)
+        """Return the number of free extents."""
+        return self._rows.count(FREE)
 
     def take(self, pages: int) -> list[Extent]:
         """Allocate ``pages`` pages: from the smallest free extent that is large enough, otherwise from several."""
@@ -116,6 +166,30 @@ class Allocator:
             taken.append(self._cut(self._best(pages), pages))
             pages -= taken[-1].pages
         return taken
+
+    def reserved_by(self, writer: int) -> list[Extent]:
+        """Return the extents that a writer has reserved, in the order in which it uses them."""
+        return read_reserved(self._rows, writer)
+
+    def writers(self) -> list[int]:
+        """Return the numbers of the writers that have reserved extents."""
+        return [_unpack(_WRITER, key)[0] for key, _ in self._rows.starting_with(RESERVED, b"")]
+
+    def reserve(self, writer: int, extents: Sequence[Extent]) -> None:
+        """Record allocated extents, and no others, as reserved by a writer."""
+        before = pages_of(self.reserved_by(writer))
+        self.reserved += pages_of(extents) - before
+        key = _WRITER.pack(writer)
+        if extents:
+            self._rows.put(RESERVED, key, b"".join([_EXTENT.pack(*extent) for extent in extents]))
+        else:
+            self._rows.delete(RESERVED, key)
+
+    def release(self, writer: int) -> None:
+        """Make all extents free that a writer has reserved. It must not be writing into them."""
+        extents = self.reserved_by(writer)
+        self.reserve(writer, ())
+        self.free_now(extents)
 
     def take_before(self, pages: int, place: Extent) -> list[Extent]:
         """Allocate ``pages`` pages before ``place`` (by segment, then page): from the first free extent that is large
@@ -145,13 +219,13 @@ class Allocator:
         return taken
 
     def free_now(self, extents: Iterable[Extent]) -> None:
-        """Make extents that no reader can see free at once, without aging."""
+        """Make allocated extents free."""
         for extent in extents:
             self._join(extent)
             self.free += extent.pages
 
     def retire(self, name: bytes) -> bool:
-        """Release the extents of the pack ``name``: they age before they are free. Return False if it has none."""
+        """Make the extents of the pack ``name`` free. Return False if it has none."""
         extents = read_extents(self._rows, name)
         if extents is None:
             return False
@@ -160,22 +234,8 @@ class Allocator:
         for extent in extents:
             if not 0 < extent.pages <= segments.get(extent.segment, 0) - extent.page:
                 continue  # damaged row: its pages are leaked, so that no page of another pack is freed
-            key = _AGING.pack(self._rows.txn.id(), extent.segment, extent.page)
-            self._rows.put(AGING, key, _PAGES.pack(extent.pages))
-            self.aging += extent.pages
+            self.free_now([extent])
         return True
-
-    def free_aged(self, oldest: int) -> None:
-        """Make aging extents free, except those that the snapshot of transaction ``oldest`` may see."""
-        with self._rows.cursor(AGING) as cursor:
-            while cursor.first():
-                number, segment, page = _unpack(_AGING, cursor.key())
-                if number > oldest:
-                    return
-                extent = Extent(segment, page, *_unpack(_PAGES, cursor.value()))
-                cursor.delete()
-                self.aging -= extent.pages
-                self.free_now([extent])
 
     def resize(self, segment: int, before: int, pages: int) -> None:
         """Record that a segment has ``pages`` pages instead of ``before``. Added pages become free; removed ones are
@@ -199,7 +259,7 @@ class Allocator:
 
     def finish(self) -> None:
         """Record the totals in LMDB."""
-        totals = (self.total, self.free, self.aging)
+        totals = (self.total, self.free, self.reserved)
         if totals != self._before:
             self._rows.put(META, SPACE_ROW, _SPACE.pack(*totals))
 
@@ -212,12 +272,6 @@ class Allocator:
         for key, _ in self._rows.starting_with(SIZES, b""):
             pages, segment, page = _unpack(_SIZE, key)
             yield Extent(segment, page, pages)
-
-    def aging_extents(self) -> Iterator[tuple[int, Extent]]:
-        """Yield all aging extents, each with the number of the transaction that freed it."""
-        for key, row in self._rows.starting_with(AGING, b""):
-            number, segment, page = _unpack(_AGING, key)
-            yield number, Extent(segment, page, *_unpack(_PAGES, row))
 
     def _best(self, pages: int) -> Extent:
         with self._rows.cursor(SIZES) as cursor:
@@ -276,6 +330,12 @@ class Allocator:
             self._rows.delete(SIZES, _SIZE.pack(extent.pages, extent.segment, extent.page))
 
 
+class NotPlacedError(Exception):
+    """A pack must be written before the transaction that adds it: another process deleted the one that was held, or the
+    extents that it was written to are no longer reserved for this process.
+    """
+
+
 class Payloads:
     """Payload storage of one write transaction. Implements ``persistkv.storage.catalog.Payloads``.
 
@@ -286,37 +346,52 @@ class Payloads:
     def __init__(self, transaction: Transaction, files: SegmentFiles, limit: int, *, inline: bool) -> None:
         self.limit = limit
         self.allocator = Allocator(transaction)
+        self.placed: Mapping[bytes, Sequence[Extent]] = {}
+        """For each pack to add, by namespace and pack id: the reserved extents that hold its payload already."""
+        self.published: set[bytes] = set()
+        """Names of the packs that this transaction has added from ``placed``."""
         self._rows = transaction
         self._files = files
         self._inline = RowPayloads(transaction)
         self._is_inline = inline
 
     def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
-        """Store a payload of up to ``at_most`` bytes, whose buffers are in use until ``SegmentFiles.sync`` returns.
+        """Store a payload in LMDB, or record the extents in ``placed`` as those of the pack.
 
-        :raises StoreFullError: too few pages are free, and the limit or the disk keeps the segments from growing.
+        :raises NotPlacedError: the payload is to be in extents, and was not written.
         """
         if self._is_inline:
             self._inline.write(name, stream, at_most)
-            return
-        pages = _pages_of(at_most)
-        if pages > self.allocator.largest():
+        elif name in self.placed:
+            self.allocator.publish(name, self.placed[name])
+            self.published.add(name)
+        else:
+            raise NotPlacedError
+
+    @property
+    def published_bytes(self) -> int:
+        """Bytes of the extents of the packs that this transaction has added."""
+        return sum(pages_of(self.placed[name]) for name in self.published) * PAGE_BYTES
+
+    def release_rest(self, writer: int) -> None:
+        """End the reservation of a writer: what no added pack is in becomes free."""
+        published = [extent for name in self.published for extent in self.placed[name]]
+        rest = without(self.allocator.reserved_by(writer), published)
+        self.allocator.reserve(writer, ())
+        self.allocator.free_now(rest)
+
+    def take(self, pages: int, *, first: bool = False) -> list[Extent]:
+        """Allocate pages; let the segments grow if no free extent is large enough.
+
+        :param first: take the first free extents instead of those of the best size, and do not let the segments grow.
+        :raises StoreFullError: too few pages are free, and the limit or the disk keeps the segments from growing.
+        """
+        if pages > self.allocator.largest() and not first:
             self._grow(pages)
         if pages > self.allocator.free:
-            raise StoreFullError(
-                f"{at_most} bytes of payload: {self.allocator.free * PAGE_BYTES} are free in the segments"
-            )
-        taken = self.allocator.take(pages)
-        written = _pages_of(self._files.write(taken, stream))
-        kept = []
-        for extent in taken:
-            count = min(extent.pages, written)
-            written -= count
-            if count:
-                kept.append(extent._replace(pages=count))
-            if count < extent.pages:
-                self.allocator.free_now([extent._replace(page=extent.page + count, pages=extent.pages - count)])
-        self.allocator.publish(name, kept)
+            free = self.allocator.free * PAGE_BYTES
+            raise StoreFullError(f"{pages * PAGE_BYTES} bytes of payload: {free} are free in the segments")
+        return self.allocator.take_before(pages, _BEYOND) if first else self.allocator.take(pages)
 
     def delete(self, name: bytes) -> None:
         if not self.allocator.retire(name):
@@ -327,7 +402,7 @@ class Payloads:
         with nothing changed, if there are too few, or if the payload cannot be read.
         """
         extents = read_extents(self._rows, name)
-        taken = self.allocator.take_before(_pages_of(length), max(extents)) if extents else []
+        taken = self.allocator.take_before(pages_for(length), max(extents)) if extents else []
         if not extents or not taken:
             return False
         payload = memoryview(bytearray(length))
@@ -381,10 +456,6 @@ class Payloads:
 
 def _extent_at(item: Sequence[Buffer]) -> Extent:
     return Extent(*_unpack(_PLACE, item[0]), *_unpack(_PAGES, item[1]))
-
-
-def _pages_of(length: int) -> int:
-    return -(-length // PAGE_BYTES)
 
 
 def _unpack(shape: struct.Struct, row: Buffer) -> tuple[Any, ...]:

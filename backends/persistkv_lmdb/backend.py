@@ -219,16 +219,24 @@ class LmdbBackend(CatalogBackend):
     def _commit(self, environment: Environment, namespace: bytes, batch: CommitBatch) -> CommitResult:
         commit = BatchCommit(environment, namespace, batch)
         try:
-            try:
-                return commit.write()
-            except StoreFullError as error:
-                return commit.write_after_eviction(error)
+            with environment.writing():
+                try:
+                    return commit.write()
+                except StoreFullError as error:
+                    return commit.write_after_eviction(error)
         except StaleError:  # the changes since ``seen`` include packs evicted meanwhile
             return CommitResult(batch.seen or b"", stale=True)
         except StoreFullError as error:
-            if files.map_is_full(error):
+            if not files.map_is_full(error):
+                raise
+            reader = environment.oldest_reader()
+            if reader is None:  # fragmented, or damaged
                 environment.suspect()
-            raise
+                raise
+            kept = (
+                f"process {reader[0]} reads the state of transaction {reader[1]}, so the catalogue cannot reuse pages"
+            )
+            raise StoreFullError(f"{self._path}: {kept}: stop it, or continue it if it is stopped") from None
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan], *, bypass: bool = False) -> list[bool]:
         with self._transaction() as (environment, rows):
@@ -293,7 +301,7 @@ class LmdbBackend(CatalogBackend):
             allocator = Allocator(transaction)
             return FreeSpace(
                 max(0, environment.file_bytes() - transaction.used_bytes()),
-                (allocator.free + allocator.aging) * PAGE_BYTES,
+                allocator.free * PAGE_BYTES,
                 allocator.pieces(),
                 allocator.largest() * PAGE_BYTES,
             )

@@ -1,12 +1,22 @@
 """Commit of a batch into files of bounded size, and compaction of the segments.
 
-LMDB reuses freed pages from the second transaction after the one that freed them. Extents of the segment files are
-reused from the next one at the earliest. A batch therefore cannot reuse the space that it frees itself: each commit
-evicts for later commits. If that is not enough (large batch, small store, fragmented pages, a disk smaller than the
-capacity), short transactions evict, an empty transaction makes their pages reusable, and the batch is retried.
+With placement ``extents``, a commit has three steps, and holds the writer lock during the first and the last:
 
-Space that a reader's snapshot can see is not reusable, however much is evicted. A stopped reader must not cause the
-eviction of the whole store: a batch that lacks only this space is refused.
+1. Reserve extents for the packs that the store lacks, in a transaction. Usually the previous commit has done it: each
+   commit reserves as much for the next one as recent commits took.
+2. Write the packs into these extents, and sync the files.
+3. Commit the rows of the packs in a transaction. What was reserved and not used is free again.
+
+Reserved extents count as used, so the capacity holds at each moment. If the process dies, the next process that claims
+its number takes them over, and a writer that lacks space releases them.
+
+LMDB reuses freed pages from the second transaction after the one that freed them. A batch therefore cannot reuse the
+pages of the catalogue that it frees itself: each commit evicts for later commits. If that is not enough (large batch,
+small store, fragmented pages, a disk smaller than the capacity), short transactions evict, an empty transaction makes
+their pages reusable, and the batch is retried.
+
+Pages that a reader's snapshot can see are not reusable, however much is evicted. A stopped reader must not cause the
+eviction of the whole store: a batch that lacks only these pages is refused.
 
 The capacity is divided between the catalogue (``data.mdb``) and the segment files. With placement ``extents``, a
 separate transaction raises the bound of the catalogue if the segments leave enough of the capacity.
@@ -15,21 +25,31 @@ separate transaction raises the bound of the catalogue if the segments leave eno
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
 from persistkv.config import PAGE_BYTES
-from persistkv.errors import StoreFullError
+from persistkv.errors import StoreError, StoreFullError
 from persistkv.storage.backend import CommitBatch, CommitResult
 from persistkv.storage.catalog import CatalogTransaction, Evicted
-from persistkv.storage.catalog.rows import LINKS, PACKS, pack_table, page_bytes
+from persistkv.storage.catalog.rows import LINKS, PACKS, pack_table, page_bytes, read_state
 from persistkv.storage.catalog.transaction import kept_names, rows_bound
 from persistkv.storage.extensions import CompactProgress
 from persistkv.storage.format.pack import PackTable, align
 from persistkv.storage.format.pack_writer import NewPack
-from persistkv_lmdb.allocator import read_extents, read_space
+from persistkv_lmdb.allocator import (
+    NotPlacedError,
+    pages_for,
+    pages_of,
+    read_extents,
+    read_reserved,
+    read_space,
+    split,
+    without,
+)
 from persistkv_lmdb.environment import (
     CATALOGUE_AHEAD,
     LOCK_FILE_BYTES,
@@ -37,8 +57,9 @@ from persistkv_lmdb.environment import (
     Environment,
     wanted_catalogue_bytes,
 )
-from persistkv_lmdb.files import map_is_full
+from persistkv_lmdb.files import ReplacedError, map_is_full
 from persistkv_lmdb.layout import Transaction, read_ttl, write_catalogue_bytes
+from persistkv_lmdb.segments import Extent
 
 _EVICTED_AT_ONCE = 512  # packs and manifests that one transaction evicts or deletes, in tens of milliseconds
 _TRANSACTIONS = 8
@@ -51,6 +72,10 @@ _WIDER_BY = 8  # at least 1/8 more
 _TURN_S = 0.01  # pause between transactions: another process that waits for the lock polls every 5 ms
 _PATIENCE_S = 0.5  # wait of a commit for readers that still see evicted packs; a read takes about 20 ms
 _MAX_AHEAD = 256 << 20  # 256 MiB: a commit of 128 MiB, plus the previous one, whose pages are not reusable yet
+_MAX_RESERVED = 64 << 20  # 64 MiB: reserved for the next commit of a process
+_RESERVED_SHARE, _ALL_RESERVED_SHARE = 16, 8
+"""At most 1/16 of the segments is reserved for a process's next commit, and at most 1/8 for all processes."""
+_PLACINGS = 4  # of one batch: between writing and commit, another process may delete a pack that was held
 _NO_LIMIT = 1 << 62
 
 MOVED_BYTES = 16 << 20  # 16 MiB: moved per transaction of a compaction, takes tens of milliseconds
@@ -76,40 +101,176 @@ class BatchCommit:
         self._namespace = namespace
         self._batch = batch
         self._seen = batch.seen
+        self._interleaved = False
         self._evicted: list[PackTable] = []
         self._goal: Amount | None = None  # used bytes at which the present entry of _MORE ends its evictions
         self._freed_by = 0  # number of the last transaction that evicted for this batch
         self._attempted = False
-        self._keep = kept_names(namespace, batch)
+        self._keep = kept_names(namespace, batch) | {namespace + pack_id for pack_id in batch.needs or ()}
+        self._rewritten = {*batch.deletions, *batch.bad}  # packs that this batch deletes before it adds them
+        self._placed: dict[bytes, list[Extent]] = {}
+        """Extents of the packs that were written durably and are not committed yet, by pack id."""
+        self._replacements = environment.files.replacements
+        self._renews = False
+        """Whether the reserved extents could not be written: others are reserved, the first ones that are free."""
 
     def write(self) -> CommitResult:
-        """Write the batch in one transaction, after short ones that delete manifests if many name a pack that the batch
-        deletes.
+        """Write the batch, after short transactions that delete manifests if many name a pack that it deletes.
 
         :raises StaleError: another commit has followed ``CommitBatch.seen``; the batch was not written.
         :raises StoreFullError: the batch does not fit and was not written; ``write_after_eviction`` makes room for it.
         """
-        environment, batch = self._environment, self._batch
         self._drop_shared_manifests(_EVICTED_AT_ONCE)
-        for pack in batch.packs if self._attempted else ():
-            pack.restart()  # another process may have stored it since the attempt that failed
-        self._attempted = True
+        for _ in range(_PLACINGS):
+            for pack in self._batch.packs if self._attempted else ():
+                if pack.pack_id not in self._placed:  # another process may have stored it since
+                    pack.restart()
+            self._attempted = True
+            try:
+                if not self._environment.shares.inline:
+                    lacking, extents = self._lacking()
+                    if lacking and (self._renews or _bound_pages(lacking) > pages_of(extents)):
+                        lacking, extents = self._reserve()
+                    self._write_packs(lacking, extents)
+                return self._commit()
+            except NotPlacedError:
+                continue
+            except ReplacedError:
+                if not self._environment.is_current():
+                    raise
+                with self._environment.transaction(write=True) as transaction:
+                    self._environment.payloads(transaction)  # only a segment was removed: creates it again
+        raise StoreError(f"{self._environment.path}: packs were deleted and stored again during {_PLACINGS} attempts")
+
+    def _lacking(self) -> tuple[list[NewPack], list[Extent]]:
+        """Return the packs that the store lacks and that are not placed, and the extents that are reserved for this
+        process and free for them.
+        """
+        environment = self._environment
+        if environment.files.replacements != self._replacements:
+            self._placed.clear()  # the file that was written may be the deleted one
+            self._replacements = environment.files.replacements
+        with environment.transaction() as rows:
+            self._check_seen(rows, read_state(rows, self._namespace).cursor)  # before the work of writing
+            spare = self._spare(rows)
+            return self._unplaced(rows), spare
+
+    def _reserve(self) -> tuple[list[NewPack], list[Extent]]:
+        """Reserve extents for the packs that the store lacks. If the segments are full, evict for them.
+
+        :returns: the packs, and the extents.
+        :raises StoreFullError: more must be evicted than one transaction can; nothing changed.
+        """
+        environment = self._environment
         with environment.transaction(write=True) as transaction:
             commit, room = self._begin(transaction)
+            environment.release_reserved(transaction)
+            writer, allocator = environment.claim_writer(), room.payloads.allocator
+            allocator.free_now(self._spare(transaction))
+            kept = [extent for extents in self._placed.values() for extent in extents]
+            allocator.reserve(writer, kept)
+            commit.touch(self._batch.touches)
+            room.widen(room.need)
+            if not room.need.plus(Amount(0, allocator.reserved * PAGE_BYTES)).within(room.limit):
+                raise room.full()
+            ended = commit.evict(lambda: room.used().plus(room.need).within(room.limit), _EVICTED_AT_ONCE)
+            if ended is not Evicted.ENOUGH:
+                raise room.full()
+            lacking = self._unplaced(transaction)
+            taken = room.payloads.take(_bound_pages(lacking), first=self._renews)
+            allocator.reserve(writer, [*kept, *taken])
+            commit.finish()
+        self._note(commit)
+        return lacking, taken
+
+    def _write_packs(self, packs: Sequence[NewPack], extents: Sequence[Extent]) -> None:
+        """Write packs one behind the other into reserved extents, durably, without the writer lock."""
+        files, rest = self._environment.files, extents
+        placed: dict[bytes, list[Extent]] = {}
+        try:
+            for pack in packs:
+                pages = pages_for(files.write(rest, pack.stream()))
+                placed[pack.pack_id], rest = split(rest, pages)
+                _ = pack.table  # computes checksums while the disk writes
+            files.sync()
+        except BaseException as error:
+            files.abandon()
+            self._renews = isinstance(error, StoreFullError)
+            raise
+        self._placed.update(placed)
+
+    def _commit(self) -> CommitResult:
+        """Commit the rows of the batch in one transaction, which evicts and reserves for the next one.
+
+        :raises NotPlacedError: a pack is not in extents; nothing changed.
+        """
+        environment, batch = self._environment, self._batch
+        with environment.transaction(write=True) as transaction:
+            commit, room = self._begin(transaction)
+            if not room.is_inline:
+                self._check_placed(transaction)
+                room.payloads.placed = {self._namespace + pack_id: place for pack_id, place in self._placed.items()}
             room.check()
             commit.remove(batch)
             commit.add(batch)
             commit.expire(read_ttl(transaction))
             if commit.grew:
-                environment.taken.append(room.need.payload)
+                environment.taken.append(room.payloads.published_bytes)
+                if environment.writer is not None:
+                    room.payloads.release_rest(environment.writer)
                 room.widen(Amount(0, 0))
                 goal = room.low_watermark()
                 commit.evict(lambda: room.used().within(goal), _EVICTED_AT_ONCE)
+                room.payloads.shrink(room.payloads.limit)
+                if environment.writer is not None:
+                    room.reserve_ahead(environment.writer)
             commit.finish()
-            if commit.grew and not room.used().within(room.limit):  # checked while the disk writes
+            if commit.grew and not room.used().within(room.limit):
                 raise room.full()
+            environment.files.check_present({extent.segment for place in self._placed.values() for extent in place})
         self._note(commit)
-        return CommitResult(commit.cursor, self._evicted)
+        for pack in batch.packs:
+            if pack.pack_id in self._placed and self._namespace + pack.pack_id not in room.payloads.published:
+                pack.restart()  # another process has stored it meanwhile
+        return CommitResult(commit.cursor, self._evicted, interleaved=self._interleaved)
+
+    def _check_placed(self, transaction: Transaction) -> None:
+        """Raise NotPlacedError unless all packs to add are in extents that are still reserved for this process."""
+        self._spare(transaction)
+        if self._unplaced(transaction) or self._environment.files.replacements != self._replacements:
+            raise NotPlacedError
+
+    def _spare(self, rows: Transaction) -> list[Extent]:
+        """Return the extents that are reserved for this process and that no placed pack is in.
+
+        If placed packs are in extents that are not reserved (any more), all placed packs are forgotten.
+        """
+        writer = self._environment.writer
+        reserved = [] if writer is None else read_reserved(rows, writer)
+        placed = [extent for extents in self._placed.values() for extent in extents]
+        spare = without(reserved, placed)
+        if pages_of(spare) + pages_of(placed) == pages_of(reserved):
+            return spare
+        self._placed.clear()
+        return reserved
+
+    def _unplaced(self, rows: Transaction) -> list[NewPack]:
+        """Return the packs that the batch adds to the store, without placed ones: those not held, or that it deletes
+        first.
+        """
+        return [pack for pack in self._added(rows) if pack.pack_id not in self._placed]
+
+    def _added(self, rows: Transaction) -> list[NewPack]:
+        packs: dict[bytes, NewPack] = {}
+        for pack in self._batch.packs:
+            packs.setdefault(pack.pack_id, pack)
+        return [
+            pack for pack in packs.values() if pack.pack_id in self._rewritten or not self._holds(rows, pack.pack_id)
+        ]
+
+    def _holds(self, rows: Transaction, pack_id: bytes) -> bool:
+        name = self._namespace + pack_id
+        return pack_table(name, rows.get(PACKS, name)) is not None
 
     def write_after_eviction(self, full: StoreFullError) -> CommitResult:
         """Evict in short transactions, and write a batch for which ``write`` raised ``full``.
@@ -118,6 +279,7 @@ class BatchCommit:
             still needs the evicted packs. The batch is not written; evicted packs stay evicted.
         """
         environment = self._environment
+        environment.clear_readers()
         try:
             if not (self._batch.packs or self._batch.manifests):
                 environment.age()
@@ -166,10 +328,19 @@ class BatchCommit:
         """Return the catalogue of a write transaction, and the part of the capacity that it may use (``Room``)."""
         room = Room(self._environment, transaction, as_it_is=as_it_is)
         commit = CatalogTransaction(transaction, room.payloads, self._namespace, self._keep)
-        if self._seen not in (None, commit.cursor):
-            raise StaleError
-        room.need = room.need_of(commit.missing(self._batch.packs), self._batch)
+        self._check_seen(transaction, commit.cursor)
+        added = self._added(transaction)
+        room.need = room.need_of(added, [pack for pack in added if pack.pack_id not in self._placed], self._batch)
         return commit, room
+
+    def _check_seen(self, rows: Transaction, cursor: bytes) -> None:
+        """Raise StaleError if other commits, up to the position ``cursor``, make the batch stale."""
+        if self._seen in (None, cursor):
+            return
+        needs = self._batch.needs
+        if needs is None or not all(self._holds(rows, pack_id) for pack_id in needs):
+            raise StaleError
+        self._interleaved = True
 
     def _note(self, commit: CatalogTransaction) -> None:
         """Remember the evicted packs of a committed transaction, and the namespace's position in the change log."""
@@ -220,15 +391,18 @@ class BatchCommit:
         """
         with self._environment.transaction(write=True) as transaction:
             commit, room = self._begin(transaction, as_it_is=more > 0)
+            self._environment.release_reserved(transaction)
             commit.touch(self._batch.touches)
-            need = room.need
+            spare = pages_of(self._spare(transaction))
+            need = room.need._replace(payload=max(0, room.need.payload - spare * PAGE_BYTES))
             if not more:
                 room.widen(need)
             if self._goal is None:
                 catalogue, payload = room.low_watermark()
                 most = room.used().catalogue - more * need.catalogue if more else catalogue
                 self._goal = Amount(min(catalogue - need.catalogue, most), payload - need.payload)
-            if not need.within(room.limit):
+            unavailable = room.payloads.allocator.reserved - spare  # of other processes, and with placed packs
+            if not room.need.plus(Amount(0, unavailable * PAGE_BYTES)).within(room.limit):
                 raise _NothingLeftError(str(room.full()))
             goal = self._goal
             ended = commit.evict(lambda: room.used().within(goal), at_most)
@@ -261,9 +435,9 @@ class Room:
         self._environment = environment
         self._transaction = transaction
         self.payloads = environment.payloads(transaction)
-        self._is_inline = environment.shares.inline
+        self.is_inline = environment.shares.inline
         segments = read_space(transaction).total * PAGE_BYTES if as_it_is else self.payloads.limit
-        self.limit = Amount(environment.limit_bytes(as_it_is=as_it_is), _NO_LIMIT if self._is_inline else segments)
+        self.limit = Amount(environment.limit_bytes(as_it_is=as_it_is), _NO_LIMIT if self.is_inline else segments)
         """Upper bound on ``used()`` after a commit that adds content."""
         self._growth = max(0, segments - self._segments)
         self.need = Amount(0, 0)
@@ -277,12 +451,15 @@ class Room:
         """Return the bytes in use, without freed pages: those not reusable yet would not become so by more eviction."""
         return Amount(self._transaction.used_bytes(), self.payloads.allocator.used * PAGE_BYTES)
 
-    def need_of(self, packs: Sequence[NewPack], batch: CommitBatch) -> Amount:
-        """Estimate the bytes that a batch adds. ``packs`` are those of its packs that are not stored yet."""
+    def need_of(self, packs: Sequence[NewPack], unplaced: Sequence[NewPack], batch: CommitBatch) -> Amount:
+        """Estimate the bytes that a batch adds.
+
+        :param packs: those of its packs that are not stored yet; ``unplaced``: those of them that need extents.
+        """
         rows = rows_bound(packs, batch.manifests)
-        if self._is_inline:
+        if self.is_inline:
             return Amount(rows + sum(page_bytes(pack.payload_bound) for pack in packs), 0)
-        return Amount(rows, sum(pack.payload_bound for pack in packs))
+        return Amount(rows, _bound_pages(unplaced) * PAGE_BYTES)
 
     def check(self) -> None:
         """Raise a StoreFullError if ``need`` exceeds the free space, including the space by which a file may grow."""
@@ -295,7 +472,7 @@ class Room:
     def widen(self, need: Amount) -> None:
         """Make room for ``need`` in the catalogue: raise its bound, or shrink the segments if they leave too little."""
         lacks = self.used().catalogue + need.catalogue - self.low_watermark().catalogue
-        if lacks > 0 and not self._is_inline and not self.widen_by(2 * lacks + lacks // 8):
+        if lacks > 0 and not self.is_inline and not self.widen_by(2 * lacks + lacks // 8):
             self.payloads.shrink(self._segments - lacks)
 
     def widen_by(self, count: int) -> bool:
@@ -303,7 +480,7 @@ class Room:
         next transaction on. Return False, with nothing changed, if that is impossible: the segments leave too little,
         or payloads are stored inline.
         """
-        if self._is_inline:
+        if self.is_inline:
             return False
         held, capacity = self._environment.map_bytes, self._environment.shares.capacity
         room = capacity - LOCK_FILE_BYTES - held - self._segments
@@ -322,9 +499,23 @@ class Room:
     def low_watermark(self) -> Amount:
         """Return the used bytes down to which a commit evicts: ``limit`` less a reserve for later commits."""
         catalogue, payload = self.limit
-        ahead = min(payload // 16, max(self._environment.taken, default=0), _MAX_AHEAD)
-        rewritten = 0 if self._is_inline else min((catalogue - MIN_CATALOGUE) // 2, CATALOGUE_AHEAD)
-        return Amount(catalogue - max(rewritten, min(catalogue // 16, _MAX_AHEAD)), payload - ahead)
+        rewritten = 0 if self.is_inline else min((catalogue - MIN_CATALOGUE) // 2, CATALOGUE_AHEAD)
+        reserve = max(rewritten, min(catalogue // 16, _MAX_AHEAD))
+        return Amount(catalogue - reserve, payload - self._ahead_bytes())
+
+    def reserve_ahead(self, writer: int) -> None:
+        """Reserve extents for the next commit of a writer that has none reserved, as far as there is room."""
+        allocator, most = self.payloads.allocator, self.payloads.limit // PAGE_BYTES
+        pages = min(self._ahead_bytes() // PAGE_BYTES, allocator.free + max(0, most - allocator.total))
+        if pages > 0:
+            with suppress(StoreFullError):  # the disk is full: the next commit evicts first
+                allocator.reserve(writer, self.payloads.take(pages))
+
+    def _ahead_bytes(self) -> int:
+        """Return how much of the segments to reserve for the next commit: what the largest of the last ones took."""
+        share = self.limit.payload // _ALL_RESERVED_SHARE - self.payloads.allocator.reserved * PAGE_BYTES
+        largest = max(self._environment.taken, default=0)
+        return max(0, min(largest, _MAX_RESERVED, self.limit.payload // _RESERVED_SHARE, share))
 
 
 def compact(environment: Environment) -> Iterator[CompactProgress]:
@@ -335,6 +526,8 @@ def compact(environment: Environment) -> Iterator[CompactProgress]:
 
     :raises StoreFullError: the catalogue has no space for the rows; packs that were moved stay moved.
     """
+    with environment.writing(), environment.transaction(write=True) as transaction:
+        environment.release_reserved(transaction, own=True)
     _truncate(environment)
     waiting = _packs_by_place(environment)
     total, moved = sum(length for _, length in waiting), 0
@@ -346,17 +539,33 @@ def compact(environment: Environment) -> Iterator[CompactProgress]:
             while waiting and len(step) < _MOVED_PACKS and num_bytes + waiting[-1][1] <= MOVED_BYTES:
                 step.append(waiting.pop())
                 num_bytes += step[-1][1]
-            with environment.transaction(write=True) as transaction:
-                room = Room(environment, transaction)
-                room.need = Amount(_MOVED_ROWS_BYTES * len(step), 0)
-                room.check()
-                moved += sum(length for name, length in step if room.payloads.lower(name, length))
+            moved += _move(environment, step)
             yield CompactProgress(moved, max(moved, total))
             time.sleep(_TURN_S)
         _truncate(environment)
         if moved == before:
             return
         waiting = _packs_by_place(environment)
+
+
+def _move(environment: Environment, packs: Sequence[tuple[bytes, int]]) -> int:
+    """Move the payloads of packs (name, bytes) to free pages before them; return the bytes moved."""
+    with environment.writing(), environment.transaction(write=True) as transaction:
+        room = Room(environment, transaction)
+        room.need = Amount(_MOVED_ROWS_BYTES * len(packs), 0)
+        room.check()
+        try:
+            moved = sum(length for name, length in packs if room.payloads.lower(name, length))
+            environment.files.sync()
+        except BaseException:
+            environment.files.abandon()
+            raise
+    return moved
+
+
+def _bound_pages(packs: Iterable[NewPack]) -> int:
+    """Return an upper bound on the pages that the payloads of packs take."""
+    return sum(pages_for(pack.payload_bound) for pack in packs)
 
 
 def _packs_by_place(environment: Environment) -> list[tuple[bytes, int]]:

@@ -10,7 +10,8 @@
    into, or read from, files that no later opening finds.
 6. LMDB's lock file names the last transaction for all processes. If ``data.mdb`` holds another one (a failed commit
    that could not be undone, or files of two stores), the lock file is removed. Each process then opens a new one.
-7. The memory map bounds ``data.mdb``. Its size is computed from values that LMDB records, and a write transaction
+7. One commit of this process at a time writes payloads, into extents that LMDB records as reserved for the process.
+8. The memory map bounds ``data.mdb``. Its size is computed from values that LMDB records, and a write transaction
    begins only when the map has that size.
 """
 
@@ -32,7 +33,7 @@ from persistkv.errors import StoreBusyError, StoreError, StoreFullError
 from persistkv.storage.catalog.order import read_clock, write_clock
 from persistkv.storage.extensions import Policy
 from persistkv_lmdb import files
-from persistkv_lmdb.allocator import Payloads, read_space
+from persistkv_lmdb.allocator import Payloads, read_reserved, read_space
 from persistkv_lmdb.files import ReplacedError
 from persistkv_lmdb.layout import (
     INLINE,
@@ -64,6 +65,7 @@ _POLL_S = 0.002
 _COURTESY_S = 0.05
 """Maximum wait, in seconds, of new transactions for a pending remap, which overlapping transactions could otherwise
 delay for ever. Bounded: a thread inside a transaction may begin another one while the remap waits for that thread."""
+_RETURN_PATIENCE_S = 0.2  # wait for the writer lock when a store is closed
 _COMMITS = 16  # remembered: with varying sizes, one commit in so many exceeds those before it, and waits for space
 
 
@@ -123,6 +125,8 @@ class Environment:
         self.taken: deque[int] = deque(maxlen=_COMMITS)
         """Bytes that recent commits of this process took in the segments: an estimate for the next ones."""
         self._map_lock = _MapLock()
+        self._writing = threading.Lock()
+        self._writer: int | None = None  # the claimed number
         self._stuck = 0  # a wait for readers with a snapshot of this transaction, or of an older one, timed out
         self._is_open = False
         self._is_closed = False
@@ -149,8 +153,8 @@ class Environment:
 
     @contextmanager
     def transaction(self, *, write: bool = False) -> Iterator[Transaction]:
-        """Run a transaction. A write transaction is committed durably, with its payloads, when the ``with`` block ends;
-        it is aborted if the block raises or the commit fails.
+        """Run a transaction. A write transaction is committed durably when the ``with`` block ends. It is aborted if
+        the block raises or the commit fails.
 
         :raises StoreFullError: the changes do not fit.
         :raises StoreBusyError: another process has held the writer lock for too long.
@@ -174,13 +178,9 @@ class Environment:
                                 yield Transaction(begun, self._databases)
                                 if self._payloads is not None and write:
                                     self._payloads.allocator.finish()
-                                    self.files.sync()
+                                    self.files.sync_names()
                                 if guard is not None:
                                     guard.lock.mark(begun=True)
-                            except BaseException:
-                                if write:  # the next transaction may take the extents that are being written
-                                    self.files.abandon()
-                                raise
                             finally:
                                 if write:
                                     self._payloads = None
@@ -192,9 +192,47 @@ class Environment:
                 begun()
         raise StoreError(f"{self.path}: no transaction could begin in {_BEGIN_ATTEMPTS} attempts")
 
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Exclude other commits of this process within the ``with`` statement.
+
+        :raises StoreBusyError: another thread has been committing for more than 10 s; the block does not run.
+        """
+        if not self._writing.acquire(timeout=files.WRITING_PATIENCE_S):
+            raise StoreBusyError(
+                f"{self.path} is busy: another thread of this process has been writing for more than "
+                f"{files.WRITING_PATIENCE_S:g} s"
+            )
+        try:
+            yield
+        finally:
+            self._writing.release()
+
+    @property
+    def writer(self) -> int | None:
+        """Number under which LMDB records what is reserved for this process; None before ``claim_writer``."""
+        return self._writer
+
+    def claim_writer(self) -> int:
+        """Claim the number of this process if it has none yet, and return it. Call this within a write transaction.
+
+        The process takes over what a dead process with this number had reserved: its writes have ended.
+        """
+        if self._writer is None:
+            assert self._guard is not None, "a write transaction needs a guard"
+            self._writer = self._guard.claim()
+        return self._writer
+
+    def release_reserved(self, transaction: Transaction, *, own: bool = False) -> None:
+        """Make free, in a write transaction, what is reserved for dead processes, and with ``own`` for this one."""
+        allocator, guard = self.payloads(transaction).allocator, self._guard
+        for writer in allocator.writers():
+            is_dead = writer != self._writer and guard is not None and not guard.is_claimed(writer)
+            if is_dead or (own and writer == self._writer):
+                allocator.release(writer)
+
     def payloads(self, transaction: Transaction) -> Payloads:
-        """Return the payload storage of the running write transaction, the same object on each call. The first call
-        frees extents that no reader can see any more.
+        """Return the payload storage of the running write transaction, the same object on each call.
 
         :raises StoreFullError: a segment file was lost or truncated, and the disk has no space to replace it.
         """
@@ -202,8 +240,6 @@ class Environment:
             limit = self._segment_limit_bytes(transaction)
             payloads = Payloads(transaction, self.files, limit, inline=self.shares.inline)
             self.files.fit(payloads.allocator.segments())  # an aborted transaction of a dead process may have grown it
-            if payloads.allocator.aging:
-                payloads.allocator.free_aged(self._oldest_snapshot(transaction.txn.id() - 1))
             payloads.shrink(self.shares.capacity - LOCK_FILE_BYTES - self.map_bytes)
             self._payloads = payloads
         return self._payloads
@@ -246,16 +282,26 @@ class Environment:
             time.sleep(_POLL_S)
         return True
 
+    def clear_readers(self) -> None:
+        """Remove the readers of dead processes: LMDB keeps the pages that they saw."""
+        self._env.reader_check()
+
+    def oldest_reader(self) -> tuple[int, int] | None:
+        """Return the process of the reader with the oldest snapshot, of those that live, and the number of its
+        transaction; None if no process reads.
+        """
+        self.clear_readers()
+        found: list[tuple[int, int]] = []
+        for line in self._env.readers().splitlines()[1:]:  # a header, then process, thread and transaction of a reader
+            process, _, number = line.split()
+            if number.isdecimal():  # ``-``: an idle one
+                found.append((int(number), int(process)))
+        return min(found)[::-1] if found else None
+
     def _oldest_snapshot(self, newest: int) -> int:
         """Return the number of the oldest transaction that a reader of any process may see, at most ``newest``."""
-        for is_checked in (False, True):
-            # A header line, then process, thread and transaction per reader; ``-`` for an idle one.
-            numbers = [line.split()[-1] for line in self._env.readers().splitlines()[1:]]
-            found = min([newest, *(int(number) for number in numbers if number.isdecimal())])
-            if found == newest or is_checked:
-                break
-            self._env.reader_check()  # removes the readers of dead processes
-        return found
+        reader = self.oldest_reader()
+        return newest if reader is None else min(newest, reader[1])
 
     def age(self) -> int:
         """Commit a transaction without changes; return its number. The next one can reuse pages that the previous one
@@ -303,12 +349,27 @@ class Environment:
         """
         if self.process != os.getpid() or self._is_closed:
             return
+        self._return_reserved()
         with self._map_lock.exclusive(files.WRITING_PATIENCE_S):
             self._is_closed = True
             self._close_lmdb()
             self.files.close()
         if self._guard is not None:
             self._guard.close()
+
+    def _return_reserved(self) -> None:
+        """Make free what is reserved for this process, unless that takes long: later writers do it as well."""
+        if self._writer is None or self._guard is None or not self._writing.acquire(timeout=_RETURN_PATIENCE_S):
+            return
+        try:
+            with suppress(StoreError), self._guard.lock.held(_RETURN_PATIENCE_S):
+                with self.transaction() as transaction:
+                    if not read_reserved(transaction, self._writer):
+                        return
+                with self.transaction(write=True) as transaction:
+                    self.payloads(transaction).allocator.release(self._writer)
+        finally:
+            self._writing.release()
 
     def forget(self) -> None:
         """Close the lock files in a forked child, without releasing the locks of its parent."""

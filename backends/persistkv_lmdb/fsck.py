@@ -50,7 +50,7 @@ from persistkv.storage.catalog.rows import (
 )
 from persistkv.storage.format.manifest import decode_manifest, decode_manifest_keys
 from persistkv.storage.format.pack import ID_BYTES
-from persistkv_lmdb.allocator import Allocator, decode_extents
+from persistkv_lmdb.allocator import Allocator, decode_extents, pages_of
 from persistkv_lmdb.files import DATA_FILE
 from persistkv_lmdb.layout import (
     DATABASES,
@@ -60,7 +60,6 @@ from persistkv_lmdb.layout import (
     open_databases,
     read_placement,
 )
-from persistkv_lmdb.segments import Extent
 
 logger = logging.getLogger(__name__)
 
@@ -248,12 +247,12 @@ def space_faults(transaction: Transaction) -> Iterator[str]:
     allocator = Allocator(transaction)
     segments = allocator.segments()
     free = list(allocator.free_extents())
-    aging = [extent for _, extent in allocator.aging_extents()]
+    reserved = [extent for writer in allocator.writers() for extent in allocator.reserved_by(writer)]
     used = [extent for _, row in transaction.starting_with(EXTENTS, b"") for extent in decode_extents(row)]
     if sorted(allocator.free_sizes()) != free:
         yield "the free extents by size are not those by place"
     ends = dict.fromkeys(segments, 0)
-    for segment, extents in groupby(sorted([*free, *aging, *used]), key=lambda extent: extent.segment):
+    for segment, extents in groupby(sorted([*free, *reserved, *used]), key=lambda extent: extent.segment):
         for extent in extents:
             if extent.page != ends.get(segment) or not extent.pages:
                 yield f"{extent} does not follow page {ends.get(segment)}"
@@ -263,10 +262,7 @@ def space_faults(transaction: Transaction) -> Iterator[str]:
     for one, other in pairwise(free):
         if (one.segment, one.end) == (other.segment, other.page):
             yield f"{one} and {other} touch"
-    counted = (sum(segments.values()), pages_of(free), pages_of(aging))
-    if counted != (allocator.total, allocator.free, allocator.aging):
-        yield f"the totals of the space are {(allocator.total, allocator.free, allocator.aging)}; counted: {counted}"
-
-
-def pages_of(extents: list[Extent]) -> int:
-    return sum(extent.pages for extent in extents)
+    counted = (sum(segments.values()), pages_of(free), pages_of(reserved))
+    recorded = (allocator.total, allocator.free, allocator.reserved)
+    if counted != recorded:
+        yield f"the totals of the space are {recorded}; counted: {counted}"

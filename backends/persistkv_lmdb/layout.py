@@ -32,8 +32,8 @@ EXTENTS = "extents"  # namespace, pack id → extents (page ranges of segment fi
 SEGMENTS = "segments"  # number of a segment file → number of its 4 KiB pages
 FREE = "free"  # free extents by place: segment, first page → number of pages
 SIZES = "sizes"  # free extents by size: number of pages, segment, first page → empty
-AGING = "aging"  # extents that readers may still see: freeing transaction, segment, first page → number of pages
-DATABASES = (*TABLES, EXTENTS, SEGMENTS, FREE, SIZES, AGING)
+RESERVED = "reserved"  # number of a writer → extents that it has reserved, in the order in which it uses them
+DATABASES = (*TABLES, EXTENTS, SEGMENTS, FREE, SIZES, RESERVED)
 
 # Rows of ``meta``, in addition to the catalogue's: key and shape.
 _FORMAT_ROW, _FORMAT, _MAGIC = b"format", struct.Struct("<8sI"), b"PKVLMDB1"
@@ -42,7 +42,7 @@ _TTL_ROW, _TTL = b"ttl", struct.Struct("<d")
 _PLACEMENT_ROW = b"placement"
 INLINE = "inline"  # placement of payloads in LMDB, as values
 PLACEMENTS = (INLINE, "extents")  # the other one: in segment files; LMDB holds the extents (page ranges)
-SPACE_ROW = b"space"  # numbers of all, free and aging pages of the segment files
+SPACE_ROW = b"space"  # numbers of all, free and reserved pages of the segment files
 
 
 class OtherReleaseError(CorruptStoreError):

@@ -27,6 +27,7 @@ import fcntl
 import logging
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import time
@@ -49,6 +50,8 @@ _ROW_BYTES = 32
 _QUARANTINE_PREFIX = "damaged-"
 _MAX_READERS = 512
 _CLEARING_PATIENCE_S = 30.0
+_CLAIMS_AT = 1 << 20  # byte offset in the guard file: its content ends before
+_CLAIM = struct.Struct("hhqqi4x")  # the C struct ``flock``: type, whence, start, length, process
 _CLEARING_PROGRAM = """
 import sys
 sys.path[:] = {path!r}
@@ -119,6 +122,28 @@ class Guard:
     def is_current(self) -> bool:
         """Return whether the guard file is still the one at its path."""
         return files.is_at(self._fd, self._directory / files.GUARD_FILE)
+
+    def claim(self) -> int:
+        """Claim a writer's number for as long as the guard file is open, and return it: the smallest that no living
+        process has. The caller must hold the writer lock, so that it is not being released.
+
+        :raises StoreError: the file system refuses the lock.
+        """
+        number = 0
+        with files.translated_io(self._directory, full=StoreError):
+            while True:
+                try:
+                    fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _claim(number))
+                except (BlockingIOError, PermissionError):
+                    number += 1
+                else:
+                    return number
+
+    def is_claimed(self, number: int) -> bool:
+        """Return whether another process that lives has claimed a writer's number."""
+        with files.translated_io(self._directory, full=StoreError):
+            found = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _claim(number))
+        return bool(_CLAIM.unpack(found)[0] != fcntl.F_UNLCK)
 
     def suspect(self) -> None:
         """Have the store checked by the next process that opens it for writing while no other has it open. Ignore write
@@ -260,6 +285,15 @@ class Guard:
 
     def _write(self, state: _State) -> None:
         os.pwrite(self._fd, state.value.ljust(_ROW_BYTES - 1).encode() + b"\n", 0)
+
+
+def _claim(number: int) -> bytes:
+    """Return the argument of ``fcntl`` for the byte that stands for a writer's number.
+
+    The lock belongs to the open file, not to the process as those of LMDB do, so that closing another descriptor of the
+    same file keeps it.
+    """
+    return _CLAIM.pack(fcntl.F_WRLCK, os.SEEK_SET, _CLAIMS_AT + number, 1, 0)
 
 
 def open_lmdb(path: Path, *, read_only: bool) -> lmdb.Environment:

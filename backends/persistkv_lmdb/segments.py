@@ -6,8 +6,8 @@
 3. A file is never removed, only truncated: an open descriptor refers to the same file in all processes. A file or a
    directory that a user removes is noticed before bytes in it are acknowledged.
 4. The name of a file is durable before its first pages are allocated, even if its creator was killed or failed.
-5. Other threads write while the transaction runs, and all writes have ended when it commits or aborts. If the process
-   is killed, the kernel keeps the writer lock until its writes have ended, because it closes the files only then.
+5. Payloads are written between two transactions, in extents that the first one reserved. If the process is killed, the
+   kernel keeps its claim on them (``Guard.claim``) until its writes have ended, because it closes the files only then.
 6. I/O is gathered: up to 1,024 buffers per call, O_DIRECT if addresses, lengths and offsets are multiples of 4 KiB.
 """
 
@@ -19,7 +19,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
@@ -81,7 +81,8 @@ class _Descriptors(NamedTuple):
 
 
 class SegmentFiles:
-    """Segment files of a store. ``read`` and ``lengths`` are thread-safe; methods that write need the writer lock.
+    """Segment files of a store. ``read`` and ``lengths`` are thread-safe. ``grow``, ``fit`` and ``sync_names`` need the
+    writer lock; one thread at a time may write payloads, from ``write`` to ``sync`` or ``abandon``.
 
     :raises OSError: the store's directory cannot be opened.
     """
@@ -94,6 +95,8 @@ class SegmentFiles:
         self._lock = threading.Lock()
         self._open: dict[int, _Descriptors] = {}  # opened on first use
         self._deleted: list[_Descriptors] = []  # of deleted files; open because other threads may be reading
+        self.replacements = 0
+        """Number of files found deleted and replaced by new ones. What was written into them before is lost."""
         self._touched: set[int] = set()
         self._unnamed = False  # a power loss may remove new files: their directory was not synced since their creation
         self._pool: ThreadPool | None = None
@@ -115,7 +118,6 @@ class SegmentFiles:
                 with suppress(OSError):
                     os.ftruncate(fd, before * PAGE_BYTES)
                 raise
-            self._touched.add(segment)
             self._unnamed = self._unnamed or not before
 
     def fit(self, segments: Mapping[int, int]) -> None:
@@ -138,7 +140,8 @@ class SegmentFiles:
                     os.posix_fallocate(fd, held, expected - held)
 
     def write(self, extents: Sequence[Extent], stream: Iterator[Buffer]) -> int:
-        """Start writing a payload to its extents. The stream's buffers are in use until ``settle`` or ``sync`` returns.
+        """Start writing a payload to reserved extents. The stream's buffers are in use until ``settle``, ``sync`` or
+        ``abandon`` returns.
 
         :returns: length of the payload in bytes, padded to a multiple of 4 KiB. The rest of the extents is not written.
         :raises StoreError: the extents are too short, or the disk failed (``StoreFullError``: it is full, which a
@@ -178,35 +181,50 @@ class SegmentFiles:
             self._writes.clear()
 
     def abandon(self) -> None:
-        """Cancel the queued writes of a transaction that is rolled back, and wait for the running ones.
+        """Cancel the queued writes, and wait for the running ones.
 
-        Ctrl-C does not end the wait: the next transaction of any process may allocate the same extents.
+        Ctrl-C does not end the wait: the next commit writes into the same extents.
         """
         while self._writes:
             with suppress(BaseException):
                 wait([write for write in self._writes if not write.cancel()])
                 self._writes.clear()
+        self._touched.clear()
 
     def sync(self) -> None:
-        """Make payloads, file lengths and file names durable.
+        """Make the written payloads durable.
 
         :raises ReplacedError: a segment was removed.
-        :raises StoreError: some of it may be lost. The caller must roll back: a second call would not report the loss.
+        :raises StoreError: some of it may be lost. The caller must write it again: a second call would not report the
+            loss.
         """
         self.settle()
         with translated_io(self._path):
             for segment in sorted(self._touched):
-                fd = self._descriptors(segment).buffered
-                os.fdatasync(fd)
-                if _is_deleted(fd):
+                os.fdatasync(self._descriptors(segment).buffered)
+        self.check_present(self._touched)
+        self._touched.clear()
+
+    def check_present(self, segments: Iterable[int]) -> None:
+        """Raise a ReplacedError if one of these open files was removed."""
+        with translated_io(self._path):
+            for segment in segments:
+                if _is_deleted(self._descriptors(segment).buffered):
                     raise ReplacedError(f"{self._path}: segment {segment} was removed while it was written")
-            self._touched.clear()
-            if self._unnamed:
-                os.fsync(self._store)
-                with self._lock:
-                    directory = self._directory()
-                os.fsync(directory)
-                self._unnamed = False
+
+    def sync_names(self) -> None:
+        """Make the names of new files durable.
+
+        :raises StoreError: they may be lost; the next call tries again.
+        """
+        if not self._unnamed:
+            return
+        with translated_io(self._path):
+            os.fsync(self._store)
+            with self._lock:
+                directory = self._directory()
+            os.fsync(directory)
+        self._unnamed = False
 
     def read(
         self, wanted: Sequence[tuple[Sequence[Extent], int, Sequence[memoryview]]], *, direct: bool | None = None
@@ -272,6 +290,9 @@ class SegmentFiles:
     def _let_go(self, segment: int) -> None:
         with self._lock:
             self._deleted.append(self._open.pop(segment))
+            self.replacements += 1
+        message = "%s: segment file %d was removed while the store was open: its packs are lost"
+        logger.warning(message, self._path, segment)
 
     def _write_runs(self, runs: Sequence[_Run], buffers: list[memoryview], begun: threading.Event) -> None:
         begun.set()

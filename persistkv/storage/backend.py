@@ -82,6 +82,9 @@ class CommitBatch:
     seen: bytes | None = None
     """Position up to which the caller knows the namespace's changes (``Changes.cursor``): newer changes make the commit
     stale. None: do not check."""
+    needs: Sequence[bytes] | None = None
+    """Ids of the packs that must still be held, if ``seen`` is given. A driver may accept newer changes as long as
+    these packs are held (``CommitResult.interleaved``). None: newer changes make the commit stale."""
     memory: int = MAX_PACK_BYTES
     """Bytes of encoded packs that a ``remote`` driver may hold at once; one pack is always allowed."""
 
@@ -97,6 +100,8 @@ class CommitResult:
     stale: bool = False
     """True: the batch was not written, because another commit followed ``CommitBatch.seen``; packs may have been
     evicted. Apply ``changes`` and retry."""
+    interleaved: bool = False
+    """True: the batch was written, and other commits followed ``CommitBatch.seen`` before it. Apply ``changes``."""
 
 
 @dataclass(frozen=True)

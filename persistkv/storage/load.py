@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -93,15 +94,16 @@ class ReadOutcome:
     """Keys whose blocks were not read and verified; the content of their rows is undefined."""
     suspects: dict[bytes, HeldPack] = field(default_factory=dict)
     """Packs with a frame that failed verification, and packs that are absent or too short, by id."""
-    bad_frames: int = 0
-    """Number of frames that failed verification or decoding, without those of a codec that this release lacks."""
+    bad_frames: Counter[bytes] = field(default_factory=Counter)
+    """Number of frames of each pack, by id, that failed verification or decoding, without those of a codec that this
+    release lacks. If the pack was deleted during the read, its bytes may be another pack's: no damage."""
     raw_bytes: int = 0
     """Raw bytes of the blocks that were verified and put into rows."""
 
     def add(self, other: ReadOutcome) -> None:
         self.failed += other.failed
         self.suspects.update(other.suspects)
-        self.bad_frames += other.bad_frames
+        self.bad_frames.update(other.bad_frames)
         self.raw_bytes += other.raw_bytes
 
 
@@ -306,7 +308,7 @@ def _finish(
     except CorruptPackError as error:
         outcome.failed += read.wanted
         if error.field != "codec":  # a codec of another release is not damage: that release can read the pack
-            outcome.bad_frames += 1
+            outcome.bad_frames[read.pack.pack_id] += 1
             outcome.suspects[read.pack.pack_id] = read.pack
     else:
         outcome.raw_bytes += (len(read.rows) - read.rows.count(_UNWANTED)) * frame.block_bytes

@@ -43,6 +43,14 @@ SHORTENED_AT_ONCE = 64  # maximum number of manifests that one commit shortens
 T = TypeVar("T")
 
 
+class _Suspect(NamedTuple):
+    """A pack that may be damaged."""
+
+    table: PackTable
+    bad_frames: int
+    """Frames that did not verify and that no counter contains yet."""
+
+
 class NamespaceView:
     """One namespace of an open backend, with the index of its durable keys and ``News``. Not thread-safe."""
 
@@ -74,7 +82,7 @@ class NamespaceView:
         self._recent: OrderedDict[int, HeldPack] = OrderedDict()
         self._recent_keys = 0
         self._collided: dict[bytes, None] = {}
-        self._distrusted: dict[bytes, PackTable] = {}
+        self._distrusted: dict[bytes, _Suspect] = {}
         """Packs, by id, that were removed from the index because a read of them failed, until the backend reports their
         removal or replacement, or ``quarantine`` decides about them."""
         self._failure_logged_at: float | None = None
@@ -316,11 +324,16 @@ class NamespaceView:
             self.cursor = None  # the backend holds a pack that the index lacks: reload the catalogue
         return followed and not unknown
 
-    def distrust(self, packs: Iterable[HeldPack]) -> None:
-        """Remove from the index the packs of which a read failed. A pack that was replaced since that read is kept."""
+    def distrust(self, packs: Sequence[HeldPack], bad_frames: Mapping[bytes, int]) -> None:
+        """Remove from the index the packs of which a read failed. A pack that was replaced since that read is kept.
+
+        :param bad_frames: number of frames of each pack, by id, that did not verify. ``quarantine`` counts them if the
+            store still holds the pack.
+        """
         bad = {pack.pack_id: pack.table for pack in packs if self.index.number_of(pack.pack_id) == pack.number}
         self._forget(bad)
-        self._distrusted.update(bad)
+        for pack_id, table in bad.items():
+            self._distrusted[pack_id] = _Suspect(table, bad_frames.get(pack_id, 0))
 
     async def quarantine(self) -> None:
         """Refresh, and delete the distrusted packs that no process has removed or replaced since, if the store is
@@ -334,8 +347,11 @@ class NamespaceView:
                 await self.refresh()
             except StoreError as error:  # unknown whether the packs are unchanged
                 self.log_failure(error)
-                self._add(list(self._distrusted.values()))
+                self._add([suspect.table for suspect in self._distrusted.values()])
                 return
+            for pack_id, suspect in self._distrusted.items():
+                self._counters.verification_failures += suspect.bad_frames
+                self._distrusted[pack_id] = suspect._replace(bad_frames=0)
             bad = list(self._distrusted)
             if not bad or not self.backend.capabilities.writable:
                 return

@@ -367,7 +367,14 @@ class Store:
         catalogue, (packs, ends) = self.catalogue, transaction
         try:
             for retries_left in reversed(range(_STALE_RETRIES + 1)):
-                writers = [writer for writer in packs if not await self._holds_all(writer)]
+                writers: list[PackWriter] = []
+                needs: dict[bytes, None] = {}
+                for writer in packs:
+                    holders = await self._holders(writer)
+                    if holders is None:
+                        writers.append(writer)
+                    else:
+                        needs.update(dict.fromkeys(holders))
                 pack_of: dict[bytes, bytes] = {}
                 if ends:
                     keys = dict.fromkeys(key for end in ends for group in end.group_keys for key in group)
@@ -378,8 +385,14 @@ class Store:
                 written = [manifest for manifest, _ in manifests if manifest is not None]
                 made = zip(ends, manifests, strict=True)
                 pins = [(end.manifest_id, True) for end, (write, _) in made if write is not None and end.retention.pin]
+                for write in written:
+                    needs.update(dict.fromkeys(write.packs))
+                for writer in writers:
+                    needs.pop(writer.pack_id, None)
                 memory = self._shares.transaction
-                batch = CommitBatch(writers, written, touches=uses, pins=pins, seen=seen, memory=memory)
+                batch = CommitBatch(
+                    writers, written, touches=uses, pins=pins, seen=seen, needs=list(needs), memory=memory
+                )
                 result = await catalogue.commit(batch)
                 if not result.stale:
                     break
@@ -388,16 +401,22 @@ class Store:
             catalogue.log_failure(error if isinstance(error, StoreError) else StoreError(_shortage(error)))
             await catalogue.refresh_or_log()  # the failed commit may have evicted packs
             return False
-        await catalogue.committed(writers, result, followed=seen is not None)
+        await catalogue.committed(writers, result, followed=seen is not None and not result.interleaved)
         self.counters.held_blocks += sum(len(writer.keys) for writer in set(packs).difference(writers))
         for writer in packs:
             self._ended(writer, True)
         self.news.persisted += [(end.request, whole) for end, (_, whole) in zip(ends, manifests, strict=True)]
         return True
 
-    async def _holds_all(self, writer: PackWriter) -> bool:
+    async def _holders(self, writer: PackWriter) -> list[bytes] | None:
+        """Return the ids of packs that hold all blocks of a pack to write; None if a block is not held."""
         keys = writer.keys.unpack()
-        return keys[0] in self.index and None not in await self.catalogue.holders(keys)
+        if keys[0] not in self.index:
+            return None
+        holders = await self.catalogue.holders(keys)
+        if None in holders:
+            return None
+        return [holder.pack_id for holder in holders if holder is not None]
 
     def _take_due(self, everything: bool) -> deque[Transaction]:
         ends, self._ends, self._ends_bytes = self._ends, [], 0
@@ -468,16 +487,15 @@ class Store:
         outcome = ReadOutcome(missing)
         for part in await catalogue.executor.read(reads):
             outcome.add(part)
-        self.counters.verification_failures += outcome.bad_frames
         self.counters.missed_blocks += len(outcome.failed)
         self.counters.loaded_blocks += count - len(outcome.failed)
         self.counters.loaded_bytes += outcome.raw_bytes
         suspects = [pack for pack in outcome.suspects.values() if pack.table.namespace == self.namespace]
         if suspects:  # removed first: when the caller stores a failed block again, it must not count as held
-            catalogue.distrust(suspects)
+            catalogue.distrust(suspects, outcome.bad_frames)
             catalogue.executor.begin_write(catalogue.quarantine())
         if adopted is not None and len(suspects) < len(outcome.suspects):
-            adopted.distrust(pack for pack in outcome.suspects.values() if pack not in suspects)
+            adopted.distrust([pack for pack in outcome.suspects.values() if pack not in suspects], outcome.bad_frames)
         return outcome
 
     def _plan(

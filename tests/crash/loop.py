@@ -1,10 +1,13 @@
-"""Kill a writer repeatedly, and check the store after each kill: ``python -m tests.crash.loop --kills 200 --seed 1``.
+"""Kill writers repeatedly, and check the store after each round: ``python -m tests.crash.loop --kills 200 --seed 1``.
+
+In each round one, two or four processes write the store at the same time. They are killed one after the other, so that
+some write on while others are dead.
 
 Invariants of the reopened store:
 
 1. Every acknowledged pack is present with the same bytes, unless a commit evicted it. Evictions are known from the
    result of the commit, or from the log of changes, which is written in the same transaction.
-2. The commit in progress at the kill was applied completely or not at all.
+2. The commits in progress at the kills were each applied completely or not at all.
 3. Every manifest names present blocks, and the pinned manifest is present.
 4. Totals equal a recount, free and used extents match the files, and the files are no larger than the capacity.
 5. The store was not quarantined.
@@ -19,6 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -33,8 +38,23 @@ from tests.crash.writer import IDENTITY, PINNED, make_pack
 
 CAPACITY = 8 << 20  # 8 MiB: full within the first round, so that most commits evict
 NUMBERS_A_ROUND = 100_000
+MOST_WRITERS = 4
 FILLING_LINES = 100  # from the first writer, two per commit: the store is then full on any machine
 PLACEMENTS = ("inline", "extents")
+
+
+@dataclass
+class Writer:
+    """What one writer of a round has reported."""
+
+    running: list[int] = field(default_factory=list)
+    """Pack numbers of the commit that did not return."""
+    failed: list[list[int]] = field(default_factory=list)
+    """Pack numbers of failed commits since the last successful one. Each of them was applied, or was not."""
+    manifest: str = ""
+    """Request of the commit that did not return."""
+    cursor: bytes | None = None
+    """Cursor after the last acknowledged commit."""
 
 
 @dataclass
@@ -44,52 +64,70 @@ class Expected:
     namespace: bytes
     packs: dict[bytes, int] = field(default_factory=dict)
     """Acknowledged packs that were not evicted: pack id to number."""
-    running: list[int] = field(default_factory=list)
-    """Pack numbers of the commit that did not return."""
-    failed: list[list[int]] = field(default_factory=list)
-    """Pack numbers of failed commits since the last successful one. Each of them was applied, or was not."""
-    manifest: str = ""
+    writers: list[Writer] = field(default_factory=list)
+    """Of the last round."""
     pinned: bool = False
     """Whether the pinned request was acknowledged, or found by the next writer."""
-    cursor: bytes | None = None
-    """Cursor after the last acknowledged commit."""
     kills: int = 0
     acknowledged: int = 0
     evicted: int = 0
 
-    def apply(self, line: dict[str, Any]) -> None:
-        """Process one line of the writer's output."""
+    def apply(self, line: dict[str, Any], writer: Writer) -> set[bytes]:
+        """Process one line of a writer's output; return the packs that its commit evicted."""
         if "intent" in line:
             if line["failed"]:
-                self.failed.append(self.running)
-            self.running, self.manifest = list(line["intent"]), str(line["manifest"])
-            return
+                writer.failed.append(writer.running)
+            writer.running, writer.manifest = list(line["intent"]), str(line["manifest"])
+            return set()
         for number in line["done"]:
             self.packs[make_pack(self.namespace, number).pack_id] = number
-        for pack_id in line["evicted"]:
-            self.packs.pop(bytes.fromhex(pack_id), None)
-            self.evicted += 1
         self.acknowledged += len(line["done"])
-        self.pinned = self.pinned or (self.manifest == PINNED and self._ran())
-        self.cursor = bytes.fromhex(str(line["cursor"]))
-        self.running, self.failed = [], []
+        self.pinned = self.pinned or (writer.manifest == PINNED and self._ran(writer))
+        writer.cursor = bytes.fromhex(str(line["cursor"]))
+        writer.running, writer.failed = [], []
+        return {bytes.fromhex(pack_id) for pack_id in line["evicted"]}
 
-    def _ran(self) -> bool:
+    def forget(self, pack_ids: Iterable[bytes]) -> None:
+        """Remove evicted packs."""
+        for pack_id in pack_ids:
+            self.packs.pop(pack_id, None)
+            self.evicted += 1
+
+    def _ran(self, writer: Writer) -> bool:
         """Return whether the running commit was applied. A writer killed in its first commit leaves no request."""
-        return bool(self.running) and all(make_pack(self.namespace, one).pack_id in self.packs for one in self.running)
+        packs = [make_pack(self.namespace, number).pack_id for number in writer.running]
+        return bool(packs) and all(pack_id in self.packs for pack_id in packs)
 
 
-def kill_one(url: str, first: int, seed: int, lines: int, delay_s: float, expected: Expected) -> None:
-    """Run a writer, kill it ``delay_s`` seconds after its first ``lines`` lines, and process all of its output."""
-    command = [sys.executable, "-m", "tests.crash.writer", url, str(first), str(seed)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+def kill_some(url: str, firsts: Sequence[int], lines: int, delays_s: Sequence[float], expected: Expected) -> None:
+    """Run a writer for each number in ``firsts``, and kill them one after the other. Process all of their output.
+
+    :param lines: the first kill waits for so many lines of each writer.
+    :param delays_s: seconds before each kill.
+    """
+    processes = []
+    for first in firsts:
+        command = [sys.executable, "-m", "tests.crash.writer", url, str(first), str(first)]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE))
+    outputs = []
+    for process in processes:
         assert process.stdout is not None
-        output = b"".join(process.stdout.readline() for _ in range(lines))
+        outputs.append(b"".join(process.stdout.readline() for _ in range(lines)))
+    readers = [ThreadPoolExecutor(1).submit(process.stdout.read) for process in processes if process.stdout is not None]
+    for process, delay_s in zip(processes, delays_s, strict=True):
         time.sleep(delay_s)
         process.kill()
-        output += process.stdout.read()
-    for line in output.split(b"\n")[:-1]:
-        expected.apply(json.loads(line))
+    expected.writers = []
+    evicted: set[bytes] = set()
+    for process, reader, output in zip(processes, readers, outputs, strict=True):
+        whole = output + reader.result()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+        expected.writers.append(Writer())
+        for line in whole.split(b"\n")[:-1]:
+            evicted |= expected.apply(json.loads(line), expected.writers[-1])
+    expected.forget(evicted)  # last: a pack may be evicted by another writer than its own
 
 
 @lru_cache(maxsize=256)
@@ -102,23 +140,25 @@ def check(backend: LmdbBackend, expected: Expected) -> None:
     """Compare the store with the expected content. Remove the packs that the commit in progress evicted from it."""
     namespace = expected.namespace
     held = tables(backend, namespace)
-    changes = backend.changes(namespace, expected.cursor)
+    cursors = [writer.cursor for writer in expected.writers if writer.cursor is not None]
+    changes = backend.changes(namespace, min(cursors, default=None))
     if not changes.reset:
-        for pack_id in changes.removed:
-            expected.packs.pop(pack_id, None)
-            expected.evicted += 1
+        expected.forget(expected.packs.keys() & changes.removed.keys())
     lost = set(expected.packs) - set(held)
     assert not lost, f"{len(lost)} acknowledged packs are lost"
 
-    for group in filter(None, [*expected.failed, expected.running]):
+    attempts = [group for writer in expected.writers for group in [*writer.failed, writer.running]]
+    for group in filter(None, attempts):
         names = {make_pack(namespace, number).pack_id: number for number in group}
         names = {pack_id: number for pack_id, number in names.items() if pack_id not in changes.removed}
         assert all(name in held for name in names) or held.keys().isdisjoint(names), "a commit was applied in part"
         expected.packs.update({pack_id: number for pack_id, number in names.items() if pack_id in held})
     manifests = {manifest.id for manifest in backend.manifests(namespace)}
-    if expected.running:
-        present = make_pack(namespace, expected.running[0]).pack_id in held
-        assert (expected.manifest in manifests) == present, "a commit was applied in part"
+    for writer in expected.writers:
+        if writer.running:
+            pack_id = make_pack(namespace, writer.running[0]).pack_id
+            if pack_id not in changes.removed:  # by another writer
+                assert (writer.manifest in manifests) == (pack_id in held), "a commit was applied in part"
     assert set(held) == set(expected.packs), "packs are present that were evicted or never written"
     for pack_id, number in expected.packs.items():
         assert read_pack(backend, namespace, held[pack_id]) == payload(namespace, number), "wrong bytes"
@@ -134,7 +174,7 @@ def check(backend: LmdbBackend, expected: Expected) -> None:
 
 
 def run(kills: int, seed: int, directory: Path, seconds: float, placement: str) -> Expected:
-    """Run and kill up to ``kills`` writers within the time limit, with a check after each.
+    """Run and kill writers in ``kills`` rounds within the time limit, with a check after each.
 
     :raises AssertionError: an invariant is violated; the message has the seed and the number of the kill.
     """
@@ -145,14 +185,15 @@ def run(kills: int, seed: int, directory: Path, seconds: float, placement: str) 
     for number in range(kills):
         if time.monotonic() > deadline:
             break
-        lines = FILLING_LINES if number == 0 else 1
-        kill_one(url, NUMBERS_A_ROUND * number, seed + number, lines, draw.uniform(0.0, 0.25), expected)
-        expected.kills += 1
+        lines, writers = (FILLING_LINES, 1) if number == 0 else (1, draw.choice((1, 1, 2, 4)))
+        firsts = [NUMBERS_A_ROUND * (MOST_WRITERS * number + writer) for writer in range(writers)]
+        kill_some(url, firsts, lines, [draw.uniform(0.0, 0.25) for _ in range(writers)], expected)
+        expected.kills += writers
         backend = LmdbBackend.open(StoreUrl.parse(url))
         try:
             check(backend, expected)
         except AssertionError as error:
-            raise AssertionError(f"{placement}, seed {seed}, kill {number}: {error}") from error
+            raise AssertionError(f"{placement}, seed {seed}, round {number}, {writers} writers: {error}") from error
         finally:
             backend.close()
     return expected
@@ -160,7 +201,7 @@ def run(kills: int, seed: int, directory: Path, seconds: float, placement: str) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=200, help="for each placement")
+    parser.add_argument("--kills", type=int, default=200, help="rounds of kills, for each placement")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=3600.0, help="time limit for each placement")
     arguments = parser.parse_args()

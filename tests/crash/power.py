@@ -38,7 +38,7 @@ from persistkv.testing.samples import payload_of
 from persistkv_lmdb import LmdbBackend
 from tests.crash.disk import FAILED, Disk, Record, read_log
 from tests.crash.forks import Outcome, run_in_fork
-from tests.crash.loop import CAPACITY, NUMBERS_A_ROUND, PLACEMENTS, Expected, check, payload
+from tests.crash.loop import CAPACITY, NUMBERS_A_ROUND, PLACEMENTS, Expected, Writer, check, payload
 from tests.crash.recorder import build_recorder
 from tests.crash.writer import IDENTITY, make_pack
 
@@ -127,18 +127,20 @@ class _ExpectedWithHeld(Expected):
     """Content that must be present. It includes the packs that a new writer found in the store."""
 
     def __init__(self) -> None:
-        super().__init__(IDENTITY.digest)
+        super().__init__(IDENTITY.digest, writers=[Writer()])
         self.has_output = False
 
-    def apply(self, line: dict[str, Any]) -> None:
+    def process(self, line: dict[str, Any]) -> None:
+        """Process one line of the present writer's output."""
         self.has_output = True
+        (writer,) = self.writers
         if "held" in line:
-            unknown = [number for group in (*self.failed, self.running) for number in group]
+            unknown = [number for group in (*writer.failed, writer.running) for number in group]
             names = {make_pack(self.namespace, number).pack_id: number for number in unknown} | self.packs
             held = {bytes.fromhex(str(pack_id)) for pack_id in line["held"]}
             assert held <= set(names), "a writer found packs that were never written"
             self.packs = {pack_id: names[pack_id] for pack_id in held}
-        super().apply(line)
+        self.forget(self.apply(line, writer))
 
 
 def open_and_check(url: str, store: Path, expected: _ExpectedWithHeld) -> Outcome:
@@ -211,7 +213,7 @@ def run(cuts: int, seed: int, directory: Path, seconds: float, placement: str) -
                 disk.replay(step)
                 continue
             for line in _lines(step):
-                expected.apply(line)
+                expected.process(line)
         done = moment
         disk.rebuild(target, draw)
         url = f"lmdb://{target / STORE}?capacity={CAPACITY}&placement={placement}"

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -174,9 +174,9 @@ class OtherNamespace(NamespaceView):
             for key, pack in zip(keys, holders, strict=True)
         ]
 
-    def distrust(self, packs: Iterable[HeldPack]) -> None:
-        packs = list(packs)
-        super().distrust(packs)
+    def distrust(self, packs: Sequence[HeldPack], bad_frames: Mapping[bytes, int]) -> None:
+        super().distrust(packs, {})
+        self._counters.verification_failures += sum(bad_frames.get(pack.pack_id, 0) for pack in packs)
         for pack in packs:
             self._own.index.remove_hints(pack.table.keys.fingerprints)
 

@@ -9,8 +9,8 @@ from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptStoreError
 from persistkv.storage.catalog.rows import PACKS, PIECES, STATES, NamespaceState, pack_table
 from persistkv_lmdb import LmdbBackend
-from persistkv_lmdb.allocator import Allocator, decode_extents
-from persistkv_lmdb.fsck import pages_of, recount, space_faults
+from persistkv_lmdb.allocator import Allocator, decode_extents, pages_of
+from persistkv_lmdb.fsck import recount, space_faults
 from persistkv_lmdb.layout import EXTENTS, Transaction
 
 

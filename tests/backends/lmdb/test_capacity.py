@@ -85,14 +85,14 @@ def gc_disabled() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.parametrize(("blocks", "stored"), [(96, True), (512, False)])
+@pytest.mark.parametrize(("blocks", "stored"), [(128, True), (512, False)])
 def test_commit_retried_or_rejected_releases_references_to_pack(
     open_store: Opener, identity: Identity, second_attempts: list[int], gc_disabled: None, blocks: int, stored: bool
 ) -> None:
     """The commit drops its references to the rows when it ends, without a run of the garbage collector."""
     backend = open_store("?capacity=16MiB")
     namespace = backend.open_namespace(identity).id
-    commit_many(backend, namespace, 80, blocks=4, block_bytes=64 << 10)
+    commit_many(backend, namespace, 1500, 50, blocks=1, block_bytes=8 << 10)  # more than one transaction evicts
     second_attempts.clear()
     pack = sample_pack(namespace, 1000, blocks=blocks, block_bytes=64 << 10)
     pack_id, alive = pack.pack_id, weakref.ref(pack)

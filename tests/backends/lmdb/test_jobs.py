@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ import pytest
 
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.memory.rows import Rows
+from persistkv.storage.backend import CommitBatch
 from persistkv.storage.executor import Executor
 from persistkv.storage.format.pack import FRAME_BYTES
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
 from persistkv.storage.store import Store
+from persistkv.testing.samples import sample_pack
 from tests.backends.lmdb.conftest import Opener
 
 BLOCK = 64 << 10
@@ -119,7 +122,45 @@ def test_read_bad_frame_misses_its_blocks_only(open_store_with_rows: Callable[..
     assert [found[number] for number in range(BLOCKS) if number not in bad] == [
         held[number] for number in range(BLOCKS) if number not in bad
     ]
+    store.refresh()
     assert store.counters.verification_failures == 1
+
+
+def test_read_pack_overwritten_meanwhile_misses_and_counts_no_damage(
+    open_store_with_rows: Callable[..., Store],
+    open_store: Opener,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    path: Path,
+) -> None:
+    """After the extents of a pack are looked up and before they are read, another engine evicts and overwrites it."""
+    store = open_store_with_rows()
+    store.put("r", block_keys(0, BLOCKS), range(BLOCKS), range(BLOCKS))
+    store.flush()
+    drop_from_page_cache(path)
+    other = open_store()
+    before = [table.pack_id for table in other.changes(store.namespace, None).added]
+    new = [sample_pack(store.namespace, seed, blocks=BLOCKS // 4, block_bytes=BLOCK) for seed in range(8)]
+    preadv, overwritten, overwriting = os.preadv, list[bool](), threading.Lock()
+
+    def overwrite_first(*arguments: Any) -> int:
+        with overwriting:
+            if not overwritten:
+                overwritten.append(True)
+                other.commit(store.namespace, CommitBatch(deletions=before))
+                other.commit(store.namespace, CommitBatch(new[:4]))  # in what was reserved for it
+                other.commit(store.namespace, CommitBatch(new[4:]))
+        return preadv(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", overwrite_first)
+        assert loaded(store, range(BLOCKS)) == [None] * BLOCKS
+    store.refresh()
+    assert store.counters.verification_failures == 0
+    assert store.counters.missed_blocks == BLOCKS
+    assert "do not verify" not in caplog.text
+    kept = {table.pack_id for table in other.changes(store.namespace, None).added}
+    assert kept == {pack.pack_id for pack in new}
 
 
 def test_read_one_failing_disk_call_misses_its_blocks_only(

@@ -61,7 +61,7 @@ def check_extents(
     rows: dict[str, dict[bytes, bytes]], name: bytes, payload: bytes, file: Path, totals: tuple[int, int, int]
 ) -> None:
     """Check that the only segment holds the payload of the only pack."""
-    total, free, aging = totals
+    total, free, reserved = totals
     ((owner, extents),) = rows["extents"].items()
     assert owner == name
     ((segment, page, pages),) = struct.iter_unpack("<III", extents)
@@ -73,9 +73,8 @@ def check_extents(
     places = {struct.unpack(">II", key): struct.unpack("<I", row)[0] for key, row in rows["free"].items()}
     assert sum(places.values()) == free
     assert rows["sizes"] == {struct.pack(">III", count, *place): b"" for place, count in places.items()}
-    ages = {struct.unpack(">QII", key)[1:]: struct.unpack("<I", row)[0] for key, row in rows["aging"].items()}
-    assert sum(ages.values()) == aging
-    assert total == pages + free + aging
+    assert rows["reserved"] == {}, "the store was closed"
+    assert (total, reserved) == (pages + free, 0)
     assert rows["pieces"] == {}
 
 
@@ -97,7 +96,7 @@ def test_layout_after_commits_matches_format_documentation(
     rows = dump()
     assert set(rows) == set(DATABASES)
     clock = rows["meta"].pop(b"clock")
-    total, free, aging = struct.unpack("<QQQ", rows["meta"].pop(b"space", bytes(24)))
+    total, free, reserved = struct.unpack("<QQQ", rows["meta"].pop(b"space", bytes(24)))
     assert rows["meta"] == {
         b"format": b"PKVLMDB1" + struct.pack("<I", 1),
         b"capacity": struct.pack("<Q", 64 << 20),
@@ -129,7 +128,8 @@ def test_layout_after_commits_matches_format_documentation(
     if placement == "inline":
         check_pieces(rows, namespace + kept.pack_id, payload)
     else:
-        check_extents(rows, namespace + kept.pack_id, payload, path / "segments" / "00000000.seg", (total, free, aging))
+        totals = (total, free, reserved)
+        check_extents(rows, namespace + kept.pack_id, payload, path / "segments" / "00000000.seg", totals)
 
     fingerprints = b"".join(struct.pack("<Q", xxhash.xxh3_64_intdigest(key)) for key in gone.keys.unpack())
     removal = b"-" + gone.pack_id + fingerprints

@@ -251,6 +251,22 @@ def test_transaction_directory_replaced_by_other_files_raises_and_leaves_them(
     check_holds(backend, namespace, [3])
 
 
+def test_commit_segment_removed_and_created_again_after_writing_writes_again(
+    path: Path, backend: LmdbBackend, namespace: bytes, other: OtherProcess, placement: str
+) -> None:
+    """The other process has written its payload and not committed it, when another one notices the removal."""
+    if placement == "inline":
+        pytest.skip("inline payloads have no segment files")
+    commit(backend, namespace, 1)
+    other.stop("stop-written 2")
+    (path / "segments" / "00000000.seg").unlink()
+    commit(backend, namespace, 3)
+    assert (path / "segments" / "00000000.seg").exists()
+    os.kill(other.pid, signal.SIGCONT)
+    assert other.receive() == "committed"
+    check_holds(backend, namespace, [2, 3])
+
+
 def test_commit_segment_file_removed_is_not_written(
     open_store: Opener, path: Path, backend: LmdbBackend, namespace: bytes, placement: str
 ) -> None:

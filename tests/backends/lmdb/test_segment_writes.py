@@ -1,38 +1,77 @@
-"""Segment writes in threads end before their transaction ends, whether it commits or fails."""
+"""Segment writes in threads end before their commit ends or tries again, whether it succeeds or fails."""
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from persistkv.errors import StoreError
+from persistkv.memory.rows import ByteArray
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.catalog import CatalogTransaction
-from persistkv.testing.samples import sample_pack
+from persistkv.storage.format.codec import RawCodec
+from persistkv.storage.format.pack_writer import PackWriter, Segment
+from persistkv.testing.conformance.suite import read_pack, tables
+from persistkv.testing.samples import payload_of, sample_keys
 from persistkv_lmdb import LmdbBackend
-from persistkv_lmdb.commit import Amount, Room
+from persistkv_lmdb.commit import Room
 from tests.backends.lmdb.consistency import find_faults
 
+MIB = 1 << 20
 SECONDS = 30.0  # longest wait for an event
 
 
-def test_commit_out_of_space_waits_for_segment_writes_before_evicting(
+class AlignedSource:
+    """Blocks of 1 MiB in aligned memory, so that writes need no copies and overlap.
+
+    :param on_last: called when the last third of the blocks is read.
+    """
+
+    def __init__(self, blocks: int, on_last: Callable[[], None] = lambda: None) -> None:
+        self.memory = memoryview(mmap.mmap(-1, blocks * MIB))
+        self.on_last, self.last = on_last, 2 * blocks // 3
+        for block in range(blocks):
+            self.memory[block * MIB : (block + 1) * MIB] = bytes([block + 1]) * MIB
+
+    def gather(self, start: int, stop: int) -> ByteArray:
+        return np.frombuffer(self.memory[start * MIB : stop * MIB], np.uint8).reshape(stop - start, MIB)
+
+    def pieces(self, start: int, stop: int) -> list[memoryview]:
+        if start >= self.last:
+            self.on_last()
+        return [self.memory[start * MIB : stop * MIB]]
+
+
+def aligned_pack(namespace: bytes, on_last: Callable[[], None] = lambda: None) -> PackWriter:
+    return PackWriter(namespace, RawCodec(), [Segment(0, MIB, sample_keys(1, 12), AlignedSource(12, on_last))])
+
+
+def test_commit_disk_full_waits_for_segment_writes_before_evicting(
     backend: LmdbBackend, namespace: bytes, placement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lack of space is found during the writes. The transactions that evict begin after these writes have ended."""
+    """One of two writes finds the disk full. No transaction begins before the other write has ended."""
     if placement == "inline":
         pytest.skip("LMDB writes inline payloads itself")
     may_write, writes = threading.Event(), threading.Event()
-    running, summed_up, refused, begun = list[bool](), list[bool](), list[int](), list[int]()
-    pwritev, sum_up, used, begin = os.pwritev, CatalogTransaction.finish, Room.used, Room.__init__
+    calls, running, refused, begun = list[bool](), list[bool](), list[int](), list[int]()
+    pwritev, begin = os.pwritev, Room.__init__
 
-    def slow(*arguments: Any) -> Any:
+    def write(*arguments: Any) -> Any:
+        calls.append(True)
+        if len(calls) == 2:
+            assert writes.wait(SECONDS)
+            refused.append(len(running))
+            threading.Timer(0.1, may_write.set).start()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         running.append(True)
         writes.set()
         assert may_write.wait(SECONDS)
@@ -40,41 +79,29 @@ def test_commit_out_of_space_waits_for_segment_writes_before_evicting(
         running.pop()
         return written
 
-    def note_sum(self: CatalogTransaction) -> None:
-        sum_up(self)
-        summed_up.append(True)
-
-    def report_too_much_once(self: Room) -> Amount:
-        if not summed_up or refused:
-            return used(self)
-        assert writes.wait(SECONDS)
-        refused.append(len(running))
-        threading.Timer(0.1, may_write.set).start()
-        return Amount(1 << 60, 1 << 60)
-
     def note_begin(self: Room, *arguments: Any, **options: Any) -> None:
         begun.append(len(running))
         begin(self, *arguments, **options)
 
+    pack = aligned_pack(namespace)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwritev", slow)
-        patch.setattr(CatalogTransaction, "finish", note_sum)
-        patch.setattr(Room, "used", report_too_much_once)
+        patch.setattr(os, "pwritev", write)
         patch.setattr(Room, "__init__", note_begin)
-        backend.commit(namespace, CommitBatch([sample_pack(namespace, 1, blocks=3, block_bytes=1 << 20)]))
-    assert refused == [1], "no write was running when the lack of space was found"
-    assert len(begun) > 1
-    assert not any(begun), "a transaction began while writes of the previous one were running"
+        backend.commit(namespace, CommitBatch([pack]))
+    assert refused == [1], "no write was running when the disk was found full"
+    assert len(begun) > 2
+    assert not any(begun), "a transaction began while a write was running"
+    assert read_pack(backend, namespace, pack.table) == payload_of(pack)
     assert find_faults(backend) == []
 
 
-def test_commit_aborted_waits_for_its_segment_writes(
+def test_commit_failed_waits_for_its_segment_writes(
     backend: LmdbBackend, namespace: bytes, placement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next transaction may reuse the extents, and the engine reuses the rows as soon as the commit has failed."""
+    """The next commit writes into the same extents, and the engine reuses the rows as soon as the commit has failed."""
     if placement == "inline":
         pytest.skip("LMDB writes inline payloads itself")
-    may_write, running, writes = threading.Event(), [], []
+    may_write, running, writes = threading.Event(), list[bool](), list[int]()
     pwritev = os.pwritev
 
     def slow(*arguments: Any) -> Any:
@@ -84,19 +111,21 @@ def test_commit_aborted_waits_for_its_segment_writes(
         running.pop()
         return writes[-1]
 
-    def fail(self: CatalogTransaction) -> None:
+    def fail() -> None:
         threading.Timer(0.1, may_write.set).start()
-        raise StoreError("aborted")
+        raise StoreError("unreadable")
 
-    pack = sample_pack(namespace, 1, blocks=3, block_bytes=1 << 20)
+    pack = aligned_pack(namespace, fail)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", slow)
-        patch.setattr(CatalogTransaction, "finish", fail)
-        with pytest.raises(StoreError, match="aborted"):
+        with pytest.raises(StoreError, match="unreadable"):
             backend.commit(namespace, CommitBatch([pack]))
         assert writes
         assert not running
+    assert tables(backend, namespace) == {}
+    pack = aligned_pack(namespace)
     backend.commit(namespace, CommitBatch([pack]))
+    assert read_pack(backend, namespace, pack.table) == payload_of(pack)
     assert find_faults(backend) == []
 
 

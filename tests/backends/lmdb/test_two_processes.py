@@ -26,7 +26,10 @@ from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_lmdb import LmdbBackend, files, opening
+from persistkv_lmdb.allocator import Allocator
+from persistkv_tools.packs import check_pack
 from tests.backends.lmdb.conftest import Opener, stdout_of
+from tests.backends.lmdb.consistency import find_faults
 
 PATIENCE_S = 60
 
@@ -35,10 +38,12 @@ import os, signal, sys
 from persistkv.config import StoreUrl
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.catalog import CatalogTransaction
 from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import read_pack
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_lmdb import LmdbBackend
+from persistkv_lmdb.segments import SegmentFiles
 
 namespace = bytes.fromhex(sys.argv[2])
 
@@ -48,9 +53,29 @@ class SignallingPack:
     def __getattr__(self, name):
         return getattr(self.pack, name)
     def stream(self):
+        for piece in self.pack.stream():
+            yield piece
         say("inside")
         os.kill(os.getpid(), self.number)
-        yield from self.pack.stream()
+
+signals, finish = [], CatalogTransaction.finish
+
+def signalling_finish(self):
+    finish(self)
+    if self.grew and signals:
+        say("inside")
+        os.kill(os.getpid(), signals.pop())
+
+CatalogTransaction.finish = signalling_finish
+after_sync, sync = [], SegmentFiles.sync
+
+def signalling_sync(self):
+    sync(self)
+    if after_sync:
+        say("inside")
+        os.kill(os.getpid(), after_sync.pop())
+
+SegmentFiles.sync = signalling_sync
 
 def say(text):
     os.write(1, text.encode() + b"\\n")
@@ -60,8 +85,13 @@ def do(command, seed):
     if command == "read":
         payload = payload_of(pack)
         return "right" if read_pack(backend, namespace, pack.table) == payload else "missing"
+    number = signal.SIGSTOP if command.startswith("stop") else signal.SIGKILL
     if command in ("stop", "die"):
-        pack = SignallingPack(pack, signal.SIGSTOP if command == "stop" else signal.SIGKILL)
+        signals.append(number)
+    if command == "stop-written":
+        after_sync.append(number)
+    if command in ("stop-writing", "die-writing"):
+        pack = SignallingPack(pack, number)
     backend.commit(namespace, CommitBatch([pack]))
     return "committed"
 
@@ -104,7 +134,14 @@ class OtherProcess:
         return self.receive()
 
     def stop_in_transaction(self, seed: int) -> None:
-        assert self.request(f"stop {seed}") == "inside"
+        self.stop(f"stop {seed}")
+
+    def stop_while_writing(self, seed: int) -> None:
+        """Stop the process when it has written most of a payload."""
+        self.stop(f"stop-writing {seed}")
+
+    def stop(self, command: str) -> None:
+        assert self.request(command) == "inside"
         _, status = os.waitpid(self.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status)
 
@@ -260,6 +297,61 @@ def test_commit_after_writer_killed_in_transaction_discards_its_pack(
     second = commit(backend, namespace, 3)
     assert set(tables(backend, namespace)) == {first.pack_id, second.pack_id}
     check_totals(backend)
+
+
+@pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
+def test_commit_writer_stopped_while_writing_payload_is_not_blocked(
+    backend: LmdbBackend,
+    namespace: bytes,
+    other: OtherProcess,
+    placement: str,
+    short_timeouts: None,
+    end: signal.Signals,
+) -> None:
+    """Others fill and evict the store meanwhile. What the stopped process writes is in nobody's way."""
+    if placement == "inline":
+        pytest.skip("inline payloads are written in the transaction")
+    other.stop_while_writing(2)
+    for seed in range(3, 60):
+        pack = sample_pack(namespace, seed, blocks=32, block_bytes=1 << 16)
+        backend.commit(namespace, CommitBatch([pack]))
+    assert find_faults(backend) == []
+    before = tables(backend, namespace)
+    os.kill(other.pid, end)
+    if end == signal.SIGCONT:
+        assert other.receive() == "committed"
+        pack = sample_pack(namespace, 2)
+        assert read_pack(backend, namespace, tables(backend, namespace)[pack.pack_id]) == payload_of(pack)
+    else:
+        other.process.wait(PATIENCE_S)
+    for seed in sorted(range(60, 90)):
+        backend.commit(namespace, CommitBatch([sample_pack(namespace, seed, blocks=32, block_bytes=1 << 16)]))
+    assert find_faults(backend) == []
+    after = tables(backend, namespace)
+    for pack_id, table in before.items():
+        if pack_id in after:
+            assert check_pack(backend, table) == [], pack_id.hex()
+
+
+def test_commit_after_writer_killed_while_writing_takes_over_what_it_reserved(
+    open_store: Opener, backend: LmdbBackend, namespace: bytes, start: Callable[..., OtherProcess], placement: str
+) -> None:
+    if placement == "inline":
+        pytest.skip("inline payloads reserve nothing")
+    for seed in range(20):
+        other = start()
+        assert other.receive() == "open"
+        assert other.request(f"commit {seed}") == "committed"
+        assert other.request(f"die-writing {100 + seed}") == "inside"
+        assert other.process.wait(PATIENCE_S) == -signal.SIGKILL
+    assert len(tables(backend, namespace)) == 20
+    with backend.environment.transaction() as transaction:
+        assert Allocator(transaction).writers() == [0]
+    commit(backend, namespace, 200)
+    assert find_faults(backend) == []
+    backend.close()
+    with open_store(read_only=True).environment.transaction() as transaction:
+        assert Allocator(transaction).reserved == 0
 
 
 @pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])

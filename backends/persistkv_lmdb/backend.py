@@ -36,6 +36,7 @@ from persistkv_lmdb.commit import BatchCommit, StaleError, compact
 from persistkv_lmdb.environment import ENVIRONMENTS, Environment
 from persistkv_lmdb.files import ReplacedError
 from persistkv_lmdb.layout import DEFAULT_CAPACITY, PLACEMENTS, Transaction, is_capacity, read_policy, write_policy
+from persistkv_lmdb.mounts import remote_type
 from persistkv_lmdb.opening import delete_quarantined, quarantined
 
 logger = logging.getLogger(__name__)
@@ -132,6 +133,7 @@ class LmdbBackend(CatalogBackend):
             expected = f"an absolute path: lmdb:///{url.location} (three slashes), or lmdb://{path.absolute()}"
             raise ConfigurationError("url", f"lmdb://{url.location}", expected)
         read_only = read_only or options.read_only
+        _refuse_remote(path)
         files.prepare_directory(path, read_only=read_only)
         if not read_only and files.is_on_read_only_file_system(path):
             logger.warning("%s is on a read-only file system: opened for reading, new content is dropped", path)
@@ -341,3 +343,18 @@ class LmdbBackend(CatalogBackend):
         if self._shared is not None:
             shared, self._shared = self._shared, None
             ENVIRONMENTS.release(shared)
+
+
+def _refuse_remote(store: Path) -> None:
+    """Raise a ConfigurationError if other hosts may write the file system that a store is on, or will be on."""
+    existing = next((path for path in (store, *store.parents) if path.exists()), None)
+    if existing is None:
+        return
+    with files.translated_at_open(store):
+        kind = remote_type(existing)
+    if kind is not None and not files.is_on_read_only_file_system(existing):
+        expected = (
+            f"a directory on a local disk; this one is on {kind}, where LMDB's locks and memory map do not work. Hosts "
+            "share a bucket instead (s3://BUCKET/PREFIX); a file system that is mounted read-only is read"
+        )
+        raise ConfigurationError("url", f"lmdb://{store}", expected)

@@ -1,0 +1,56 @@
+"""Type of the file system that a path is on. LMDB's locks and memory map need a local one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+MOUNTS = Path("/proc/self/mountinfo")
+
+_REMOTE = frozenset(
+    {
+        *("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "wekafs", "panfs"),
+        *("glusterfs", "ocfs2", "gfs2", "orangefs", "pvfs2"),
+    }
+)
+_REMOTE_FUSE = (
+    "sshfs",
+    "s3fs",
+    "mount-s3",
+    "mountpoint-s3",
+    "gcsfuse",
+    "goofys",
+    "rclone",
+    "glusterfs",
+    "juicefs",
+    "ceph",
+)
+
+
+def remote_type(path: Path) -> str | None:
+    """Return the type of the file system if other hosts may write it, as in ``/proc/self/mountinfo``: ``nfs4``.
+
+    Return None for local ones, and if the type is not known: a type that is not listed here is taken for local.
+
+    :raises OSError: the path cannot be read.
+    """
+    kind = _type_of(path)
+    if kind is None:
+        return None
+    is_remote = kind in _REMOTE or kind.removeprefix("fuse.").startswith(_REMOTE_FUSE)
+    return kind if is_remote else None
+
+
+def _type_of(path: Path) -> str | None:
+    device = path.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # no /proc
+        return None
+    for line in lines:  # id, parent, device, root, mount point, options, tags …, "-", type, source, options
+        mount, _, rest = line.partition(" - ")
+        fields = mount.split()
+        if len(fields) > 2 and fields[2] == number:
+            return rest.split()[0] if rest else None
+    return None

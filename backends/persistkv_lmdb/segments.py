@@ -105,8 +105,8 @@ class SegmentFiles:
         self._direct = True
 
     def grow(self, segment: int, before: int, pages: int) -> None:
-        """Extend a segment file from ``before`` pages, as LMDB records it, to ``pages`` pages; allocate disk space for
-        them.
+        """Extend a segment file durably from ``before`` pages, as LMDB records it, to ``pages`` pages; allocate disk
+        space for them.
 
         :raises StoreFullError: the disk has no space for them; the file is truncated to ``before`` pages.
         """
@@ -114,6 +114,7 @@ class SegmentFiles:
             fd = self._descriptors(segment, create=True).buffered
             try:
                 os.posix_fallocate(fd, before * PAGE_BYTES, (pages - before) * PAGE_BYTES)
+                os.fdatasync(fd)  # the transaction may record the length before payloads are written and synced
             except OSError:
                 with suppress(OSError):
                     os.ftruncate(fd, before * PAGE_BYTES)

@@ -69,7 +69,7 @@ _MORE = (0, 2, 8, 32)
 """Amounts to evict, tried in order, for a batch that does not fit. 0: as much as the capacity requires. Others:
 additionally this multiple of the batch's bytes, because free pages may be too fragmented."""
 _WIDER_BY = 8  # at least 1/8 more
-_TURN_S = 0.01  # pause between transactions: another process that waits for the lock polls every 5 ms
+_TURN_S = 0.01  # pause between transactions: other threads of the process get the GIL and the lock
 _PATIENCE_S = 0.5  # wait of a commit for readers that still see evicted packs; a read takes about 20 ms
 _MAX_AHEAD = 256 << 20  # 256 MiB: a commit of 128 MiB, plus the previous one, whose pages are not reusable yet
 _MAX_RESERVED = 64 << 20  # 64 MiB: reserved for the next commit of a process
@@ -338,7 +338,7 @@ class BatchCommit:
         if self._seen in (None, cursor):
             return
         needs = self._batch.needs
-        if needs is None or not all(self._holds(rows, pack_id) for pack_id in needs):
+        if needs is None or any(rows.get(PACKS, self._namespace + pack_id) is None for pack_id in needs):
             raise StaleError
         self._interleaved = True
 

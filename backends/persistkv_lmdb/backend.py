@@ -347,10 +347,8 @@ class LmdbBackend(CatalogBackend):
 
 def _refuse_remote(store: Path) -> None:
     """Raise a ConfigurationError if other hosts may write the file system that a store is on, or will be on."""
-    existing = next((path for path in (store, *store.parents) if path.exists()), None)
-    if existing is None:
-        return
     with files.translated_at_open(store):
+        existing = next(path for path in (store, *store.parents) if path.exists())
         kind = remote_type(existing)
     if kind is not None and not files.is_on_read_only_file_system(existing):
         expected = (

@@ -178,7 +178,7 @@ class Environment:
                                 yield Transaction(begun, self._databases)
                                 if self._payloads is not None and write:
                                     self._payloads.allocator.finish()
-                                    self.files.sync_names()
+                                    self.files.sync_growth()
                                 if guard is not None:
                                     guard.lock.mark(begun=True)
                             finally:

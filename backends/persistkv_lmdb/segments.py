@@ -81,8 +81,8 @@ class _Descriptors(NamedTuple):
 
 
 class SegmentFiles:
-    """Segment files of a store. ``read`` and ``lengths`` are thread-safe. ``grow``, ``fit`` and ``sync_names`` need the
-    writer lock; one thread at a time may write payloads, from ``write`` to ``sync`` or ``abandon``.
+    """Segment files of a store. ``read`` and ``lengths`` are thread-safe. ``grow``, ``fit`` and ``sync_growth`` need
+    the writer lock; one thread at a time may write payloads, from ``write`` to ``sync`` or ``abandon``.
 
     :raises OSError: the store's directory cannot be opened.
     """
@@ -98,6 +98,7 @@ class SegmentFiles:
         self.replacements = 0
         """Number of files found deleted and replaced by new ones. What was written into them before is lost."""
         self._touched: set[int] = set()
+        self._grown: set[int] = set()
         self._unnamed = False  # a power loss may remove new files: their directory was not synced since their creation
         self._pool: ThreadPool | None = None
         self._writes: list[Future[None]] = []  # started in other threads since the last ``settle``
@@ -105,8 +106,8 @@ class SegmentFiles:
         self._direct = True
 
     def grow(self, segment: int, before: int, pages: int) -> None:
-        """Extend a segment file durably from ``before`` pages, as LMDB records it, to ``pages`` pages; allocate disk
-        space for them.
+        """Extend a segment file from ``before`` pages, as LMDB records it, to ``pages`` pages; allocate disk space for
+        them. The transaction must call ``sync_growth`` before it commits.
 
         :raises StoreFullError: the disk has no space for them; the file is truncated to ``before`` pages.
         """
@@ -114,11 +115,11 @@ class SegmentFiles:
             fd = self._descriptors(segment, create=True).buffered
             try:
                 os.posix_fallocate(fd, before * PAGE_BYTES, (pages - before) * PAGE_BYTES)
-                os.fdatasync(fd)  # the transaction may record the length before payloads are written and synced
             except OSError:
                 with suppress(OSError):
                     os.ftruncate(fd, before * PAGE_BYTES)
                 raise
+            self._grown.add(segment)
             self._unnamed = self._unnamed or not before
 
     def fit(self, segments: Mapping[int, int]) -> None:
@@ -213,11 +214,16 @@ class SegmentFiles:
                 if _is_deleted(self._descriptors(segment).buffered):
                     raise ReplacedError(f"{self._path}: segment {segment} was removed while it was written")
 
-    def sync_names(self) -> None:
-        """Make the names of new files durable.
+    def sync_growth(self) -> None:
+        """Make the lengths of files that grew and the names of new ones durable. Otherwise a power loss could leave a
+        file shorter than LMDB records, and a full disk would refuse the space.
 
-        :raises StoreError: they may be lost; the next call tries again.
+        :raises StoreError: some may be lost; the next call tries again.
         """
+        with translated_io(self._path):
+            for segment in sorted(self._grown):
+                os.fdatasync(self._descriptors(segment).buffered)
+        self._grown.clear()
         if not self._unnamed:
             return
         with translated_io(self._path):

@@ -83,7 +83,7 @@ def split(extents: Sequence[Extent], pages: int) -> tuple[list[Extent], list[Ext
 
 
 def without(extents: Iterable[Extent], removed: Iterable[Extent]) -> list[Extent]:
-    """Return the parts of extents that are in none of ``removed``, each of which lies within one extent."""
+    """Return the extents without the pages of ``removed``. Each removed extent lies within one of them."""
     gone = sorted(removed)
     left: list[Extent] = []
     for extent in extents:

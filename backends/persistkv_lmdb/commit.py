@@ -5,10 +5,10 @@ With placement ``extents``, a commit has three steps, and holds the writer lock 
 1. Reserve extents for the packs that the store lacks, in a transaction. Usually the previous commit has done it: each
    commit reserves as much for the next one as recent commits took.
 2. Write the packs into these extents, and sync the files.
-3. Commit the rows of the packs in a transaction. What was reserved and not used is free again.
+3. Commit the rows of the packs in a transaction. The unused part of the reservation is free again.
 
-Reserved extents count as used, so the capacity holds at each moment. If the process dies, the next process that claims
-its number takes them over, and a writer that lacks space releases them.
+Reserved extents count as used, so the capacity holds at each moment. The reservation of a process that died is released
+by the next process that reserves in a transaction of its own: its first commit does, and each one that lacks space.
 
 LMDB reuses freed pages from the second transaction after the one that freed them. A batch therefore cannot reuse the
 pages of the catalogue that it frees itself: each commit evicts for later commits. If that is not enough (large batch,
@@ -152,11 +152,13 @@ class BatchCommit:
             self._replacements = environment.files.replacements
         with environment.transaction() as rows:
             self._check_seen(rows, read_state(rows, self._namespace).cursor)  # before the work of writing
-            spare = self._spare(rows)
-            return self._unplaced(rows), spare
+            spare = self._spare(rows)  # first: it may forget placed packs
+            unplaced = [pack for pack in self._added(rows) if pack.pack_id not in self._placed]
+            return unplaced, spare
 
     def _reserve(self) -> tuple[list[NewPack], list[Extent]]:
-        """Reserve extents for the packs that the store lacks. If the segments are full, evict for them.
+        """Reserve extents for the packs that the store lacks. If the segments are full, evict for them. Release the
+        reservations of dead processes.
 
         :returns: the packs, and the extents.
         :raises StoreFullError: more must be evicted than one transaction can; nothing changed.
@@ -166,8 +168,8 @@ class BatchCommit:
             commit, room = self._begin(transaction)
             environment.release_reserved(transaction)
             writer, allocator = environment.claim_writer(), room.payloads.allocator
-            allocator.free_now(self._spare(transaction))
             kept = [extent for extents in self._placed.values() for extent in extents]
+            allocator.free_now(room.spare)
             allocator.reserve(writer, kept)
             commit.touch(self._batch.touches)
             room.widen(room.need)
@@ -176,12 +178,11 @@ class BatchCommit:
             ended = commit.evict(lambda: room.used().plus(room.need).within(room.limit), _EVICTED_AT_ONCE)
             if ended is not Evicted.ENOUGH:
                 raise room.full()
-            lacking = self._unplaced(transaction)
-            taken = room.payloads.take(_bound_pages(lacking), first=self._renews)
+            taken = room.payloads.take(_bound_pages(room.unplaced), first=self._renews)
             allocator.reserve(writer, [*kept, *taken])
             commit.finish()
         self._note(commit)
-        return lacking, taken
+        return room.unplaced, taken
 
     def _write_packs(self, packs: Sequence[NewPack], extents: Sequence[Extent]) -> None:
         """Write packs one behind the other into reserved extents, durably, without the writer lock."""
@@ -207,38 +208,47 @@ class BatchCommit:
         environment, batch = self._environment, self._batch
         with environment.transaction(write=True) as transaction:
             commit, room = self._begin(transaction)
-            if not room.is_inline:
-                self._check_placed(transaction)
-                room.payloads.placed = {self._namespace + pack_id: place for pack_id, place in self._placed.items()}
+            if not room.is_inline and (room.unplaced or environment.files.replacements != self._replacements):
+                raise NotPlacedError
+            room.payloads.placed = {self._namespace + pack_id: place for pack_id, place in self._placed.items()}
             room.check()
+
             commit.remove(batch)
             commit.add(batch)
             commit.expire(read_ttl(transaction))
             if commit.grew:
-                environment.taken.append(room.payloads.published_bytes)
-                if environment.writer is not None:
-                    room.payloads.release_rest(environment.writer)
-                room.widen(Amount(0, 0))
-                goal = room.low_watermark()
-                commit.evict(lambda: room.used().within(goal), _EVICTED_AT_ONCE)
-                room.payloads.shrink(room.payloads.limit)
-                if environment.writer is not None:
-                    room.reserve_ahead(environment.writer)
+                self._prepare_next(commit, room)
             commit.finish()
+
             if commit.grew and not room.used().within(room.limit):
                 raise room.full()
+            # Last: a segment that is removed after this moment is noticed by the next transaction only.
             environment.files.check_present({extent.segment for place in self._placed.values() for extent in place})
         self._note(commit)
-        for pack in batch.packs:
-            if pack.pack_id in self._placed and self._namespace + pack.pack_id not in room.payloads.published:
-                pack.restart()  # another process has stored it meanwhile
+        self._restart_unpublished(room)
         return CommitResult(commit.cursor, self._evicted, interleaved=self._interleaved)
 
-    def _check_placed(self, transaction: Transaction) -> None:
-        """Raise NotPlacedError unless all packs to add are in extents that are still reserved for this process."""
-        self._spare(transaction)
-        if self._unplaced(transaction) or self._environment.files.replacements != self._replacements:
-            raise NotPlacedError
+    def _prepare_next(self, commit: CatalogTransaction, room: Room) -> None:
+        """Free what the batch did not need, evict, and reserve extents, so that the next commit need not."""
+        environment = self._environment
+        environment.taken.append(room.payloads.published_bytes)
+        if environment.writer is not None:
+            room.payloads.release_rest(environment.writer)
+
+        room.widen(Amount(0, 0))
+        goal = room.low_watermark()
+        commit.evict(lambda: room.used().within(goal), _EVICTED_AT_ONCE)
+
+        room.payloads.shrink(room.payloads.limit)
+        if environment.writer is not None:
+            room.reserve_ahead(environment.writer)
+
+    def _restart_unpublished(self, room: Room) -> None:
+        """Mark the written packs that another process has stored meanwhile as not written by this commit."""
+        for pack in self._batch.packs:
+            is_published = self._namespace + pack.pack_id in room.payloads.published
+            if pack.pack_id in self._placed and not is_published:
+                pack.restart()
 
     def _spare(self, rows: Transaction) -> list[Extent]:
         """Return the extents that are reserved for this process and that no placed pack is in.
@@ -254,13 +264,8 @@ class BatchCommit:
         self._placed.clear()
         return reserved
 
-    def _unplaced(self, rows: Transaction) -> list[NewPack]:
-        """Return the packs that the batch adds to the store, without placed ones: those not held, or that it deletes
-        first.
-        """
-        return [pack for pack in self._added(rows) if pack.pack_id not in self._placed]
-
     def _added(self, rows: Transaction) -> list[NewPack]:
+        """Return the packs that the batch adds to the store: those not held, or that it deletes first."""
         packs: dict[bytes, NewPack] = {}
         for pack in self._batch.packs:
             packs.setdefault(pack.pack_id, pack)
@@ -329,8 +334,10 @@ class BatchCommit:
         room = Room(self._environment, transaction, as_it_is=as_it_is)
         commit = CatalogTransaction(transaction, room.payloads, self._namespace, self._keep)
         self._check_seen(transaction, commit.cursor)
+        room.spare = self._spare(transaction)  # first: it may forget placed packs
         added = self._added(transaction)
-        room.need = room.need_of(added, [pack for pack in added if pack.pack_id not in self._placed], self._batch)
+        room.unplaced = [pack for pack in added if pack.pack_id not in self._placed]
+        room.need = room.need_of(added, room.unplaced, self._batch)
         return commit, room
 
     def _check_seen(self, rows: Transaction, cursor: bytes) -> None:
@@ -393,7 +400,7 @@ class BatchCommit:
             commit, room = self._begin(transaction, as_it_is=more > 0)
             self._environment.release_reserved(transaction)
             commit.touch(self._batch.touches)
-            spare = pages_of(self._spare(transaction))
+            spare = pages_of(room.spare)
             need = room.need._replace(payload=max(0, room.need.payload - spare * PAGE_BYTES))
             if not more:
                 room.widen(need)
@@ -442,6 +449,10 @@ class Room:
         self._growth = max(0, segments - self._segments)
         self.need = Amount(0, 0)
         """Upper estimate of the bytes that the batch adds. Any further ones use the reserve for deletions."""
+        self.unplaced: list[NewPack] = []
+        """Packs that the batch adds and that are not in extents yet."""
+        self.spare: list[Extent] = []
+        """Extents that are reserved for this process and that no placed pack is in."""
 
     @property
     def _segments(self) -> int:

@@ -126,7 +126,8 @@ class Environment:
         """Bytes that recent commits of this process took in the segments: an estimate for the next ones."""
         self._map_lock = _MapLock()
         self._writing = threading.Lock()
-        self._writer: int | None = None  # the claimed number
+        self.writer: int | None = None
+        """Number under which LMDB records the reservation of this process; None before ``claim_writer``."""
         self._stuck = 0  # a wait for readers with a snapshot of this transaction, or of an older one, timed out
         self._is_open = False
         self._is_closed = False
@@ -208,27 +209,25 @@ class Environment:
         finally:
             self._writing.release()
 
-    @property
-    def writer(self) -> int | None:
-        """Number under which LMDB records what is reserved for this process; None before ``claim_writer``."""
-        return self._writer
-
     def claim_writer(self) -> int:
-        """Claim the number of this process if it has none yet, and return it. Call this within a write transaction.
+        """Claim the number of this process if it has none yet, and return it.
 
-        The process takes over what a dead process with this number had reserved: its writes have ended.
+        Call this within a write transaction, after ``release_reserved``: a dead process may have had the number.
+
+        :raises StoreError: the store is open read-only, or the file system refuses the lock.
         """
-        if self._writer is None:
-            assert self._guard is not None, "a write transaction needs a guard"
-            self._writer = self._guard.claim()
-        return self._writer
+        if self.writer is None:
+            if self._guard is None:
+                raise StoreError(f"{self.path} is open read-only")
+            self.writer = self._guard.claim()
+        return self.writer
 
     def release_reserved(self, transaction: Transaction, *, own: bool = False) -> None:
-        """Make free, in a write transaction, what is reserved for dead processes, and with ``own`` for this one."""
+        """Release the reservations of dead processes in a write transaction; ``own``: also that of this process."""
         allocator, guard = self.payloads(transaction).allocator, self._guard
         for writer in allocator.writers():
-            is_dead = writer != self._writer and guard is not None and not guard.is_claimed(writer)
-            if is_dead or (own and writer == self._writer):
+            is_dead = writer != self.writer and guard is not None and not guard.is_claimed(writer)
+            if is_dead or (own and writer == self.writer):
                 allocator.release(writer)
 
     def payloads(self, transaction: Transaction) -> Payloads:
@@ -358,16 +357,16 @@ class Environment:
             self._guard.close()
 
     def _return_reserved(self) -> None:
-        """Make free what is reserved for this process, unless that takes long: later writers do it as well."""
-        if self._writer is None or self._guard is None or not self._writing.acquire(timeout=_RETURN_PATIENCE_S):
+        """Release the reservation of this process, unless the lock is busy: later writers release it as well."""
+        if self.writer is None or self._guard is None or not self._writing.acquire(timeout=_RETURN_PATIENCE_S):
             return
         try:
             with suppress(StoreError), self._guard.lock.held(_RETURN_PATIENCE_S):
                 with self.transaction() as transaction:
-                    if not read_reserved(transaction, self._writer):
+                    if not read_reserved(transaction, self.writer):
                         return
                 with self.transaction(write=True) as transaction:
-                    self.payloads(transaction).allocator.release(self._writer)
+                    self.payloads(transaction).allocator.release(self.writer)
         finally:
             self._writing.release()
 

@@ -37,8 +37,9 @@ def remote_type(path: Path) -> str | None:
     kind = _type_of(path)
     if kind is None:
         return None
-    is_remote = kind in _REMOTE or kind.removeprefix("fuse.").startswith(_REMOTE_FUSE)
-    return kind if is_remote else None
+    program = kind.removeprefix("fuse.")
+    is_remote_fuse = program != kind and program.startswith(_REMOTE_FUSE)
+    return kind if kind in _REMOTE or is_remote_fuse else None
 
 
 def _type_of(path: Path) -> str | None:

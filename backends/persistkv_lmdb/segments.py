@@ -96,7 +96,7 @@ class SegmentFiles:
         self._open: dict[int, _Descriptors] = {}  # opened on first use
         self._deleted: list[_Descriptors] = []  # of deleted files; open because other threads may be reading
         self.replacements = 0
-        """Number of files found deleted and replaced by new ones. What was written into them before is lost."""
+        """Number of files that were deleted by others and created again. Earlier writes to them are lost."""
         self._touched: set[int] = set()
         self._grown: set[int] = set()
         self._unnamed = False  # a power loss may remove new files: their directory was not synced since their creation

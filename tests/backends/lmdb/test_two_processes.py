@@ -333,7 +333,7 @@ def test_commit_writer_stopped_while_writing_payload_is_not_blocked(
             assert check_pack(backend, table) == [], pack_id.hex()
 
 
-def test_commit_after_writer_killed_while_writing_takes_over_what_it_reserved(
+def test_commit_after_writer_killed_while_writing_releases_its_reservation(
     open_store: Opener, backend: LmdbBackend, namespace: bytes, start: Callable[..., OtherProcess], placement: str
 ) -> None:
     if placement == "inline":

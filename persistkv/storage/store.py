@@ -367,31 +367,23 @@ class Store:
         catalogue, (packs, ends) = self.catalogue, transaction
         try:
             for retries_left in reversed(range(_STALE_RETRIES + 1)):
-                writers: list[PackWriter] = []
-                needs: dict[bytes, None] = {}
-                for writer in packs:
-                    holders = await self._holders(writer)
-                    if holders is None:
-                        writers.append(writer)
-                    else:
-                        needs.update(dict.fromkeys(holders))
-                pack_of: dict[bytes, bytes] = {}
-                if ends:
-                    keys = dict.fromkeys(key for end in ends for group in end.group_keys for key in group)
-                    pack_of = {key: writer.pack_id for writer in writers for key in writer.keys.unpack()}
-                    pack_of |= await catalogue.pack_of(list(keys))
+                writers, needs = await self._divide(packs)
+                pack_of = await self._pack_of(writers, ends)
                 manifests = [make_manifest(end, pack_of, catalogue.block_bytes) for end in ends]
                 seen = catalogue.cursor if retries_left else None
                 written = [manifest for manifest, _ in manifests if manifest is not None]
                 made = zip(ends, manifests, strict=True)
                 pins = [(end.manifest_id, True) for end, (write, _) in made if write is not None and end.retention.pin]
-                for write in written:
-                    needs.update(dict.fromkeys(write.packs))
-                for writer in writers:
-                    needs.pop(writer.pack_id, None)
-                memory = self._shares.transaction
+                needs.update(pack_id for write in written for pack_id in write.packs)
+                needs.difference_update(writer.pack_id for writer in writers)
                 batch = CommitBatch(
-                    writers, written, touches=uses, pins=pins, seen=seen, needs=list(needs), memory=memory
+                    writers,
+                    written,
+                    touches=uses,
+                    pins=pins,
+                    seen=seen,
+                    needs=list(needs),
+                    memory=self._shares.transaction,
                 )
                 result = await catalogue.commit(batch)
                 if not result.stale:
@@ -407,6 +399,32 @@ class Store:
             self._ended(writer, True)
         self.news.persisted += [(end.request, whole) for end, (_, whole) in zip(ends, manifests, strict=True)]
         return True
+
+    async def _divide(self, packs: Iterable[PackWriter]) -> tuple[list[PackWriter], set[bytes]]:
+        """Return the packs with a block that the store lacks, and the ids of those that hold the blocks of the others.
+
+        :raises StoreError: the key tables could not be read.
+        """
+        lacking: list[PackWriter] = []
+        holding: set[bytes] = set()
+        for writer in packs:
+            holders = await self._holders(writer)
+            if holders is None:
+                lacking.append(writer)
+            else:
+                holding.update(holders)
+        return lacking, holding
+
+    async def _pack_of(self, writers: Iterable[PackWriter], ends: Sequence[RequestEnd]) -> dict[bytes, bytes]:
+        """Return the id of a pack for each key of the ended requests that is held, or that ``writers`` add.
+
+        :raises StoreError: the key tables could not be read.
+        """
+        if not ends:
+            return {}
+        added = {key: writer.pack_id for writer in writers for key in writer.keys.unpack()}
+        keys = dict.fromkeys(key for end in ends for group in end.group_keys for key in group)
+        return added | await self.catalogue.pack_of(list(keys))
 
     async def _holders(self, writer: PackWriter) -> list[bytes] | None:
         """Return the ids of packs that hold all blocks of a pack to write; None if a block is not held."""

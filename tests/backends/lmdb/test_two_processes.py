@@ -556,8 +556,8 @@ def test_commit_deleted_lock_file_recreates_it_and_stays_serialized(
     check_totals(backend)
 
 
-def test_fork_of_killed_writer_holds_neither_lock_nor_guard(
-    open_store: Opener, path: Path, backend: LmdbBackend, namespace: bytes, other: OtherProcess
+def test_fork_of_killed_writer_holds_no_lock_guard_or_number(
+    open_store: Opener, path: Path, backend: LmdbBackend, namespace: bytes, other: OtherProcess, placement: str
 ) -> None:
     """A process forks during a write and is killed. Its live fork holds neither lock, so others can use the store."""
     code = """
@@ -566,6 +566,10 @@ from persistkv.config import StoreUrl
 from persistkv.storage.backend import CommitBatch
 from persistkv_lmdb import LmdbBackend
 backend = LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
+with backend.environment.transaction(write=True) as transaction:
+    payloads = backend.environment.payloads(transaction)
+    taken = () if backend.environment.shares.inline else payloads.take(16)
+    payloads.allocator.reserve(backend.environment.claim_writer(), taken)
 with backend.environment.transaction(write=True):
     child = os.fork()
     if not child:
@@ -583,6 +587,9 @@ os._exit(0)
             forking.kill()
             forking.wait()
             commit(backend, namespace, 1)
+            if placement == "extents":
+                with backend.environment.transaction() as rows:
+                    assert Allocator(rows).writers() == [0], "the dead process's number is taken"
             assert other.request("commit 2") == "committed"
             backend.close()
             other.process.kill()

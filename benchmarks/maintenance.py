@@ -1,4 +1,4 @@
-"""Deleting a pack that many requests share, and compacting a store of many packs: duration, and delay of other writers.
+"""Deleting a pack that many requests share, and returning free space: duration, and delay of other writers.
 
 ``python -m benchmarks.maintenance`` prints both for growing stores. The expected duration is linear in the size of the
 store. Another process, which commits all the while, should wait for single transactions, not for the whole operation.
@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.rig import show
 from persistkv.storage import open_inspectable
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.extensions import InspectableBackend, SupportsCompaction
+from persistkv.storage.extensions import InspectableBackend, SupportsFreeSpace
 from persistkv.storage.identity import Identity
 from persistkv.testing.samples import sample_manifest, sample_pack
 
@@ -51,7 +51,7 @@ def main() -> None:
     arguments = parser.parse_args()
     for title, prepare, run in (
         ("Deleting a pack that so many requests share", share_pack, delete_shared),
-        ("Compacting a store after every other of so many packs of 16 KiB was deleted", scatter, compact),
+        ("Returning free space after every other of so many packs of 16 KiB was deleted", scatter, release),
     ):
         rows = []
         for size in arguments.sizes:
@@ -119,11 +119,10 @@ def scatter(backend: InspectableBackend, namespace: bytes, size: int) -> None:
         backend.commit(namespace, CommitBatch(deletions=[pack.pack_id for pack in packs[::2]]))
 
 
-def compact(backend: InspectableBackend, namespace: bytes) -> None:
-    """Compact the store completely."""
-    assert isinstance(backend, SupportsCompaction)
-    for _ in backend.compact():
-        pass
+def release(backend: InspectableBackend, namespace: bytes) -> None:
+    """Return all free space to the file system."""
+    assert isinstance(backend, SupportsFreeSpace)
+    backend.release_free()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Allocator of pages in the segment files, and payloads of packs. Its state is rows in LMDB, changed in the same
 transactions as the rows of packs.
 
-1. Every page of every recorded segment belongs to exactly one extent: of a pack, reserved by a writer, or free.
+1. Every page of every recorded segment belongs to exactly one extent: of a pack, reserved by a writer, free, or a hole.
+   Holes take no disk space: if a file system has no space for the files, free extents become holes.
 2. Free extents never touch: neighbours are merged.
 3. A writer writes into extents that a committed transaction has reserved for it, and into no others. The bytes are
    durable before the transaction begins that makes the extents a pack's.
@@ -21,7 +22,7 @@ from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptStoreError, StoreFullError
 from persistkv.storage.catalog.rows import META, RowPayloads, Rows
 from persistkv.storage.format.codec import Buffer
-from persistkv_lmdb.layout import EXTENTS, FREE, RESERVED, SEGMENTS, SIZES, SPACE_ROW, Transaction
+from persistkv_lmdb.layout import EXTENTS, FREE, HOLES, RESERVED, SEGMENTS, SIZES, SPACE_ROW, Transaction
 from persistkv_lmdb.segments import Extent, SegmentFiles
 
 _EXTENT = struct.Struct("<III")
@@ -38,7 +39,8 @@ _MOST_SEGMENTS = 64
 segments."""
 _STEPS = 16  # a file grows by 1/16 of the present size, at most by 1/16 of the limit
 _STEP_BYTES = (1 << 20, 128 << 20)  # 1 MiB to 128 MiB: bounds of a step
-_BEYOND = Extent(1 << 32, 0, 0)  # behind all extents
+_MOST_PAGES = (1 << 32) - 1  # of an extent: the size is recorded in 32 bits
+_HOLES_AT_ONCE = 256  # made by one transaction, which takes milliseconds
 _LARGE_BYTES = 16 << 20  # 16 MiB: from this size on, a pack makes the file grow by four times its size
 
 
@@ -104,6 +106,7 @@ class Space(NamedTuple):
     """Counts of 4 KiB pages over all segments, as the last transaction recorded them."""
 
     total: int = 0
+    """Pages with disk space: all but the holes."""
     free: int = 0
     """Pages that can be allocated without growing a file."""
     reserved: int = 0
@@ -132,11 +135,11 @@ class Allocator:
         self._rows = transaction
         self._before = read_space(transaction)
         self.total, self.free, self.reserved = self._before
-        """Pages of all segments; free pages; reserved pages."""
+        """Pages of all segments, without holes; free pages; reserved pages."""
 
     @property
     def used(self) -> int:
-        """Number of segment pages that are not free: of packs, and reserved."""
+        """Number of segment pages of packs, and reserved ones."""
         return self.total - self.free
 
     def segments(self) -> dict[int, int]:
@@ -191,23 +194,15 @@ class Allocator:
         self.reserve(writer, ())
         self.free_now(extents)
 
-    def take_before(self, pages: int, place: Extent) -> list[Extent]:
-        """Allocate ``pages`` pages before ``place`` (by segment, then page): from the first free extent that is large
-        enough, otherwise from several, from the start on. Return an empty list if too few pages are free there.
-        """
-        whole = self._first_fit(pages)
-        found: list[Extent] = []
-        lacks = pages
-        for extent in [whole] if whole is not None and whole < place else self.free_extents():
-            if extent >= place or lacks <= 0:
-                break
-            found.append(extent)
-            lacks -= extent.pages
-        if lacks > 0:
-            return []
+    def take_first(self, pages: int) -> list[Extent]:
+        """Allocate ``pages`` pages from the first free extents, by place."""
         taken: list[Extent] = []
-        for extent in found:
-            taken.append(self._cut(extent, pages))
+        while pages:
+            with self._rows.cursor(FREE) as cursor:
+                if not cursor.first():
+                    raise CorruptStoreError("there are fewer free extents than the totals say")
+                first = _extent_at(cursor.item())
+            taken.append(self._cut(first, pages))
             pages -= taken[-1].pages
         return taken
 
@@ -237,25 +232,43 @@ class Allocator:
             self.free_now([extent])
         return True
 
-    def resize(self, segment: int, before: int, pages: int) -> None:
-        """Record that a segment has ``pages`` pages instead of ``before``. Added pages become free; removed ones are
-        free.
-        """
+    def extend(self, segment: int, before: int, pages: int) -> None:
+        """Record that a segment has ``pages`` pages instead of ``before``; the added ones are free."""
         self._rows.put(SEGMENTS, _SEGMENT.pack(segment), _PAGES.pack(pages))
         self.total += pages - before
-        if pages > before:
-            self.free_now([Extent(segment, before, pages - before)])
-            return
-        tail = self._last_free(segment)
-        if tail is None or tail.end != before or tail.page > pages:
-            raise CorruptStoreError(f"segment {segment}: pages {pages} to {before} are not free")
-        self._replace([tail], Extent(segment, tail.page, pages - tail.page))
-        self.free -= before - pages
+        self.free_now([Extent(segment, before, pages - before)])
 
-    def free_tail(self, segment: int, pages: int) -> int:
-        """Return the number of free pages at the end of a segment that has ``pages`` pages."""
-        tail = self._last_free(segment)
-        return tail.pages if tail is not None and tail.end == pages else 0
+    def empty(self, pages: int, at_most: int) -> list[Extent]:
+        """Turn free pages into holes, from the largest extents on, and return these holes.
+
+        :param pages: number of pages to turn into holes; fewer if fewer are free.
+        :param at_most: maximum number of holes to make.
+        """
+        holes: list[Extent] = []
+        while pages > 0 and self.free and len(holes) < at_most:
+            free = self._best(_MOST_PAGES)
+            kept = free._replace(pages=max(0, free.pages - pages))
+            hole = Extent(free.segment, kept.end, free.pages - kept.pages)
+            self._replace([free], kept)
+            self._rows.put(HOLES, _PLACE.pack(hole.segment, hole.page), _PAGES.pack(hole.pages))
+            self.free -= hole.pages
+            self.total -= hole.pages
+            pages -= hole.pages
+            holes.append(hole)
+        return holes
+
+    def fill(self, hole: Extent, pages: int) -> None:
+        """Record that the first ``pages`` pages of a hole have disk space again, and are free."""
+        self._rows.delete(HOLES, _PLACE.pack(hole.segment, hole.page))
+        if pages < hole.pages:
+            place = _PLACE.pack(hole.segment, hole.page + pages)
+            self._rows.put(HOLES, place, _PAGES.pack(hole.pages - pages))
+        self.total += pages
+        self.free_now([hole._replace(pages=pages)])
+
+    def holes(self) -> Iterator[Extent]:
+        """Yield all holes, ordered by segment and page."""
+        return map(_extent_at, self._rows.starting_with(HOLES, b""))
 
     def finish(self) -> None:
         """Record the totals in LMDB."""
@@ -283,18 +296,6 @@ class Allocator:
             raise CorruptStoreError(f"a free extent of {size} pages is outside of segment {segment}")
         return Extent(segment, page, size)
 
-    def _first_fit(self, pages: int) -> Extent | None:
-        """Return the first free extent with at least ``pages`` pages, by looking at the first extent of each size."""
-        first: Extent | None = None
-        with self._rows.cursor(SIZES) as cursor:
-            found = cursor.set_range(_SIZE.pack(pages, 0, 0))
-            while found:
-                size, segment, page = _unpack(_SIZE, cursor.key())
-                extent = Extent(segment, page, size)
-                first = extent if first is None else min(first, extent)
-                found = cursor.set_range(_SIZE.pack(size + 1, 0, 0))
-        return first
-
     def _join(self, extent: Extent) -> None:
         """Record a free extent, merged with the free extents that it touches."""
         with self._rows.cursor(FREE) as cursor:
@@ -308,12 +309,6 @@ class Allocator:
             touching.append(behind)
             extent = Extent(extent.segment, extent.page, extent.pages + behind.pages)
         self._replace(touching, extent)
-
-    def _last_free(self, segment: int) -> Extent | None:
-        with self._rows.cursor(FREE) as cursor:
-            found = cursor.prev() if cursor.set_range(_PLACE.pack(segment + 1, 0)) else cursor.last()
-            last = _extent_at(cursor.item()) if found else None
-        return last if last is not None and last.segment == segment else None
 
     def _replace(self, old: Iterable[Extent], new: Extent) -> None:
         """Replace free extents by another one, or by none if ``new`` has no pages.
@@ -350,6 +345,8 @@ class Payloads:
         """For each pack to add, by namespace and pack id: the reserved extents that hold its payload already."""
         self.published: set[bytes] = set()
         """Names of the packs that this transaction has added from ``placed``."""
+        self.holes: list[Extent] = []
+        """Holes that this transaction has made, to be punched after its commit."""
         self._rows = transaction
         self._files = files
         self._inline = RowPayloads(transaction)
@@ -384,6 +381,7 @@ class Payloads:
         """Allocate pages; let the segments grow if no free extent is large enough.
 
         :param first: take the first free extents instead of those of the best size, and do not let the segments grow.
+            A copy-on-write file system may refuse to overwrite the same extents for ever.
         :raises StoreFullError: too few pages are free, and the limit or the disk keeps the segments from growing.
         """
         if pages > self.allocator.largest() and not first:
@@ -391,44 +389,26 @@ class Payloads:
         if pages > self.allocator.free:
             free = self.allocator.free * PAGE_BYTES
             raise StoreFullError(f"{pages * PAGE_BYTES} bytes of payload: {free} are free in the segments")
-        return self.allocator.take_before(pages, _BEYOND) if first else self.allocator.take(pages)
+        return self.allocator.take_first(pages) if first else self.allocator.take(pages)
 
     def delete(self, name: bytes) -> None:
         if not self.allocator.retire(name):
             self._inline.delete(name)
 
-    def lower(self, name: bytes, length: int) -> bool:
-        """Move a pack's payload of ``length`` bytes to free pages nearer to the start of the segments. Return False,
-        with nothing changed, if there are too few, or if the payload cannot be read.
-        """
-        extents = read_extents(self._rows, name)
-        taken = self.allocator.take_before(pages_for(length), max(extents)) if extents else []
-        if not extents or not taken:
-            return False
-        payload = memoryview(bytearray(length))
-        if self._files.read([(extents, 0, [payload])]) != [True]:
-            self.allocator.free_now(taken)
-            return False
-        self._files.write(taken, iter([payload]))
-        self.allocator.retire(name)
-        self.allocator.publish(name, taken)
-        return True
+    def shrink(self, limit: int) -> bool:
+        """Return disk space of free pages to the file system, down to ``limit`` bytes in all.
 
-    def shrink(self, limit: int) -> None:
-        """Release free pages at the ends of segments, down to ``limit`` bytes in all. A later transaction truncates the
-        files, because this one may be aborted.
+        :returns: whether more pages could be returned: a transaction makes a bounded number of holes.
         """
         excess = self.allocator.total - limit // PAGE_BYTES
-        if excess <= 0 or not self.allocator.free:
-            return
-        for segment, pages in sorted(self.allocator.segments().items(), reverse=True):
-            count = min(excess, self.allocator.free_tail(segment, pages))
-            if count > 0:
-                self.allocator.resize(segment, pages, pages - count)
-                excess -= count
+        if excess <= 0 or not self.allocator.free or not self._files.punches:
+            return False
+        self.holes += self.allocator.empty(excess, _HOLES_AT_ONCE)
+        return self.allocator.free > 0 and self.allocator.total > limit // PAGE_BYTES
 
     def _grow(self, pages: int) -> None:
-        """Grow segments by at least ``pages`` pages, or by fewer if the limit or the disk prevents it.
+        """Give the segments at least ``pages`` more pages, or fewer if the limit or the disk prevents it: fill holes,
+        then let a file grow.
 
         :raises StoreFullError: the disk is full, and fewer than ``pages`` pages are free.
         """
@@ -439,19 +419,29 @@ class Payloads:
         ahead = 4 * pages if pages * PAGE_BYTES >= _LARGE_BYTES else 0
         step = min(max(total // _STEPS, least, ahead), largest, most // _STEPS)
         wanted = min(max(step, pages), most - total)
-        while wanted > 0:
-            segments = self.allocator.segments()  # truncated ones grow before a new one is created
-            number = next((number for number, held in segments.items() if held < full), max(segments, default=-1) + 1)
-            held = segments.get(number, 0)
-            count = min(wanted, full - held)
-            try:
-                self._files.grow(number, held, held + count)
-            except StoreFullError:
-                if pages > self.allocator.free:
-                    raise
-                return
-            self.allocator.resize(number, held, held + count)
-            wanted -= count
+        try:
+            while wanted > 0:
+                hole = next(self.allocator.holes(), None)
+                wanted -= self._extend(wanted, full) if hole is None else self._fill(hole, wanted)
+        except StoreFullError:
+            if pages > self.allocator.free:
+                raise
+
+    def _fill(self, hole: Extent, wanted: int) -> int:
+        part = hole._replace(pages=min(wanted, hole.pages))
+        self._files.fill(part)
+        self.allocator.fill(hole, part.pages)
+        return part.pages
+
+    def _extend(self, wanted: int, full: int) -> int:
+        """Let a segment of fewer than ``full`` pages grow, or create one; return the number of added pages."""
+        segments = self.allocator.segments()
+        number = next((number for number, held in segments.items() if held < full), max(segments, default=-1) + 1)
+        held = segments.get(number, 0)
+        count = min(wanted, full - held)
+        self._files.grow(number, held, held + count)
+        self.allocator.extend(number, held, held + count)
+        return count
 
 
 def _extent_at(item: Sequence[Buffer]) -> Extent:

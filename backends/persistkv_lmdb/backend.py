@@ -27,12 +27,12 @@ from persistkv.storage.backend import Capabilities, CommitBatch, CommitResult, N
 from persistkv.storage.catalog import CatalogBackend
 from persistkv.storage.catalog.backend import check_batch
 from persistkv.storage.catalog.rows import read_pieces
-from persistkv.storage.extensions import BackendStats, CompactProgress, FreeSpace, Policy
+from persistkv.storage.extensions import BackendStats, FreeSpace, Policy
 from persistkv.storage.format.files import replace_file
 from persistkv.storage.identity import Identity
 from persistkv_lmdb import files
 from persistkv_lmdb.allocator import Allocator, read_extents
-from persistkv_lmdb.commit import BatchCommit, StaleError, compact
+from persistkv_lmdb.commit import BatchCommit, StaleError, fit_capacity, release_free
 from persistkv_lmdb.environment import ENVIRONMENTS, Environment
 from persistkv_lmdb.files import ReplacedError
 from persistkv_lmdb.layout import DEFAULT_CAPACITY, PLACEMENTS, Transaction, is_capacity, read_policy, write_policy
@@ -235,10 +235,7 @@ class LmdbBackend(CatalogBackend):
             if reader is None:  # fragmented, or damaged
                 environment.suspect()
                 raise
-            kept = (
-                f"process {reader[0]} reads the state of transaction {reader[1]}, so the catalogue cannot reuse pages"
-            )
-            raise StoreFullError(f"{self._path}: {kept}: stop it, or continue it if it is stopped") from None
+            raise environment.pinned_error(*reader) from None
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan], *, bypass: bool = False) -> list[bool]:
         with self._transaction() as (environment, rows):
@@ -293,6 +290,9 @@ class LmdbBackend(CatalogBackend):
             raise ConfigurationError("placement", policy.placement, expected)
         with self.rows(write=True) as transaction:
             write_policy(transaction, policy)
+        namespace = next(self.namespaces(), None)
+        if namespace is not None:
+            fit_capacity(self.environment, namespace.id)
 
     def delete_quarantined(self) -> int:
         self._writable()
@@ -308,8 +308,8 @@ class LmdbBackend(CatalogBackend):
                 allocator.largest() * PAGE_BYTES,
             )
 
-    def compact(self) -> Iterator[CompactProgress]:
-        return compact(self._writable())
+    def release_free(self) -> None:
+        release_free(self._writable())
 
     def publish_status(self, engine: str, row: bytes | None) -> None:
         """As in ``SupportsStatus``. The file is not synced, and its bytes do not count towards the capacity. Creating

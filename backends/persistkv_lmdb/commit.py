@@ -1,4 +1,4 @@
-"""Commit of a batch into files of bounded size, and compaction of the segments.
+"""Commit of a batch into files of bounded size.
 
 With placement ``extents``, a commit has three steps, and holds the writer lock during the first and the last:
 
@@ -18,14 +18,14 @@ their pages reusable, and the batch is retried.
 Pages that a reader's snapshot can see are not reusable, however much is evicted. A stopped reader must not cause the
 eviction of the whole store: a batch that lacks only these pages is refused.
 
-The capacity is divided between the catalogue (``data.mdb``) and the segment files. With placement ``extents``, a
-separate transaction raises the bound of the catalogue if the segments leave enough of the capacity.
+The segment files get what the catalogue (``data.mdb``) leaves of the capacity: when it grows, packs are evicted, and
+their disk space returns to the file system.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -37,28 +37,20 @@ from persistkv.storage.backend import CommitBatch, CommitResult
 from persistkv.storage.catalog import CatalogTransaction, Evicted
 from persistkv.storage.catalog.rows import LINKS, PACKS, pack_table, page_bytes, read_state
 from persistkv.storage.catalog.transaction import kept_names, rows_bound
-from persistkv.storage.extensions import CompactProgress
-from persistkv.storage.format.pack import PackTable, align
+from persistkv.storage.format.pack import PackTable
 from persistkv.storage.format.pack_writer import NewPack
 from persistkv_lmdb.allocator import (
     NotPlacedError,
     pages_for,
     pages_of,
-    read_extents,
     read_reserved,
     read_space,
     split,
     without,
 )
-from persistkv_lmdb.environment import (
-    CATALOGUE_AHEAD,
-    LOCK_FILE_BYTES,
-    MIN_CATALOGUE,
-    Environment,
-    wanted_catalogue_bytes,
-)
-from persistkv_lmdb.files import ReplacedError, map_is_full
-from persistkv_lmdb.layout import Transaction, read_ttl, write_catalogue_bytes
+from persistkv_lmdb.environment import CATALOGUE_AHEAD, MIN_CATALOGUE, Environment
+from persistkv_lmdb.files import ReplacedError
+from persistkv_lmdb.layout import Transaction, read_ttl
 from persistkv_lmdb.segments import Extent
 
 _EVICTED_AT_ONCE = 512  # packs and manifests that one transaction evicts or deletes, in tens of milliseconds
@@ -68,21 +60,15 @@ many commits shrink the store."""
 _MORE = (0, 2, 8, 32)
 """Amounts to evict, tried in order, for a batch that does not fit. 0: as much as the capacity requires. Others:
 additionally this multiple of the batch's bytes, because free pages may be too fragmented."""
-_WIDER_BY = 8  # at least 1/8 more
 _TURN_S = 0.01  # pause between transactions: other threads of the process get the GIL and the lock
 _PATIENCE_S = 0.5  # wait of a commit for readers that still see evicted packs; a read takes about 20 ms
 _MAX_AHEAD = 256 << 20  # 256 MiB: a commit of 128 MiB, plus the previous one, whose pages are not reusable yet
+_GROWN_BYTES = 128 << 10  # 128 KiB: pages of the catalogue that each commit may rewrite, besides those of its packs
 _MAX_RESERVED = 64 << 20  # 64 MiB: reserved for the next commit of a process
 _RESERVED_SHARE, _ALL_RESERVED_SHARE = 16, 8
 """At most 1/16 of the segments is reserved for a process's next commit, and at most 1/8 for all processes."""
 _PLACINGS = 4  # of one batch: between writing and commit, another process may delete a pack that was held
 _NO_LIMIT = 1 << 62
-
-MOVED_BYTES = 16 << 20  # 16 MiB: moved per transaction of a compaction, takes tens of milliseconds
-_MOVED_PACKS = 64  # maximum per transaction: more would need more space in the catalogue than a small store has
-_MOVED_ROWS_BYTES = 8 << 10  # 8 KiB: pages of the catalogue that moving one pack may add
-_PASSES = 4  # the old place of a moved pack is reusable only later
-_COMPACTION_PATIENCE_S = 5.0
 
 
 class _NothingLeftError(StoreFullError):
@@ -172,7 +158,6 @@ class BatchCommit:
             allocator.free_now(room.spare)
             allocator.reserve(writer, kept)
             commit.touch(self._batch.touches)
-            room.widen(room.need)
             if not room.need.plus(Amount(0, allocator.reserved * PAGE_BYTES)).within(room.limit):
                 raise room.full()
             ended = commit.evict(lambda: room.used().plus(room.need).within(room.limit), _EVICTED_AT_ONCE)
@@ -235,7 +220,6 @@ class BatchCommit:
         if environment.writer is not None:
             room.payloads.release_rest(environment.writer)
 
-        room.widen(Amount(0, 0))
         goal = room.low_watermark()
         commit.evict(lambda: room.used().within(goal), _EVICTED_AT_ONCE)
 
@@ -290,11 +274,6 @@ class BatchCommit:
                 environment.age()
                 self._drop_shared_manifests(1)
                 return self.write()
-            while map_is_full(full) and not environment.shares.inline and self._widen():
-                try:
-                    return self.write()
-                except StoreFullError as error:
-                    full = error
             for more in _MORE:
                 self._goal = None
                 self._repeat(partial(self._evict_some, more), _TRANSACTIONS)
@@ -337,7 +316,7 @@ class BatchCommit:
         room.spare = self._spare(transaction)  # first: it may forget placed packs
         added = self._added(transaction)
         room.unplaced = [pack for pack in added if pack.pack_id not in self._placed]
-        room.need = room.need_of(added, room.unplaced, self._batch)
+        room.expect(added, room.unplaced, self._batch)
         return commit, room
 
     def _check_seen(self, rows: Transaction, cursor: bytes) -> None:
@@ -377,17 +356,6 @@ class BatchCommit:
         time.sleep(_TURN_S)
         return more
 
-    def _widen(self) -> bool:
-        """Raise the bound of ``data.mdb`` after LMDB found no free page: a large batch rewrites many pages, which are
-        reusable only two transactions later. Return False if the bound cannot be raised.
-        """
-        try:
-            with self._environment.transaction(write=True) as transaction:
-                _, room = self._begin(transaction)
-                return room.widen_by(room.limit.catalogue // _WIDER_BY)
-        except StoreFullError:
-            return False
-
     def _evict_some(self, more: int, at_most: int) -> bool:
         """Make room for the batch in one transaction; return whether more must be evicted.
 
@@ -402,8 +370,6 @@ class BatchCommit:
             commit.touch(self._batch.touches)
             spare = pages_of(room.spare)
             need = room.need._replace(payload=max(0, room.need.payload - spare * PAGE_BYTES))
-            if not more:
-                room.widen(need)
             if self._goal is None:
                 catalogue, payload = room.low_watermark()
                 most = room.used().catalogue - more * need.catalogue if more else catalogue
@@ -416,6 +382,7 @@ class BatchCommit:
             too_much = not room.used().plus(need).within(room.limit)
             if ended is Evicted.ALL and (too_much or not (self._evicted or commit.evicted)):
                 raise _NothingLeftError(str(room.full()))
+            room.payloads.shrink(room.payloads.limit)
             commit.finish()
             self._freed_by = transaction.txn.id()
         self._note(commit)
@@ -446,7 +413,6 @@ class Room:
         segments = read_space(transaction).total * PAGE_BYTES if as_it_is else self.payloads.limit
         self.limit = Amount(environment.limit_bytes(as_it_is=as_it_is), _NO_LIMIT if self.is_inline else segments)
         """Upper bound on ``used()`` after a commit that adds content."""
-        self._growth = max(0, segments - self._segments)
         self.need = Amount(0, 0)
         """Upper estimate of the bytes that the batch adds. Any further ones use the reserve for deletions."""
         self.unplaced: list[NewPack] = []
@@ -462,46 +428,33 @@ class Room:
         """Return the bytes in use, without freed pages: those not reusable yet would not become so by more eviction."""
         return Amount(self._transaction.used_bytes(), self.payloads.allocator.used * PAGE_BYTES)
 
-    def need_of(self, packs: Sequence[NewPack], unplaced: Sequence[NewPack], batch: CommitBatch) -> Amount:
-        """Estimate the bytes that a batch adds.
+    def expect(self, packs: Sequence[NewPack], unplaced: Sequence[NewPack], batch: CommitBatch) -> None:
+        """Estimate ``need``, the bytes that a batch adds. If ``data.mdb`` may grow by more than usual, lower the limit
+        of the segments.
 
         :param packs: those of its packs that are not stored yet; ``unplaced``: those of them that need extents.
         """
         rows = rows_bound(packs, batch.manifests)
         if self.is_inline:
-            return Amount(rows + sum(page_bytes(pack.payload_bound) for pack in packs), 0)
-        return Amount(rows, _bound_pages(unplaced) * PAGE_BYTES)
+            self.need = Amount(rows + sum(page_bytes(pack.payload_bound) for pack in packs), 0)
+            return
+        self.need = Amount(rows, _bound_pages(unplaced) * PAGE_BYTES)
+        if (more := rows - self._environment.shares.growth_bytes // 2) > 0:
+            self.payloads.limit = max(0, self.payloads.limit - more)
+            self.limit = self.limit._replace(payload=min(self.limit.payload, self.payloads.limit))
 
     def check(self) -> None:
         """Raise a StoreFullError if ``need`` exceeds the free space, including the space by which a file may grow."""
         if not any(self.need):
             return
-        free = self.payloads.allocator.free * PAGE_BYTES + self._growth
-        if not self.used().plus(self.need).within(self.limit) or self.need.payload > free:
+        used, allocator = self.used(), self.payloads.allocator
+        self._environment.check_growth(used.catalogue)
+        free = allocator.free * PAGE_BYTES + max(0, self.limit.payload - self._segments)
+        if not used.plus(self.need).within(self.limit) or self.need.payload > free:
             raise self.full()
-
-    def widen(self, need: Amount) -> None:
-        """Make room for ``need`` in the catalogue: raise its bound, or shrink the segments if they leave too little."""
-        lacks = self.used().catalogue + need.catalogue - self.low_watermark().catalogue
-        if lacks > 0 and not self.is_inline and not self.widen_by(2 * lacks + lacks // 8):
-            self.payloads.shrink(self._segments - lacks)
-
-    def widen_by(self, count: int) -> bool:
-        """Raise the bound of ``data.mdb`` by at least ``count`` bytes: in ``limit`` at once, in LMDB's map from the
-        next transaction on. Return False, with nothing changed, if that is impossible: the segments leave too little,
-        or payloads are stored inline.
-        """
-        if self.is_inline:
-            return False
-        held, capacity = self._environment.map_bytes, self._environment.shares.capacity
-        room = capacity - LOCK_FILE_BYTES - held - self._segments
-        wanted = wanted_catalogue_bytes(self._transaction, capacity) - held
-        more = align(max(count, min(wanted, room // PAGE_BYTES * PAGE_BYTES)))
-        if more > room:
-            return False
-        write_catalogue_bytes(self._transaction, held + more)
-        self.limit = self.limit._replace(catalogue=self.limit.catalogue + more)
-        return True
+        is_too_large = self._segments > self.payloads.limit and allocator.free > 0
+        if is_too_large and self._environment.files.punches:  # the catalogue may need the space
+            raise self.full()
 
     def full(self) -> StoreFullError:
         path, capacity = self._environment.path, self._environment.shares.capacity
@@ -512,7 +465,8 @@ class Room:
         catalogue, payload = self.limit
         rewritten = 0 if self.is_inline else min((catalogue - MIN_CATALOGUE) // 2, CATALOGUE_AHEAD)
         reserve = max(rewritten, min(catalogue // 16, _MAX_AHEAD))
-        return Amount(catalogue - reserve, payload - self._ahead_bytes())
+        grows_by = min(2 * self.need.catalogue + _GROWN_BYTES, self._environment.shares.growth_bytes)
+        return Amount(catalogue - reserve, payload - self._ahead_bytes() - grows_by)
 
     def reserve_ahead(self, writer: int) -> None:
         """Reserve extents for the next commit of a writer that has none reserved, as far as there is room."""
@@ -529,79 +483,37 @@ class Room:
         return max(0, min(largest, _MAX_RESERVED, self.limit.payload // _RESERVED_SHARE, share))
 
 
-def compact(environment: Environment) -> Iterator[CompactProgress]:
-    """Return free space of the segments to the file system while engines use the store; yield after each step.
+def fit_capacity(environment: Environment, namespace: bytes) -> None:
+    """Evict until the store fits its capacity, in short transactions; return the space to the file system.
 
-    Packs at the end of the segments are moved, byte for byte, to free extents before them, until no pack can be moved;
-    then the free ends of the files are truncated. A killed compaction leaves a valid store; the next one continues.
-
-    :raises StoreFullError: the catalogue has no space for the rows; packs that were moved stay moved.
+    :param namespace: id of any namespace of the store.
     """
+    while _evict_excess(environment, namespace) is Evicted.SOME:
+        time.sleep(_TURN_S)
+
+
+def _evict_excess(environment: Environment, namespace: bytes) -> Evicted:
+    with environment.transaction(write=True) as transaction:
+        environment.release_reserved(transaction)
+        room = Room(environment, transaction)
+        commit = CatalogTransaction(transaction, room.payloads, namespace)
+        ended = commit.evict(lambda: room.used().within(room.limit), _EVICTED_AT_ONCE)
+        room.payloads.shrink(room.payloads.limit)
+        commit.finish()
+    return ended
+
+
+def release_free(environment: Environment) -> None:
+    """Return all free space of the segments to the file system, in short transactions."""
     with environment.writing(), environment.transaction(write=True) as transaction:
         environment.release_reserved(transaction, own=True)
-    _truncate(environment)
-    waiting = _packs_by_place(environment)
-    total, moved = sum(length for _, length in waiting), 0
-    for _ in range(_PASSES):
-        before = moved
-        while waiting:
-            step = [waiting.pop()]
-            num_bytes = step[0][1]
-            while waiting and len(step) < _MOVED_PACKS and num_bytes + waiting[-1][1] <= MOVED_BYTES:
-                step.append(waiting.pop())
-                num_bytes += step[-1][1]
-            moved += _move(environment, step)
-            yield CompactProgress(moved, max(moved, total))
-            time.sleep(_TURN_S)
-        _truncate(environment)
-        if moved == before:
-            return
-        waiting = _packs_by_place(environment)
-
-
-def _move(environment: Environment, packs: Sequence[tuple[bytes, int]]) -> int:
-    """Move the payloads of packs (name, bytes) to free pages before them; return the bytes moved."""
-    with environment.writing(), environment.transaction(write=True) as transaction:
-        room = Room(environment, transaction)
-        room.need = Amount(_MOVED_ROWS_BYTES * len(packs), 0)
-        room.check()
-        try:
-            moved = sum(length for name, length in packs if room.payloads.lower(name, length))
-            environment.files.sync()
-        except BaseException:
-            environment.files.abandon()
-            raise
-    return moved
+    more = True
+    while more:
+        with environment.transaction(write=True) as transaction:
+            more = environment.payloads(transaction).shrink(0)
+        time.sleep(_TURN_S)
 
 
 def _bound_pages(packs: Iterable[NewPack]) -> int:
     """Return an upper bound on the pages that the payloads of packs take."""
     return sum(pages_for(pack.payload_bound) for pack in packs)
-
-
-def _packs_by_place(environment: Environment) -> list[tuple[bytes, int]]:
-    """Return (namespace id and pack id, payload bytes) of each pack in the segments, in the order of their last
-    extents.
-    """
-    with environment.transaction() as transaction:
-        found = []
-        for key, row in transaction.starting_with(PACKS, b""):
-            table, extents = pack_table(key, row), read_extents(transaction, bytes(key))
-            if table is not None and extents:
-                found.append((max(extents), bytes(key), table.payload_length))
-    return [(name, length) for _, name, length in sorted(found)]
-
-
-def _truncate(environment: Environment) -> None:
-    """Remove free pages at the ends of the segments, and truncate the files, unless the disk has no space for a
-    transaction. First wait up to 5 s for readers that still see freed pages; pages that they see afterwards stay.
-    """
-    try:
-        environment.wait_for_readers(environment.age(), _COMPACTION_PATIENCE_S)
-    except StoreFullError:
-        return
-    for _ in range(2):
-        with environment.transaction(write=True) as transaction:
-            environment.payloads(transaction).shrink(0)
-    with environment.transaction(write=True) as transaction:
-        environment.payloads(transaction)  # truncates what the others committed

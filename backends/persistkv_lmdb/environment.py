@@ -11,8 +11,10 @@
 6. LMDB's lock file names the last transaction for all processes. If ``data.mdb`` holds another one (a failed commit
    that could not be undone, or files of two stores), the lock file is removed. Each process then opens a new one.
 7. One commit of this process at a time writes payloads, into extents that LMDB records as reserved for the process.
-8. The memory map bounds ``data.mdb``. Its size is computed from values that LMDB records, and a write transaction
-   begins only when the map has that size.
+8. The memory map bounds ``data.mdb``. Its size follows from the recorded capacity and placement, and a write
+   transaction begins only when the map has that size.
+9. With placement ``extents``, the segment files get what ``data.mdb`` leaves of the capacity, less an amount by which
+   it may grow in one transaction. When it grows, packs are evicted, and holes are punched in the segment files.
 """
 
 from __future__ import annotations
@@ -41,7 +43,6 @@ from persistkv_lmdb.layout import (
     create_databases,
     open_databases,
     read_capacity,
-    read_catalogue_bytes,
     read_placement,
 )
 from persistkv_lmdb.opening import Guard, open_lmdb
@@ -53,11 +54,13 @@ if TYPE_CHECKING:
 LOCK_FILE_BYTES = 64 << 10  # 64 KiB: upper bound for lock.mdb (512 readers) and the guard file
 MIN_CATALOGUE = 1 << 20  # 1 MiB: twice the pages of a few transactions
 CATALOGUE_AHEAD = 2 << 20  # 2 MiB: pages that a commit rewrites, and those of the last two, not reusable yet
-_CATALOGUE_SHARE, _SMALL_SHARE, _SMALL = 256, 32, 8 << 20
-"""Initial bound of ``data.mdb``: 1/256 of the capacity, and at least the smaller of 1/32 of it and 8 MiB."""
-_YOUNG, _MOST_YOUNG, _MOST = 8, 32, 4
-"""While payloads fill less than 1/8 of a store, their ratio to the catalogue says little about a full store: at most
-1/32 of the store is reserved for the catalogue. Later it is at most 1/4."""
+_CATALOGUE_SHARE = 4  # ``data.mdb`` takes at most 1/4 of the capacity
+_GROWTH_SHARE, _LEAST_GROWTH, _MOST_GROWTH = 256, 1 << 20, 64 << 20
+"""Bytes by which ``data.mdb`` may grow in one transaction: 1/256 of the capacity, 1 MiB to 64 MiB."""
+_UNPUNCHED_BYTES = 1 << 20  # 1 MiB by which files may exceed their recorded space: file systems count metadata, too
+_PINNED_SHARE, _MOST_PINNED = 16, 64 << 20
+"""Bytes by which a stopped reader may let ``data.mdb`` grow: 1/16 of the capacity, at most 64 MiB."""
+_PINNED_TRANSACTIONS = 100  # a reader with an older snapshot counts as stopped: reads take about 20 ms
 _MIN_HEADROOM = 256 << 10  # 256 KiB
 _MAX_HEADROOM = 64 << 20  # 64 MiB
 _BEGIN_ATTEMPTS = 8
@@ -77,33 +80,18 @@ class Shares(NamedTuple):
     inline: bool
     """Whether payloads are stored in ``data.mdb``."""
     catalogue_bytes: int
-    """Bound of ``data.mdb`` in bytes. With placement ``extents`` it is recorded, and at least a fixed share."""
+    """Bound of ``data.mdb`` in bytes."""
+
+    @property
+    def growth_bytes(self) -> int:
+        """Bytes by which ``data.mdb`` may grow in one transaction of the usual size."""
+        return min(max(self.capacity // _GROWTH_SHARE, _LEAST_GROWTH), _MOST_GROWTH)
 
 
 def _read_shares(transaction: Transaction) -> Shares:
     capacity, inline = read_capacity(transaction), read_placement(transaction) == INLINE
-    bound = capacity - LOCK_FILE_BYTES
-    if not inline:
-        bound = min(bound, max(_catalogue_share(capacity) - LOCK_FILE_BYTES, read_catalogue_bytes(transaction)))
-    return Shares(capacity, inline, bound // PAGE_BYTES * PAGE_BYTES)
-
-
-def _catalogue_share(capacity: int) -> int:
-    """Return the initial bytes of ``data.mdb`` plus ``lock.mdb``: at least 1 MiB, or 3/4 of a smaller capacity."""
-    small = max(min(capacity // _SMALL_SHARE, _SMALL), min(MIN_CATALOGUE, capacity // 4 * 3))
-    return max(capacity // _CATALOGUE_SHARE, small)
-
-
-def wanted_catalogue_bytes(transaction: Transaction, whole: int) -> int:
-    """Return the estimated size of ``data.mdb`` in bytes when the store is full of content like the present one.
-
-    The estimate is half as large again as the present share of the catalogue, because requests that share stored blocks
-    add rows to a full store, too. It is kept within bounds that depend on ``whole``, the capacity in bytes.
-    """
-    catalogue, payload = transaction.used_bytes(), read_space(transaction).used_bytes
-    wanted = whole * catalogue // (catalogue + payload) * 3 // 2 + CATALOGUE_AHEAD
-    most = whole // (_MOST_YOUNG if payload < whole // _YOUNG else _MOST)
-    return max(_catalogue_share(whole), min(wanted, most)) - LOCK_FILE_BYTES
+    share = capacity if inline else max(capacity // _CATALOGUE_SHARE, min(MIN_CATALOGUE, capacity // 4 * 3))
+    return Shares(capacity, inline, (share - LOCK_FILE_BYTES) // PAGE_BYTES * PAGE_BYTES)
 
 
 class Environment:
@@ -177,14 +165,17 @@ class Environment:
                         with begun:
                             try:
                                 yield Transaction(begun, self._databases)
-                                if self._payloads is not None and write:
-                                    self._payloads.allocator.finish()
+                                payloads = self._payloads if write else None
+                                if payloads is not None:
+                                    payloads.allocator.finish()
                                     self.files.sync_growth()
                                 if guard is not None:
                                     guard.lock.mark(begun=True)
                             finally:
                                 if write:
                                     self._payloads = None
+                        if payloads is not None:
+                            self.files.punch(payloads.holes)
                         if guard is not None:
                             with suppress(StoreError):  # the next transaction then syncs again
                                 guard.lock.mark(begun=False)
@@ -238,21 +229,22 @@ class Environment:
         if self._payloads is None:
             limit = self._segment_limit_bytes(transaction)
             payloads = Payloads(transaction, self.files, limit, inline=self.shares.inline)
-            self.files.fit(payloads.allocator.segments())  # an aborted transaction of a dead process may have grown it
-            payloads.shrink(self.shares.capacity - LOCK_FILE_BYTES - self.map_bytes)
+            allocator, segments = payloads.allocator, payloads.allocator.segments()
+            on_disk = self.files.fit(segments)  # an aborted transaction of a dead process may have grown them
+            if sum(segments.values()) > allocator.total and on_disk > allocator.total * PAGE_BYTES + _UNPUNCHED_BYTES:
+                self.files.punch(allocator.holes())
+            payloads.shrink(limit)
             self._payloads = payloads
         return self._payloads
 
     def _segment_limit_bytes(self, transaction: Transaction) -> int:
-        """Return the bound on the bytes of all segments: what the bound on ``data.mdb`` leaves of the capacity; if the
-        disk is too small for it, what the present ``data.mdb`` leaves of the disk. Segments do not grow into the
-        expected size of the catalogue; those that exist may exceed it.
+        """Return the bound on the disk space of all segments: what ``data.mdb``, after the growth of one transaction,
+        leaves of the capacity, or of a smaller disk.
         """
-        held, segments, capacity = self.file_bytes(), read_space(transaction).total * PAGE_BYTES, self.shares.capacity
-        disk = LOCK_FILE_BYTES + held + segments + files.free_disk_bytes(self.path)
-        whole, catalogue = (capacity, self.map_bytes) if disk >= capacity else (disk, held)
-        left = max(0, whole - LOCK_FILE_BYTES - catalogue)
-        return min(left, max(segments, whole - LOCK_FILE_BYTES - wanted_catalogue_bytes(transaction, whole)))
+        held, segments = self.file_bytes(), read_space(transaction).total * PAGE_BYTES
+        disk = held + segments + files.free_disk_bytes(self.path)
+        whole = min(self.shares.capacity - LOCK_FILE_BYTES, disk)
+        return max(0, whole - min(self.map_bytes, held + self.shares.growth_bytes))
 
     def limit_bytes(self, *, as_it_is: bool = False) -> int:
         """Return the bound on the used bytes of ``data.mdb`` after a commit that adds content: the catalogue's or the
@@ -296,6 +288,22 @@ class Environment:
             if number.isdecimal():  # ``-``: an idle one
                 found.append((int(number), int(process)))
         return min(found)[::-1] if found else None
+
+    def check_growth(self, used: int) -> None:
+        """Refuse a commit if a stopped reader has made ``data.mdb`` grow far beyond the ``used`` bytes of its content.
+
+        :raises StoreFullError: that is the case; the error names the reader's process.
+        """
+        if self.file_bytes() <= 2 * used + min(self.shares.capacity // _PINNED_SHARE, _MOST_PINNED):
+            return
+        reader = self.oldest_reader()
+        if reader is not None and reader[1] < self._env.info()["last_txnid"] - _PINNED_TRANSACTIONS:
+            raise self.pinned_error(*reader)
+
+    def pinned_error(self, process: int, number: int) -> StoreFullError:
+        """Return the error of a commit that finds no free page because a process reads an old transaction."""
+        kept = f"process {process} reads the state of transaction {number}, so the catalogue cannot reuse pages"
+        return StoreFullError(f"{self.path}: {kept}: stop it, or continue it if it is stopped")
 
     def _oldest_snapshot(self, newest: int) -> int:
         """Return the number of the oldest transaction that a reader of any process may see, at most ``newest``."""

@@ -31,18 +31,19 @@ _META_PAGES = 2
 EXTENTS = "extents"  # namespace, pack id → extents (page ranges of segment files) of a payload that is not inline
 SEGMENTS = "segments"  # number of a segment file → number of its 4 KiB pages
 FREE = "free"  # free extents by place: segment, first page → number of pages
+HOLES = "holes"  # extents without disk space, by place: segment, first page → number of pages
 SIZES = "sizes"  # free extents by size: number of pages, segment, first page → empty
 RESERVED = "reserved"  # number of a writer → extents that it has reserved, in the order in which it uses them
-DATABASES = (*TABLES, EXTENTS, SEGMENTS, FREE, SIZES, RESERVED)
+DATABASES = (*TABLES, EXTENTS, SEGMENTS, FREE, SIZES, HOLES, RESERVED)
 
 # Rows of ``meta``, in addition to the catalogue's: key and shape.
 _FORMAT_ROW, _FORMAT, _MAGIC = b"format", struct.Struct("<8sI"), b"PKVLMDB1"
-_CAPACITY_ROW, _CATALOGUE_ROW, _BYTES = b"capacity", b"catalogue", struct.Struct("<Q")
+_CAPACITY_ROW, _BYTES = b"capacity", struct.Struct("<Q")
 _TTL_ROW, _TTL = b"ttl", struct.Struct("<d")
 _PLACEMENT_ROW = b"placement"
 INLINE = "inline"  # placement of payloads in LMDB, as values
 PLACEMENTS = (INLINE, "extents")  # the other one: in segment files; LMDB holds the extents (page ranges)
-SPACE_ROW = b"space"  # numbers of all, free and reserved pages of the segment files
+SPACE_ROW = b"space"  # numbers of pages of the segment files: with disk space, of these free, and reserved
 
 
 class OtherReleaseError(CorruptStoreError):
@@ -172,15 +173,6 @@ def read_placement(rows: Rows) -> str:
     if placement not in PLACEMENTS:
         raise CorruptStoreError(f"its placement is {row!r}")
     return placement
-
-
-def read_catalogue_bytes(rows: Rows) -> int:
-    """Return the recorded bound of ``data.mdb`` in bytes (placement ``extents``); 0: none is recorded."""
-    return int(_read_number(rows, _CATALOGUE_ROW, _BYTES))
-
-
-def write_catalogue_bytes(rows: Rows, num_bytes: int) -> None:
-    rows.put(META, _CATALOGUE_ROW, _BYTES.pack(num_bytes))
 
 
 def _read_number(rows: Rows, name: bytes, shape: struct.Struct) -> float:

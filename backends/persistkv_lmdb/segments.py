@@ -1,10 +1,12 @@
 """Segment files: ``segments/00000000.seg`` and so on in the store's directory. Their pages hold payloads.
 
-1. A file has the length that LMDB records. It is longer if a transaction that extended it was aborted, or if the
-   process ended after a commit that shortened it. Bytes beyond the recorded length are never read.
-2. Space is allocated without holes: a full disk fails when a file grows, not when it is written.
-3. A file is never removed, only truncated: an open descriptor refers to the same file in all processes. A file or a
-   directory that a user removes is noticed before bytes in it are acknowledged.
+1. A file has the length that LMDB records. It is longer if a transaction that extended it was aborted. Bytes beyond the
+   recorded length are never read.
+2. Space is allocated before it is written: a full disk fails when a file grows or a hole is filled. Holes are punched
+   after the transaction that records them, before the writer lock is released. If a process is killed meanwhile, or
+   its transaction is aborted after it filled a hole, a later transaction notices that the files take too much space.
+3. A file is never removed: an open descriptor refers to the same file in all processes. A file or a directory that a
+   user removes is noticed before bytes in it are acknowledged.
 4. The name of a file is durable before its first pages are allocated, even if its creator was killed or failed.
 5. Payloads are written between two transactions, in extents that the first one reserved. If the process is killed, the
    kernel keeps its claim on them (``Guard.claim``) until its writes have ended, because it closes the files only then.
@@ -22,13 +24,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreError
-from persistkv.memory.libc import address_of
+from persistkv.memory.libc import address_of, punch_hole
 from persistkv.storage.executor import ThreadPool
 from persistkv.storage.format.codec import Buffer
 from persistkv_lmdb.files import SEGMENT_DIRECTORY, ReplacedError, allocated_bytes, is_at, open_regular, translated_io
@@ -81,8 +83,9 @@ class _Descriptors(NamedTuple):
 
 
 class SegmentFiles:
-    """Segment files of a store. ``read`` and ``lengths`` are thread-safe. ``grow``, ``fit`` and ``sync_growth`` need
-    the writer lock; one thread at a time may write payloads, from ``write`` to ``sync`` or ``abandon``.
+    """Segment files of a store. ``read`` and ``lengths`` are thread-safe. ``grow``, ``fill``, ``punch``, ``fit`` and
+    ``sync_growth`` need the writer lock; one thread at a time may write payloads, from ``write`` to ``sync`` or
+    ``abandon``.
 
     :raises OSError: the store's directory cannot be opened.
     """
@@ -122,12 +125,47 @@ class SegmentFiles:
             self._grown.add(segment)
             self._unnamed = self._unnamed or not before
 
-    def fit(self, segments: Mapping[int, int]) -> None:
+    def fill(self, hole: Extent) -> None:
+        """Allocate disk space for a hole. The transaction must call ``sync_growth`` before it commits.
+
+        :raises StoreFullError: the disk has no space for it; it stays a hole.
+        """
+        with translated_io(self._path):
+            fd = self._descriptors(hole.segment).buffered
+            try:
+                os.posix_fallocate(fd, hole.page * PAGE_BYTES, hole.pages * PAGE_BYTES)
+            except OSError:
+                self.punch([hole])
+                raise
+            self._grown.add(hole.segment)
+
+    def punch(self, holes: Iterable[Extent]) -> None:
+        """Return the disk space of pages to the file system. Without effect if it supports no holes, or fails."""
+        for hole in holes:
+            with suppress(OSError):
+                punch_hole(self._descriptors(hole.segment).buffered, hole.page * PAGE_BYTES, hole.pages * PAGE_BYTES)
+
+    @cached_property
+    def punches(self) -> bool:
+        """Whether the file system supports holes in files."""
+        try:
+            fd = self._descriptors(min(self._existing(), default=0)).buffered
+            punch_hole(fd, os.fstat(fd).st_size, PAGE_BYTES)
+        except OSError as error:
+            logger.info(
+                "%s: free space is not returned to the file system, which makes no holes: %s", self._path, error
+            )
+            return False
+        return True
+
+    def fit(self, segments: Mapping[int, int]) -> int:
         """Give each segment file the number of pages that LMDB records: truncate longer files, extend shorter or lost
         ones. Packs whose bytes were lost fail verification when they are read.
 
+        :returns: the bytes of the files on disk.
         :raises StoreFullError: the disk has no space for a lost file.
         """
+        on_disk = 0
         with translated_io(self._path):
             for segment in {*segments, *self._existing()}:
                 expected = segments.get(segment, 0) * PAGE_BYTES
@@ -135,11 +173,16 @@ class SegmentFiles:
                 if _is_deleted(fd):  # it would accept writes that nobody finds
                     self._let_go(segment)
                     fd = self._descriptors(segment, create=True).buffered
-                held = os.fstat(fd).st_size
+                status = os.fstat(fd)
+                held = status.st_size
                 if held > expected:
                     os.ftruncate(fd, expected)
                 elif held < expected:
                     os.posix_fallocate(fd, held, expected - held)
+                if held != expected:
+                    status = os.fstat(fd)
+                on_disk += allocated_bytes(status)
+        return on_disk
 
     def write(self, extents: Sequence[Extent], stream: Iterator[Buffer]) -> int:
         """Start writing a payload to reserved extents. The stream's buffers are in use until ``settle``, ``sync`` or

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from collections.abc import Sequence
 from functools import cache
 
@@ -11,6 +12,7 @@ MADV_POPULATE_READ = 22  # Linux 5.14
 MADV_POPULATE_WRITE = 23  # Linux 5.14
 MADV_COLLAPSE = 25  # Linux 6.1
 
+_FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
 _MAP_FIXED = 0x10
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -44,6 +46,16 @@ def map_shared(files: Sequence[tuple[int, int]], alignment: int) -> int:
     return int(address)
 
 
+def punch_hole(fd: int, offset: int, num_bytes: int) -> None:
+    """Release the disk space of a byte range of a file, which then reads as zeros; the file keeps its length.
+
+    :raises OSError: the file system supports no holes (``EOPNOTSUPP``), or the disk failed.
+    """
+    if _libc().fallocate(fd, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, offset, num_bytes):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
 def unmap(address: int, num_bytes: int) -> None:
     _libc().munmap(address, num_bytes)
 
@@ -68,5 +80,6 @@ def _libc() -> ctypes.CDLL:
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
     libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return libc

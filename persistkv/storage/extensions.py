@@ -8,7 +8,7 @@ other methods.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -262,8 +262,8 @@ class SupportsPolicy(Protocol):
         """Return the store's recorded policy."""
 
     def set_policy(self, policy: Policy) -> None:
-        """Record another capacity and ttl. Open handles in all processes apply them from their next commit on. This
-        call evicts nothing.
+        """Record another capacity and ttl. Open handles in all processes apply them from their next commit on. A local
+        store evicts what exceeds a lower capacity, and returns the disk space, before this call returns.
 
         :raises ConfigurationError: a value is out of range, or the placement differs; nothing changed.
         :raises StoreError: the store is open read-only, or the medium failed; nothing changed.
@@ -284,30 +284,19 @@ class FreeSpace:
     """Size of the largest contiguous free extent. A larger payload is split."""
 
 
-@dataclass(frozen=True)
-class CompactProgress:
-    """Progress of a compaction."""
-
-    moved_bytes: int
-    """Payload bytes moved so far."""
-    total_bytes: int
-    """Payload bytes that the compaction may move."""
-
-
 @runtime_checkable
-class SupportsCompaction(Protocol):
+class SupportsFreeSpace(Protocol):
     """A store that keeps free space and can return it to the medium."""
 
     def free_space(self) -> FreeSpace:
         """Return the free space within the store."""
 
-    def compact(self) -> Iterator[CompactProgress]:
-        """Return as much free space as possible to the medium. Each step of the iterator does part of the work.
+    def release_free(self) -> None:
+        """Return the free space of separate payload files to the medium, as far as it supports that.
 
-        Other processes may use the store meanwhile. The content does not change. If the iteration ends early, the steps
-        up to then stay in effect.
+        Other processes may use the store meanwhile, and take space from the medium again. The content does not change.
 
-        :raises StoreFullError: a step has no room to move packs; the steps before it stay in effect.
+        :raises StoreError: the store is open read-only, or the medium failed; what was returned stays returned.
         """
 
 

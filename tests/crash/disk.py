@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 PAGE_BYTES = 4 << 10  # 4 KiB
 SECTOR_BYTES = 512
-WRITE, SYNCED_WRITE, SYNC, RESIZE, ALLOCATE, CREATE, MKDIR, UNMODELLED, FAILED, REMOVE = range(1, 11)
+WRITE, SYNCED_WRITE, SYNC, RESIZE, ALLOCATE, CREATE, MKDIR, UNMODELLED, FAILED, REMOVE, PUNCH = range(1, 12)
 _HEAD = struct.Struct("<IIQQ")
 
 
@@ -194,6 +194,10 @@ class Disk:
             file = self._files[path]
             if offset + length > len(file.now):
                 file.resize(offset + length)
+        elif op == PUNCH:
+            file = self._files[path]
+            end = min(offset + length, len(file.now))
+            file.write(offset, memoryview(bytes(max(0, end - offset))), synced=False)
         elif op == SYNC and path in self._files:
             self._files[path].sync()
         elif op == SYNC:

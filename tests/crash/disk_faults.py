@@ -61,6 +61,7 @@ from tests.crash.disk import (
     FAILED,
     MKDIR,
     PAGE_BYTES,
+    PUNCH,
     REMOVE,
     RESIZE,
     SYNC,
@@ -98,6 +99,7 @@ _CALLS = {
     MKDIR: "creation of",
     UNMODELLED: "renaming of",
     REMOVE: "removal of",
+    PUNCH: "hole in",
 }
 
 

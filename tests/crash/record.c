@@ -39,7 +39,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { WRITE = 1, SYNCED_WRITE = 2, SYNC = 3, RESIZE = 4, ALLOCATE = 5, CREATE = 6, MKDIR = 7, UNMODELLED = 8, FAILED = 9, REMOVE = 10 };
+enum { WRITE = 1, SYNCED_WRITE = 2, SYNC = 3, RESIZE = 4, ALLOCATE = 5, CREATE = 6, MKDIR = 7, UNMODELLED = 8, FAILED = 9, REMOVE = 10, PUNCH = 11 };
 enum { PASSES = 0, UNDONE = 1, DONE = 2, HALF = 3, DONE_ONCE = 4 };
 
 struct head {
@@ -280,7 +280,8 @@ POSIX_FALLOCATE(posix_fallocate64, off64_t)
 #define FALLOCATE(name, offset_t)                                                       \
     int name(int fd, int mode, offset_t offset, offset_t length) {                      \
         REAL(int, #name, int, int, offset_t, offset_t);                                 \
-        DONE_TO(fd, mode ? UNMODELLED : ALLOCATE, offset, length, real(fd, mode, offset, length), -1); \
+        int op = mode == (FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE) ? PUNCH : mode ? UNMODELLED : ALLOCATE; \
+        DONE_TO(fd, op, offset, length, real(fd, mode, offset, length), -1); \
     }
 FALLOCATE(fallocate, off_t)
 FALLOCATE(fallocate64, off64_t)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.disk import ALLOCATE, CREATE, FAILED, MKDIR, RESIZE, SYNC, SYNCED_WRITE, WRITE, Disk, Record
+from tests.crash.disk import ALLOCATE, CREATE, FAILED, MKDIR, PUNCH, RESIZE, SYNC, SYNCED_WRITE, WRITE, Disk, Record
 from tests.crash.running import run_module
 
 FILE = Path("directory/file")
@@ -76,6 +76,13 @@ def test_disk_unsynced_length_may_be_old_or_new(tmp_path: Path) -> None:
     found = contents_after_loss(disk_of(write(b"a" * PAGE), SYNCED, (RESIZE, FILE, 0, 0, b"")), tmp_path)
     assert {b"a" * PAGE, b""} <= found
     assert {len(content) for content in found if content is not None} == {0, PAGE}
+
+
+def test_disk_punched_pages_may_be_zeros_or_old_and_end_at_file_length(tmp_path: Path) -> None:
+    disk = disk_of(write(b"a" * 2 * PAGE), SYNCED, (PUNCH, FILE, PAGE, 4 * PAGE, b""))
+    found = contents_after_loss(disk, tmp_path)
+    assert {b"a" * 2 * PAGE, b"a" * PAGE + bytes(PAGE)} <= found
+    assert {len(content) for content in found if content} == {2 * PAGE}
 
 
 FAILED_SYNC = (FAILED, FILE, SYNC, 0, b"")

@@ -77,7 +77,6 @@ def test_stats_and_namespaces_return_totals(filled: str) -> None:
         lambda store: store.pin("carl"),
         lambda store: store.label("carl", {"a": "b"}),
         lambda store: store.prune(Selection()),
-        lambda store: store.compact(),
     ],
 )
 def test_read_only_store_refuses_changes(filled: str, change: Any) -> None:
@@ -106,7 +105,6 @@ def test_prune_plan_run_deletes_planned_requests(filled: str) -> None:
         assert store.prune(requests=["bert"]).done.requests == 1
         assert planned.run().requests == 2
         assert ids(store) == ["carl"]
-        assert store.compact() >= 0
 
 
 def test_verify_and_repair_delete_bad_packs(filled: str, tmp_path: Path) -> None:

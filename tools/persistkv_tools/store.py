@@ -16,7 +16,7 @@ from persistkv.config import StoreUrl, parse_size, store_url
 from persistkv.errors import ConfigurationError, StoreError
 from persistkv.storage import open_inspectable
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.extensions import InspectableBackend, SupportsCompaction
+from persistkv.storage.extensions import InspectableBackend
 from persistkv_tools.options import (
     RequestView,
     Selection,
@@ -201,19 +201,6 @@ class StoreHandle:
         if not dry_run:
             prune.run()
         return prune
-
-    def compact(self, progress: Progress | None = None) -> int:
-        """Give free space within the store back to the medium; return the number of bytes by which the store shrank.
-
-        Returns 0 if the store's driver cannot do so, as for a bucket.
-        """
-        backend = self._writable()
-        before = backend.stats().disk_bytes
-        shown = progress or Progress(disable=True)
-        task = shown.add_task("compact", total=None)
-        for step in backend.compact() if isinstance(backend, SupportsCompaction) else ():
-            shown.update(task, completed=step.moved_bytes, total=step.total_bytes)
-        return max(0, before - backend.stats().disk_bytes)
 
     def pin(self, request: str, *, namespace: str | None = None, pinned: bool = True) -> RequestView:
         """Pin a request or unpin it; return the request. A pinned request and its packs are not evicted, and expire

@@ -22,11 +22,12 @@ def find_faults(backend: LmdbBackend) -> list[str]:
     lengths = backend.environment.files.lengths()
     with backend.environment.transaction() as transaction:
         try:
-            segments = Allocator(transaction).segments()
+            segments, holes = Allocator(transaction).segments(), list(Allocator(transaction).holes())
             found = [*space_faults(transaction), *_pack_faults(transaction), *_total_faults(transaction)]
         except CorruptStoreError as error:
             return [str(error)]
     for segment, pages in segments.items():
+        pages -= pages_of(hole for hole in holes if hole.segment == segment)
         if lengths.get(segment, 0) < pages * PAGE_BYTES:
             found.append(f"segment {segment} has {pages} pages, its file {lengths.get(segment, 0)} bytes")
     return found

@@ -172,7 +172,7 @@ def test_prune_plan_marks_pinned_requests(run, family):
     assert [(view["id"], view["pinned"]) for view in plan["requests"]] == [("lone-1", True)]
 
 
-def test_prune_keep_size_prints_free_bytes_and_compact_command(run, tmp_path):
+def test_prune_keep_size_prints_returned_and_remaining_bytes(run, tmp_path):
     url = f"lmdb://{tmp_path}/extents?capacity=256MiB&placement=extents"
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend, block_bytes=65_536)
@@ -181,17 +181,12 @@ def test_prune_keep_size_prints_free_bytes_and_compact_command(run, tmp_path):
     done = run("prune", url, "--keep-size", "10MiB", "--yes")
     assert done.returncode == 0, done.stderr
     assert "deleted: 30 requests, 30 packs, 30.0 MiB" in done.stdout
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("on disk: ")]
-    assert "is free for new content" in line
-    assert f"persistkv prune '{url}' --compact" in line
+    assert "returned to the file system: 3" in done.stdout
     stat = json.loads(run("stat", url, "--json").stdout)
     found = pruned(run, url, "--keep-size", "10MiB", "--yes")
-    assert found["disk_bytes"] == stat["disk_bytes"]
-    assert found["free_bytes"] == stat["free"]["payload_bytes"] + stat["free"]["catalogue_bytes"]
-    assert found["free_bytes"] > 25 << 20
-    done = run("prune", url, "--keep-size", "9MiB", "--compact", "--yes")
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("on disk: ")]
-    assert "--compact" not in line
+    assert found["disk_bytes"] == stat["disk_bytes"] < 12 << 20
+    assert found["free_bytes"] == stat["free"]["catalogue_bytes"]
+    assert stat["free"]["payload_bytes"] == 0
     dry = pruned(run, url, "--keep-size", "1MiB", "--dry-run")
     assert (dry["disk_bytes"], dry["free_bytes"]) == (None, None)
 
@@ -329,24 +324,20 @@ def test_pin_prints_pinned_request(run, family):
     assert done.stdout.startswith("pinned lone-1 ")
 
 
-def test_prune_compact_releases_free_space_to_disk(run, tmp_path):
+def test_prune_beside_writer_returns_free_space_to_disk(run, tmp_path):
     url = f"lmdb://{tmp_path}/extents?capacity=256MiB&placement=extents"
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend, block_bytes=65_536)
         for number in range(40):
             labels = {"user": "anna"} if number % 4 else {}
             writer.add(f"r{number}", " ".join(f"{number}-{word}" for word in range(16)), labels=labels)
-        done = run("prune", url, "--label", "user=anna", "--compact", "--yes", "--json")
+        done = run("prune", url, "--label", "user=anna", "--yes", "--json")
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
         assert found["done"]["requests"] == 30
-        assert found["freed_bytes"] > 10 << 20
+        assert found["done"]["freed_bytes"] > 10 << 20
         writer.add("more", "x y z")
     assert run("verify", url).returncode == 0
-    again = run("prune", url, "--compact", "--yes")
-    assert again.returncode == 0
-    assert "returned to the file system" in again.stdout
-    assert json.loads(run("prune", url, "--compact", "--dry-run", "--json").stdout)["freed_bytes"] is None
 
 
 def test_prune_empty_plan_reads_no_catalogue(contexts):

@@ -12,7 +12,7 @@ import msgspec
 
 from persistkv import open_store
 from persistkv.storage.backend import Namespace
-from persistkv.storage.extensions import BackendStats, FreeSpace, InspectableBackend, SupportsCompaction
+from persistkv.storage.extensions import BackendStats, FreeSpace, InspectableBackend, SupportsFreeSpace
 from persistkv.storage.format.codec import RawCodec
 from persistkv_tools import options, render
 from persistkv_tools.options import AdoptionView, adoptions, show_adoptions
@@ -204,7 +204,7 @@ def store_totals(url: str, backend: InspectableBackend) -> StoreTotals:
         for name in ("requests", "packs", "blocks", "raw_bytes", "stored_bytes"):
             setattr(totals, name, getattr(totals, name) + getattr(space, name))
     free = None
-    if isinstance(backend, SupportsCompaction):
+    if isinstance(backend, SupportsFreeSpace):
         extents = backend.free_space()
         outside = _ratio(extents.payload_bytes - extents.largest_bytes, extents.payload_bytes)
         free = FreeTotals(**asdict(extents), fragmentation=outside)

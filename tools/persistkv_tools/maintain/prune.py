@@ -7,11 +7,11 @@
 4. Pack tables are read only in namespaces where something is to be deleted. A run that finds nothing to delete costs as
    much as listing the requests.
 5. Commits are short. After each one, the command pauses for as long as the commit took (0.2 s at most).
+6. At the end, the store's free space is returned to the file system.
 """
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -31,20 +31,19 @@ from persistkv.storage.extensions import (
     FreeSpace,
     InspectableBackend,
     RequestUse,
-    SupportsCompaction,
+    SupportsFreeSpace,
 )
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackTable
 from persistkv_tools import options, render
 from persistkv_tools.options import FoundRequest, RequestView, Selection
 from persistkv_tools.packs import NamespacePacks, all_keys, keys_of
-from persistkv_tools.progress import byte_progress
 
 _SHOWN = 20
 _COLUMNS = render.columns("request=short_id age=created tokens size=raw_bytes pinned labels namespace")
 _ONE_OF = (
     "at least one of --request, --older-than, --label, --larger-than, --never-hit, --namespace, --keep-size,"
-    " --orphans, --quarantined and --compact"
+    " --orphans and --quarantined"
 )
 _PACKS_AT_ONCE = 64
 _MOST_PAUSE_S = 0.2
@@ -94,6 +93,8 @@ class Done(msgspec.Struct):
     requests: int = 0
     staying: list[str] = []
     """Ids of chosen requests that the store still holds."""
+    freed_bytes: int = 0
+    """Bytes of free space that the store returned to its file system."""
 
 
 def prune(
@@ -121,7 +122,6 @@ def prune(
     quarantined: Annotated[
         bool, typer.Option("--quarantined", help="Also delete the renamed files of damaged stores.")
     ] = False,
-    compact: Annotated[bool, typer.Option("--compact", help="Then return free space to the file system.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")] = False,
     yes: options.Yes = False,
     json: options.Json = False,
@@ -139,10 +139,10 @@ def prune(
     names_requests = bool(request) or selection != Selection() or namespace is not None or keep_bytes is not None
     by_labels = bool(label) and selection == Selection(labels=selection.labels)
     must_all_go = bool(request) or (by_labels and keep_bytes is None)  # any other condition is housekeeping
-    if not (names_requests or orphans or quarantined or compact):
+    if not (names_requests or orphans or quarantined):
         raise MissingOptionError("prune", _ONE_OF)
     options.ensure_consent("prune", "--yes or --dry-run", yes=yes or dry_run, json=json)
-    done, failure, freed, stats, free = None, None, None, None, None
+    done, failure, stats, free = None, None, None, None
     with open_store(url, read_only=dry_run) as store:
         pruning = store.prune(
             selection if names_requests else None,
@@ -164,19 +164,16 @@ def prune(
             except StoreError as error:
                 failure = error
             else:
-                if compact:
-                    with byte_progress() as progress:
-                        freed = store.compact(progress)
                 stats = store.backend.stats()
-                free = store.backend.free_space() if isinstance(store.backend, SupportsCompaction) else None
+                free = store.backend.free_space() if isinstance(store.backend, SupportsFreeSpace) else None
     if json:
         what = {"plan": plan, "done": done, "quarantined": damaged}
         disk = {"disk_bytes": stats and stats.disk_bytes, "free_bytes": stats and _free_bytes(free)}
-        render.print_json({"url": url, "dry_run": dry_run, **what, "freed_bytes": freed, **disk})
+        render.print_json({"url": url, "dry_run": dry_run, **what, **disk})
     elif done is not None:
         _print_done(done, damaged)
         if stats is not None:
-            _print_sizes(url, stats, free, freed, keep_bytes)
+            _print_sizes(stats, free, keep_bytes)
     if failure is not None:
         raise failure
     stay = plan.staying if done is None else done.staying
@@ -188,20 +185,13 @@ def _free_bytes(free: FreeSpace | None) -> int:
     return 0 if free is None else free.payload_bytes + free.catalogue_bytes
 
 
-def _print_sizes(
-    url: str, stats: BackendStats, free: FreeSpace | None, freed: int | None, keep_bytes: int | None
-) -> None:
+def _print_sizes(stats: BackendStats, free: FreeSpace | None, keep_bytes: int | None) -> None:
     if keep_bytes is not None and stats.stored_bytes > keep_bytes:
         left = f"packs still take {render.format_size(stats.stored_bytes)}, more than --keep-size"
         render.say(f"{left}: requests that were not chosen use them, or none does (see --orphans)")
-    if freed is not None:
-        render.say(f"returned to the file system: {render.format_size(freed)}")
     line = f"on disk: {render.format_size(stats.disk_bytes)}"
     if _free_bytes(free):
         line += f", of which {render.format_size(_free_bytes(free))} is free for new content"
-    if free is not None and free.payload_bytes and freed is None:
-        line += f"; to return {render.format_size(free.payload_bytes)} of it to the file system: "
-        line += f"persistkv prune {shlex.quote(url)} --compact"
     render.say(line)
 
 
@@ -225,6 +215,8 @@ def _print_plan(plan: Plan, damaged: Quarantine) -> None:
 
 def _print_done(done: Done, damaged: Quarantine) -> None:
     render.say(f"deleted: {render.count(done.requests, 'request')}, {_amount(done.goes)}")
+    if done.freed_bytes:
+        render.say(f"returned to the file system: {render.format_size(done.freed_bytes)}")
     if done.staying:
         whose = "its" if len(done.staying) == 1 else "their"
         render.say(f"not deleted: {render.count(len(done.staying), 'request')}, because others use all {whose} packs")
@@ -344,6 +336,7 @@ class Prune:
 
     def run(self) -> Done:
         """Delete the planned packs, requests and files of damaged stores; keep packs that requests added meanwhile use.
+        Then return the store's free space to the file system.
 
         :raises StoreError: the store is open read-only, or a commit failed; ``done`` counts the commits before it.
         """
@@ -360,6 +353,10 @@ class Prune:
             self._count_requests(backend, usage)
         if self.quarantined.directories:
             self.quarantined.deleted_bytes = backend.delete_quarantined()
+        if self.done.goes.packs and isinstance(backend, SupportsFreeSpace):
+            before = backend.stats().disk_bytes
+            backend.release_free()
+            self.done.freed_bytes = max(0, before - backend.stats().disk_bytes)
         return self.done
 
     def _shrink_to(self, stored_bytes: int) -> None:

@@ -120,7 +120,7 @@ def _print(before: Policy, after: Policy, found: Consequences) -> None:
     render.show_pairs(rows)
     if found.evicted_bytes:
         size = render.format_size(found.evicted_bytes)
-        render.say(f"about {size} will be evicted by the next commits, least recently used first")
+        render.say(f"about {size} will be evicted at once, least recently used first")
     if found.expiring_requests:
         of = render.count(found.requests, "request")
         render.say(f"{found.expiring_requests:,} of {of} will expire: their last use is longer ago than the new ttl")

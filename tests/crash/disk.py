@@ -161,7 +161,7 @@ class Disk:
         self._files: dict[Path, _File] = {}
         self._directories: set[Path] = set()
         self._failed: Path | None = None
-        """File of the previous record, if that is a failed write. The next record is then the part that was written."""
+        """File of the previous record, if that is a write that failed after it was executed. The next record is it."""
         self._unsynced_names: set[Path] = set()
         """New files and directories whose parent directory has not been synced since."""
         self._removed: dict[Path, _File] = {}
@@ -187,7 +187,7 @@ class Disk:
         elif op == FAILED and offset == SYNC and path in self._files:
             self._files[path].fail_to_sync()
         elif op == FAILED:
-            self._failed = path if offset == WRITE else None
+            self._failed = path if offset == WRITE and length else None
         elif op == RESIZE:
             self._files[path].resize(length)
         elif op == ALLOCATE:

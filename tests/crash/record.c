@@ -93,9 +93,9 @@ static int end_of(int op, const char *path) {
     calls++;
     if (first_failing < 0 && op == SYNCED_WRITE && !++first_failing) first_failing = calls;
     if (first_failing <= 0 || calls < first_failing || calls >= first_failing + failing) return PASSES;
-    record(FAILED, path, op == SYNCED_WRITE ? WRITE : op, 0);
-    if (fail_how == DONE_ONCE) return calls == first_failing ? DONE : UNDONE;
-    return fail_how;
+    int how = fail_how == DONE_ONCE ? (calls == first_failing ? DONE : UNDONE) : fail_how;
+    record(FAILED, path, op == SYNCED_WRITE ? WRITE : op, how == DONE); /* 1: the record of the executed call follows */
+    return how;
 }
 
 long persistkv_record_calls(void) { return calls; }

@@ -1,4 +1,5 @@
-"""Writer that other programs kill: commits random requests to a full LMDB store, and reports each step.
+"""Writer that other programs kill: commits random requests to a full LMDB store, and reports each step. Sometimes it
+returns free space to the file system.
 
 It prints one JSON line before each commit (``intent``) and one after the commit has returned (``done``). If a commit
 failed, the next ``intent`` line says so, and the next ``done`` line lists the packs in the store (``held``). With
@@ -19,6 +20,7 @@ from typing import TypeVar
 from persistkv.config import StoreUrl
 from persistkv.errors import StoreError
 from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
+from persistkv.storage.extensions import SupportsFreeSpace
 from persistkv.storage.format.codec import RawCodec
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackedKeys
@@ -31,6 +33,7 @@ IDENTITY = Identity.of({"test": "crash"})
 BLOCK_BYTES = 16 << 10  # 16 KiB
 PINNED = "pinned"
 _ATTEMPTS = 10
+_RELEASES = 0.125  # share of the commits after which the free space becomes holes
 _Result = TypeVar("_Result")
 
 
@@ -102,6 +105,9 @@ def work(backend: Backend, first: int, seed: int, commits: int | None = None) ->
             found = {"held": [pack_id.hex() for pack_id in held]}
             failures = 0
         report(done=numbers, evicted=[pack_id.hex() for pack_id in gone], cursor=result.cursor.hex(), **found)
+        if draw.random() < _RELEASES and isinstance(backend, SupportsFreeSpace):
+            with suppress(StoreError):
+                backend.release_free()
 
 
 def _all_packs(backend: Backend, namespace: bytes) -> tuple[bytes, list[bytes]]:

@@ -25,7 +25,7 @@ from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_lmdb import LmdbBackend
 from tests.backends.lmdb.consistency import find_faults
 
-SLACK = 1 << 20  # 1 MiB: the last pack's reservation, and metadata of the file system
+SLACK = 3 << 20  # 3 MiB: what a writer has reserved for its next commit, and metadata of the file system
 
 
 @pytest.fixture
@@ -218,7 +218,7 @@ backend.release_free()
 """
 
 
-@pytest.mark.parametrize("punched", [0, 1, 4])
+@pytest.mark.parametrize("punched", [1, 2, 5])  # the first one only probes the file system
 def test_release_free_killed_while_it_punches_next_commit_punches_the_rest(
     backend: LmdbBackend, namespace: bytes, url: StoreUrl, punched: int
 ) -> None:

@@ -9,6 +9,8 @@ N ?= 200
 SEED ?= 0
 CASES ?= 100000
 CUTS ?= 300
+STOP_S ?= 60
+OVERWRITE_S ?= 600
 LIMIT_S ?= 3600
 S3_SECONDS ?= 120
 HISTORIES ?= 2000
@@ -28,7 +30,7 @@ VLLM_NEXT ?= 0.33.0
 WHEELS ?= $(HOME)/.cache/persistkv-wheels
 VLLM_NEXT_FILES := $(WHEELS)/vllm-$(VLLM_NEXT)
 
-.PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs screenshots test-wheel test-newest test-oldest update-constraints test-ceph test-vllm test-vllm-full test-vllm-next test-writers test-faults test-histories fuzz crash damage powerloss diskfaults bench bench-vllm bench-vllm-engine gpu-kit clean
+.PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs screenshots test-wheel test-newest test-oldest update-constraints test-ceph test-vllm test-vllm-full test-vllm-next test-writers test-faults test-histories fuzz crash damage stops overwrites powerloss diskfaults bench bench-vllm bench-vllm-engine gpu-kit clean
 
 help:
 	@echo "make demo        a model answers and is killed; a new process answers from the KV that it stored"
@@ -52,6 +54,8 @@ help:
 	@echo "make fuzz        decode 100,000 broken packs, manifests and codec frames (5 minutes at most; CASES=...)"
 	@echo "make crash       kill a writer N times (N=200) and check the store that it left"
 	@echo "make damage      use 460 stores that are truncated or have a flipped bit, as a host would"
+	@echo "make stops       stop a writer in each of its steps (STOP_S=60), and use the store meanwhile"
+	@echo "make overwrites  four engines read what a fifth evicts and overwrites (OVERWRITE_S=600)"
 	@echo "make powerloss   simulate CUTS power losses (CUTS=300); needs a C compiler"
 	@echo "make diskfaults  let each disk call of an engine's life fail, one after the other; needs a C compiler"
 	@echo "make bench       measure the figures of docs/benchmarks.md (minutes)"
@@ -173,6 +177,12 @@ crash: setup
 
 damage: setup
 	$(BIN)/python -m tests.crash.damage --cases 460 --seed $(SEED) --seconds $(LIMIT_S)
+
+stops: setup
+	$(BIN)/python -m tests.crash.stops --stop-s $(STOP_S)
+
+overwrites: setup
+	$(BIN)/python -m tests.crash.overwrites --seconds $(OVERWRITE_S)
 
 powerloss: setup
 	$(BIN)/python -m tests.crash.power --cuts $(CUTS) --seed $(SEED) --seconds $(LIMIT_S)

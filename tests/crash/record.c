@@ -13,6 +13,7 @@
                           3: a write is executed for half of its bytes, and returns this number (a short write, no
                              error); only writes are counted
                           4: the first failed call is executed, the others are not
+   PERSISTKV_RECORD_STOP_AT  if set to n: the process stops itself (SIGSTOP) before its n-th call
    PERSISTKV_RECORD_SPARE  one path, relative to the root, whose calls do not fail and are not counted for FAIL
 
    The variables are read when the process starts, and when it calls persistkv_record_begin, which resets the counts.
@@ -53,7 +54,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static char root[PATH_MAX];
 static size_t root_length;
 static int log_fd = -1;
-static long deadly, deadly_call;
+static long deadly, deadly_call, stopping_call;
 static long calls, first_failing, failing;
 static int fail_errno, fail_how;
 static const char *spared;
@@ -91,6 +92,7 @@ static int end_of(int op, const char *path) {
     if (fail_how == HALF && op != WRITE && op != SYNCED_WRITE) return PASSES;
     if (spared && !strcmp(path, spared)) return PASSES;
     calls++;
+    if (is_last(&stopping_call)) kill(getpid(), SIGSTOP);
     if (first_failing < 0 && op == SYNCED_WRITE && !++first_failing) first_failing = calls;
     if (first_failing <= 0 || calls < first_failing || calls >= first_failing + failing) return PASSES;
     int how = fail_how == DONE_ONCE ? (calls == first_failing ? DONE : UNDONE) : fail_how;
@@ -113,6 +115,8 @@ __attribute__((constructor)) void persistkv_record_begin(void) {
     const char *die_at = getenv("PERSISTKV_RECORD_DIE_AT");
     deadly = die ? atol(die) : 0;
     deadly_call = die_at ? atol(die_at) : 0;
+    const char *stop_at = getenv("PERSISTKV_RECORD_STOP_AT");
+    stopping_call = stop_at ? atol(stop_at) : 0;
     log_fd = syscall(SYS_openat, AT_FDCWD, log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
 }
 

@@ -1,0 +1,155 @@
+"""Engines read what another one evicts and overwrites: ``python -m tests.crash.overwrites --seconds 600``.
+
+The writer fills a small store again and again, so that extents get new content at once. Readers load the newest and the
+oldest requests without pause. Each block that they load must have its own content, and no pack may count as damaged: a
+reader whose pack is overwritten sees a miss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from persistkv.config import GroupLayout, RowLayout
+from persistkv.memory.rows import Rows
+from persistkv.storage import open_inspectable
+from persistkv.storage.executor import Executor
+from persistkv.storage.identity import Identity
+from persistkv.storage.records import StoreOptions
+from persistkv.storage.store import Store
+from persistkv.testing.conformance.suite import check_totals
+
+IDENTITY = Identity.of({"test": "overwrites"})
+BLOCK_BYTES = 32 << 10  # 32 KiB
+BLOCKS = 64  # of a request: 2 MiB
+CAPACITY = "32MiB"
+_WINDOW = 24  # requests before the newest that a reader tries: more than the store holds
+_PATIENCE_S = 120.0
+
+
+def keys_of(request: int) -> list[bytes]:
+    """Return the keys of a request's blocks."""
+    return [(BLOCKS * request + block).to_bytes(32, "big") + bytes(4) for block in range(BLOCKS)]
+
+
+def content_of(request: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """Return the content of a request's blocks, a row for each."""
+    numbers = np.arange(BLOCKS * request, BLOCKS * (request + 1), dtype=np.uint64)
+    return numbers[:, None] * np.uint64(0x9E3779B97F4A7C15) + np.arange(BLOCK_BYTES // 8, dtype=np.uint64)
+
+
+def open_rows(url: str) -> tuple[Store, np.ndarray[Any, np.dtype[np.uint64]]]:
+    """Open the store with memory for one request, as an engine does."""
+    memory = memoryview(mmap.mmap(-1, BLOCKS * BLOCK_BYTES))
+    rows = Rows(memory, RowLayout(BLOCK_BYTES, (GroupLayout(((0, BLOCK_BYTES),)),)))
+    executor = Executor(2, lambda: None)
+    store = Store(open_inspectable(url), IDENTITY, rows, StoreOptions(), url=url, executor=executor)
+    return store, np.frombuffer(memory, np.uint64).reshape(BLOCKS, BLOCK_BYTES // 8)
+
+
+def write(url: str, newest: Path, seconds: float) -> None:
+    """Store one request after the other, and write the number of the last one to ``newest``."""
+    store, rows = open_rows(url)
+    end, request = time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        request += 1
+        rows[:] = content_of(request)
+        store.put(f"r{request}", keys_of(request), range(BLOCKS), range(BLOCKS))
+        store.flush()
+        newest.write_text(str(request))
+        store.tick()
+    counters = store.counters
+    assert counters.dropped_blocks == 0, f"{counters.dropped_blocks} blocks were dropped"
+    store.close()
+    print(request, counters.evicted_blocks)
+
+
+def read(url: str, newest: Path, seconds: float, seed: int) -> None:
+    """Load requests until the time has passed."""
+    store, rows = open_rows(url)
+    draw = np.random.default_rng(seed)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        last = int(newest.read_text() or 0) if newest.exists() else 0
+        store.refresh()
+        if not last:
+            time.sleep(0.01)
+            continue
+        request = max(1, last - int(draw.integers(0, _WINDOW)))
+        rows[:] = 0
+        keys = keys_of(request)
+        failed = set(store.read(keys, range(BLOCKS)))
+        right = content_of(request)
+        for row, key in enumerate(keys):
+            assert key in failed or (rows[row] == right[row]).all(), f"wrong bytes in block {row} of request {request}"
+    store.refresh()
+    counters = store.counters
+    damaged = counters.verification_failures
+    store.close()
+    assert not damaged, f"{damaged} overwritten frames counted as damaged"
+    print(counters.loaded_blocks, counters.missed_blocks)
+
+
+def run(directory: Path, seconds: float, readers: int, placement: str) -> list[list[int]]:
+    """Run one writer and several readers.
+
+    :returns: requests and evicted blocks of the writer, then loaded and missed blocks of each reader.
+    """
+    url, newest = f"lmdb://{directory}/store?capacity={CAPACITY}&placement={placement}", directory / "newest"
+    open_inspectable(url).close()
+    roles: Sequence[Sequence[object]] = [("write",), *(("read", seed) for seed in range(readers))]
+    command = [sys.executable, "-m", "tests.crash.overwrites", "--seconds", str(seconds), "--store", url]
+    command += ["--newest", str(newest), "--role"]
+    pipe = subprocess.PIPE
+    processes = [subprocess.Popen([*command, *map(str, role)], stdout=pipe, stderr=pipe) for role in roles]
+    found = []
+    try:
+        for process in processes:
+            output, errors = process.communicate(timeout=seconds + _PATIENCE_S)
+            assert process.returncode == 0, errors.decode()
+            found.append(list(map(int, output.split())))
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    backend = open_inspectable(url)
+    check_totals(backend)
+    backend.close()
+    return found
+
+
+def main() -> None:
+    """Run for both placements, or as one of the processes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0, help="for each placement")
+    parser.add_argument("--readers", type=int, default=4)
+    for name, kind in (("--store", str), ("--newest", Path)):
+        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
+    parser.add_argument("--role", nargs="+", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.role:
+        role, *seeds = arguments.role
+        if role == "write":
+            write(arguments.store, arguments.newest, arguments.seconds)
+        else:
+            read(arguments.store, arguments.newest, arguments.seconds, int(seeds[0]))
+        return
+    for placement in ("extents", "inline"):
+        with tempfile.TemporaryDirectory() as directory:
+            (requests, evicted), *found = run(Path(directory), arguments.seconds, arguments.readers, placement)
+        loaded, missed = (sum(counts) for counts in zip(*found, strict=True))
+        done = f"{requests} requests written, {evicted} blocks evicted, {loaded} loaded, {missed} missed"
+        print(f"{placement}: {done}; 0 wrong, 0 counted as damaged")
+
+
+if __name__ == "__main__":
+    main()

@@ -55,8 +55,9 @@ LOCK_FILE_BYTES = 64 << 10  # 64 KiB: upper bound for lock.mdb (512 readers) and
 MIN_CATALOGUE = 1 << 20  # 1 MiB: twice the pages of a few transactions
 CATALOGUE_AHEAD = 2 << 20  # 2 MiB: pages that a commit rewrites, and those of the last two, not reusable yet
 _CATALOGUE_SHARE = 4  # ``data.mdb`` takes at most 1/4 of the capacity
-_GROWTH_SHARE, _LEAST_GROWTH, _MOST_GROWTH = 256, 1 << 20, 64 << 20
-"""Bytes by which ``data.mdb`` may grow in one transaction: 1/256 of the capacity, 1 MiB to 64 MiB."""
+_GROWTH_SHARE, _SMALL_GROWTH_SHARE, _LEAST_GROWTH, _MOST_GROWTH = 256, 32, 1 << 20, 64 << 20
+"""Bytes by which ``data.mdb`` may grow in one transaction: 1/256 of the capacity, 1 MiB to 64 MiB; in a store of less
+than 32 MiB, 1/32."""
 _UNPUNCHED_BYTES = 1 << 20  # 1 MiB by which files may exceed their recorded space: file systems count metadata, too
 _PINNED_SHARE, _MOST_PINNED = 16, 64 << 20
 """Bytes by which a stopped reader may let ``data.mdb`` grow: 1/16 of the capacity, at most 64 MiB."""
@@ -85,7 +86,8 @@ class Shares(NamedTuple):
     @property
     def growth_bytes(self) -> int:
         """Bytes by which ``data.mdb`` may grow in one transaction of the usual size."""
-        return min(max(self.capacity // _GROWTH_SHARE, _LEAST_GROWTH), _MOST_GROWTH)
+        least = min(_LEAST_GROWTH, self.capacity // _SMALL_GROWTH_SHARE)
+        return min(max(self.capacity // _GROWTH_SHARE, least), _MOST_GROWTH)
 
 
 def _read_shares(transaction: Transaction) -> Shares:

@@ -1,14 +1,17 @@
 """Engines read what another one evicts and overwrites: ``python -m tests.crash.overwrites --seconds 600``.
 
-The writer fills a small store again and again, so that extents get new content at once. Readers load the newest and the
-oldest requests without pause. Each block that they load must have its own content, and no pack may count as damaged: a
-reader whose pack is overwritten sees a miss.
+The writer fills a small store again and again, so that extents get new content at once. Readers load whole ranges of
+requests without pause, the oldest included, with an index that is a little old. Each block that they load must have its
+own content, and no pack may count as damaged: a reader whose pack is overwritten sees a miss. The readers are stopped
+again and again, also in the middle of a read, for longer than the writer takes to overwrite what they read.
 """
 
 from __future__ import annotations
 
 import argparse
 import mmap
+import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,7 +35,10 @@ IDENTITY = Identity.of({"test": "overwrites"})
 BLOCK_BYTES = 32 << 10  # 32 KiB
 BLOCKS = 64  # of a request: 2 MiB
 CAPACITY = "32MiB"
-_WINDOW = 24  # requests before the newest that a reader tries: more than the store holds
+_AT_ONCE = 8  # requests that a reader loads in one call, which takes longer than an eviction and a write
+_WINDOW = 16  # the range begins at most so many requests before the newest: about as many as the store holds
+_REFRESHES = 0.3  # share of the loads before which a reader reads the news
+_STOP_S, _PAUSE_S = 1.0, 0.05
 _PATIENCE_S = 120.0
 
 
@@ -48,12 +54,12 @@ def content_of(request: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
 
 
 def open_rows(url: str) -> tuple[Store, np.ndarray[Any, np.dtype[np.uint64]]]:
-    """Open the store with memory for one request, as an engine does."""
-    memory = memoryview(mmap.mmap(-1, BLOCKS * BLOCK_BYTES))
+    """Open the store with memory for several requests, as an engine does."""
+    memory = memoryview(mmap.mmap(-1, _AT_ONCE * BLOCKS * BLOCK_BYTES))
     rows = Rows(memory, RowLayout(BLOCK_BYTES, (GroupLayout(((0, BLOCK_BYTES),)),)))
     executor = Executor(2, lambda: None)
     store = Store(open_inspectable(url), IDENTITY, rows, StoreOptions(), url=url, executor=executor)
-    return store, np.frombuffer(memory, np.uint64).reshape(BLOCKS, BLOCK_BYTES // 8)
+    return store, np.frombuffer(memory, np.uint64).reshape(_AT_ONCE * BLOCKS, BLOCK_BYTES // 8)
 
 
 def write(url: str, newest: Path, seconds: float) -> None:
@@ -62,7 +68,7 @@ def write(url: str, newest: Path, seconds: float) -> None:
     end, request = time.monotonic() + seconds, 0
     while time.monotonic() < end:
         request += 1
-        rows[:] = content_of(request)
+        rows[:BLOCKS] = content_of(request)
         store.put(f"r{request}", keys_of(request), range(BLOCKS), range(BLOCKS))
         store.flush()
         newest.write_text(str(request))
@@ -80,23 +86,38 @@ def read(url: str, newest: Path, seconds: float, seed: int) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         last = int(newest.read_text() or 0) if newest.exists() else 0
-        store.refresh()
-        if not last:
+        if draw.random() < _REFRESHES:
+            store.refresh()
+        if last < _WINDOW:
             time.sleep(0.01)
             continue
-        request = max(1, last - int(draw.integers(0, _WINDOW)))
+        first = last - int(draw.integers(_AT_ONCE, _WINDOW + 1))
         rows[:] = 0
-        keys = keys_of(request)
-        failed = set(store.read(keys, range(BLOCKS)))
-        right = content_of(request)
-        for row, key in enumerate(keys):
-            assert key in failed or (rows[row] == right[row]).all(), f"wrong bytes in block {row} of request {request}"
+        keys = [key for request in range(first, first + _AT_ONCE) for key in keys_of(request)]
+        failed = set(store.read(keys, range(len(keys))))
+        for number in range(_AT_ONCE):
+            right = content_of(first + number)
+            for block, key in enumerate(keys[BLOCKS * number : BLOCKS * (number + 1)]):
+                row = rows[BLOCKS * number + block]
+                assert key in failed or (row == right[block]).all(), f"wrong bytes of request {first + number}"
     store.refresh()
     counters = store.counters
     damaged = counters.verification_failures
     store.close()
     assert not damaged, f"{damaged} overwritten frames counted as damaged"
     print(counters.loaded_blocks, counters.missed_blocks)
+
+
+def stop_some(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Stop one process after the other for a moment, until the time has passed."""
+    draw = random.Random(len(processes))
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        process = draw.choice(processes)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(_STOP_S)
+        process.send_signal(signal.SIGCONT)
+        time.sleep(draw.uniform(0, _PAUSE_S))
 
 
 def run(directory: Path, seconds: float, readers: int, placement: str) -> list[list[int]]:
@@ -113,6 +134,7 @@ def run(directory: Path, seconds: float, readers: int, placement: str) -> list[l
     processes = [subprocess.Popen([*command, *map(str, role)], stdout=pipe, stderr=pipe) for role in roles]
     found = []
     try:
+        stop_some(processes[1:], seconds)
         for process in processes:
             output, errors = process.communicate(timeout=seconds + _PATIENCE_S)
             assert process.returncode == 0, errors.decode()

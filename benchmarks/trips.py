@@ -42,7 +42,7 @@ from persistkv.tiering.persistent import PersistentTier
 
 BLOCKS = 256
 BLOCK_BYTES = 64 << 10  # 64 KiB
-TARGET_FILES = {"store": 30, "promote": 21, "open": 32}
+TARGET_FILES = {"store": 31, "promote": 21, "open": 32}
 TARGET_FRAMES = 19
 _TIMEOUT_S = 60.0
 _DEVICE_CALLS = {

@@ -270,6 +270,12 @@ class Allocator:
         """Yield all holes, ordered by segment and page."""
         return map(_extent_at, self._rows.starting_with(HOLES, b""))
 
+    def adopt(self, segment: int, pages: int, used: Sequence[Extent]) -> None:
+        """Record a segment of ``pages`` pages that is not recorded yet. Its pages outside of ``used`` are free."""
+        self._rows.put(SEGMENTS, _SEGMENT.pack(segment), _PAGES.pack(pages))
+        self.total += pages
+        self.free_now(without([Extent(segment, 0, pages)], used))
+
     def finish(self) -> None:
         """Record the totals in LMDB."""
         totals = (self.total, self.free, self.reserved)

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,9 +26,10 @@ from persistkv.errors import ConfigurationError, StoreError, StoreFullError
 from persistkv.storage.backend import Capabilities, CommitBatch, CommitResult, Namespace, ReadSpan
 from persistkv.storage.catalog import CatalogBackend
 from persistkv.storage.catalog.backend import check_batch
-from persistkv.storage.catalog.rows import read_pieces
-from persistkv.storage.extensions import BackendStats, FreeSpace, Policy
+from persistkv.storage.catalog.rows import PACKS, SEQUENCE, read_pieces
+from persistkv.storage.extensions import BackendStats, FreeSpace, Policy, Rebuilt
 from persistkv.storage.format.files import replace_file
+from persistkv.storage.format.pack import table_lengths
 from persistkv.storage.identity import Identity
 from persistkv_lmdb import files
 from persistkv_lmdb.allocator import Allocator, read_extents
@@ -38,6 +39,8 @@ from persistkv_lmdb.files import ReplacedError
 from persistkv_lmdb.layout import DEFAULT_CAPACITY, PLACEMENTS, Transaction, is_capacity, read_policy, write_policy
 from persistkv_lmdb.mounts import remote_type
 from persistkv_lmdb.opening import delete_quarantined, quarantined
+from persistkv_lmdb.rebuild import rebuild
+from persistkv_lmdb.segments import Extent
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +149,13 @@ class LmdbBackend(CatalogBackend):
         return backend
 
     @classmethod
+    def rebuild(cls, url: StoreUrl, progress: Callable[[int, int], None]) -> Rebuilt | None:
+        options = convert_options(LmdbOptions, url.options, where="lmdb")
+        path = Path(url.location).absolute()
+        _refuse_remote(path)
+        return rebuild(path, replace(options.given, placement="extents"), progress)
+
+    @classmethod
     def new_policy(cls, url: StoreUrl) -> Policy:
         return convert_options(LmdbOptions, url.options, where="lmdb").policy
 
@@ -239,7 +249,7 @@ class LmdbBackend(CatalogBackend):
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan], *, bypass: bool = False) -> list[bool]:
         with self._transaction() as (environment, rows):
-            places = [read_extents(rows, namespace + span.pack_id) for span in spans]
+            places = [_place_of(rows, namespace, span) for span in spans]
             placed = [(place or (), span.offset, span.buffers) for place, span in zip(places, spans, strict=True)]
             filled = environment.files.read(placed, direct=bypass or self._direct)
             for number, (place, span) in enumerate(zip(places, spans, strict=True)):
@@ -343,6 +353,21 @@ class LmdbBackend(CatalogBackend):
         if self._shared is not None:
             shared, self._shared = self._shared, None
             ENVIRONMENTS.release(shared)
+
+
+def _place_of(rows: Transaction, namespace: bytes, span: ReadSpan) -> list[Extent] | None:
+    """Return the extents of the pack of a span; none if its payload ends before the span, None if it is not in extents.
+
+    The extents are longer than the payload: they end with its table and a trailer.
+    """
+    name = namespace + span.pack_id
+    extents = read_extents(rows, name)
+    if not extents:
+        return extents
+    row = rows.get(PACKS, name)
+    _, payload_length = (0, 0) if row is None else table_lengths(row[SEQUENCE.size :])
+    end = span.offset + sum(buffer.nbytes for buffer in span.buffers)
+    return extents if end <= payload_length else []
 
 
 def _refuse_remote(store: Path) -> None:

@@ -35,8 +35,17 @@ from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreError, StoreFullError
 from persistkv.storage.backend import CommitBatch, CommitResult
 from persistkv.storage.catalog import CatalogTransaction, Evicted
-from persistkv.storage.catalog.rows import LINKS, PACKS, pack_table, page_bytes, read_state
+from persistkv.storage.catalog.rows import (
+    GENERATION_BYTES,
+    LINKS,
+    NAMESPACES,
+    PACKS,
+    pack_table,
+    page_bytes,
+    read_state,
+)
 from persistkv.storage.catalog.transaction import kept_names, rows_bound
+from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.format.pack_writer import NewPack
 from persistkv_lmdb.allocator import (
@@ -50,7 +59,7 @@ from persistkv_lmdb.allocator import (
 )
 from persistkv_lmdb.environment import CATALOGUE_AHEAD, MIN_CATALOGUE, Environment
 from persistkv_lmdb.files import ReplacedError
-from persistkv_lmdb.layout import Transaction, read_ttl
+from persistkv_lmdb.layout import Transaction, encode_tail, read_erasures, read_ttl, tail_pages, write_erasures
 from persistkv_lmdb.segments import Extent
 
 _EVICTED_AT_ONCE = 512  # packs and manifests that one transaction evicts or deletes, in tens of milliseconds
@@ -96,6 +105,7 @@ class BatchCommit:
         self._rewritten = {*batch.deletions, *batch.bad}  # packs that this batch deletes before it adds them
         self._placed: dict[bytes, list[Extent]] = {}
         """Extents of the packs that were written durably and are not committed yet, by pack id."""
+        self._erasures = 0  # number of the last erasure before the packs are written
         self._replacements = environment.files.replacements
         self._renews = False
         """Whether the reserved extents could not be written: others are reserved, the first ones that are free."""
@@ -138,6 +148,7 @@ class BatchCommit:
             self._replacements = environment.files.replacements
         with environment.transaction() as rows:
             self._check_seen(rows, read_state(rows, self._namespace).cursor)  # before the work of writing
+            self._erasures = read_erasures(rows)
             spare = self._spare(rows)  # first: it may forget placed packs
             unplaced = [pack for pack in self._added(rows) if pack.pack_id not in self._placed]
             return unplaced, spare
@@ -170,20 +181,30 @@ class BatchCommit:
         return room.unplaced, taken
 
     def _write_packs(self, packs: Sequence[NewPack], extents: Sequence[Extent]) -> None:
-        """Write packs one behind the other into reserved extents, durably, without the writer lock."""
+        """Write packs and their trailers one behind the other into reserved extents, durably, without the writer lock.
+
+        The checksums of a pack are computed while the disk writes its first part, and the packs before it.
+        """
         files, rest = self._environment.files, extents
         placed: dict[bytes, list[Extent]] = {}
         try:
             for pack in packs:
-                pages = pages_for(files.write(rest, pack.stream()))
+                pages = pages_for(files.write(rest, self._whole(pack, rest)))
                 placed[pack.pack_id], rest = split(rest, pages)
-                _ = pack.table  # computes checksums while the disk writes
             files.sync()
         except BaseException as error:
             files.abandon()
             self._renews = isinstance(error, StoreFullError)
             raise
         self._placed.update(placed)
+
+    def _whole(self, pack: NewPack, extents: Sequence[Extent]) -> Iterator[Buffer]:
+        """Iterate over the payload of a pack, then its last pages, as they are written to the first of the extents."""
+        yield from pack.stream()
+        encoded = pack.table.encode()
+        pages = pages_for(pack.table.payload_length) + tail_pages(len(encoded))
+        own, _ = split(extents, pages)
+        yield encode_tail(encoded, own, self._erasures)
 
     def _commit(self) -> CommitResult:
         """Commit the rows of the batch in one transaction, which evicts and reserves for the next one.
@@ -199,6 +220,7 @@ class BatchCommit:
             room.check()
 
             commit.remove(batch)
+            self._erase(transaction, commit, (*batch.deletions, *batch.bad))
             commit.add(batch)
             commit.expire(read_ttl(transaction))
             if commit.grew:
@@ -207,11 +229,23 @@ class BatchCommit:
 
             if commit.grew and not room.used().within(room.limit):
                 raise room.full()
+            row = transaction.get(NAMESPACES, self._namespace)
+            if room.payloads.published and row is not None:
+                environment.recovery.describe(self._namespace, row, commit.cursor[:GENERATION_BYTES])
             # Last: a segment that is removed after this moment is noticed by the next transaction only.
             environment.files.check_present({extent.segment for place in self._placed.values() for extent in place})
         self._note(commit)
         self._restart_unpublished(room)
         return CommitResult(commit.cursor, self._evicted, interleaved=self._interleaved)
+
+    def _erase(self, transaction: Transaction, commit: CatalogTransaction, pack_ids: Iterable[bytes] = ()) -> None:
+        """Record that a rebuild must not find the packs that this transaction has deleted so far, nor these ones."""
+        names = {self._namespace + pack_id for pack_id in pack_ids}
+        names.update(table.namespace + table.pack_id for table in commit.evicted)
+        if names and not self._environment.shares.inline:
+            number = read_erasures(transaction) + 1
+            self._environment.recovery.erase(names, number)
+            write_erasures(transaction, number)
 
     def _prepare_next(self, commit: CatalogTransaction, room: Room) -> None:
         """Free what the batch did not need, evict, and reserve extents, so that the next commit need not."""
@@ -351,6 +385,7 @@ class BatchCommit:
         with self._environment.transaction(write=True) as transaction:
             commit, _ = self._begin(transaction)
             more = commit.drop_manifests_of(pack_id, at_most, alone=alone)
+            self._erase(transaction, commit)
             commit.finish()
         self._note(commit)
         time.sleep(_TURN_S)
@@ -515,5 +550,5 @@ def release_free(environment: Environment) -> None:
 
 
 def _bound_pages(packs: Iterable[NewPack]) -> int:
-    """Return an upper bound on the pages that the payloads of packs take."""
-    return sum(pages_for(pack.payload_bound) for pack in packs)
+    """Return an upper bound on the pages that packs take in the segment files."""
+    return sum(pages_for(pack.payload_bound) + tail_pages(pack.table_length) for pack in packs)

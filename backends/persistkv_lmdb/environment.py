@@ -25,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -46,6 +47,7 @@ from persistkv_lmdb.layout import (
     read_placement,
 )
 from persistkv_lmdb.opening import Guard, open_lmdb
+from persistkv_lmdb.recovery import RecoveryFiles
 from persistkv_lmdb.segments import SegmentFiles
 
 if TYPE_CHECKING:
@@ -185,6 +187,11 @@ class Environment:
                         return
                 begun()
         raise StoreError(f"{self.path}: no transaction could begin in {_BEGIN_ATTEMPTS} attempts")
+
+    @cached_property
+    def recovery(self) -> RecoveryFiles:
+        """Files for a rebuild. Changing them needs the writer lock."""
+        return RecoveryFiles(self.path)
 
     @contextmanager
     def writing(self) -> Iterator[None]:

@@ -229,7 +229,7 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def _write_durably(path: Path, content: bytes, offset: int) -> None:
+def write_durably(path: Path, content: bytes, offset: int) -> None:
     """Write ``content`` at a byte offset of an existing file, and make it durable. The caller excludes others."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -271,7 +271,7 @@ def rewrite_meta_pages(directory: Path) -> None:
         found = _end_of(file.read(_META_BYTES))
         file.seek(0)
         held = b"" if found is None else file.read(2 * found[1])
-    _write_durably(directory / DATA_FILE, held, 0)
+    write_durably(directory / DATA_FILE, held, 0)
 
 
 def _end_of(page: bytes) -> tuple[int, int] | None:

@@ -1,22 +1,33 @@
-"""Databases and rows of the LMDB environment. docs/format.md specifies every byte.
+"""Databases and rows of the LMDB environment, and the last pages of packs in segment files. docs/format.md specifies
+every byte.
 
 Keys start with the namespace id (16 bytes), so a namespace is one key range in each database.
+
+**Trailers.** In a segment file, a pack's payload is followed by its table and a trailer, from which ``rebuild`` finds
+the pack. Readers do not use them: the catalogue's row is the truth. The table ends where the trailer begins, the
+trailer ends with a page, and zeros fill the space before the table. A trailer names its own place: a copy of it, in the
+payload of another pack or in another segment, is not valid.
 """
 
 from __future__ import annotations
 
 import math
+import mmap
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import lmdb
+import xxhash
 
+from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptStoreError
 from persistkv.storage.catalog.rows import META, TABLES, Rows
 from persistkv.storage.extensions import Policy
 from persistkv.storage.format.codec import Buffer
+from persistkv.storage.format.pack import TRAILER_BYTES, PackTable
+from persistkv_lmdb.segments import Extent
 
 if TYPE_CHECKING:
     from lmdb import _Database
@@ -43,7 +54,14 @@ _TTL_ROW, _TTL = b"ttl", struct.Struct("<d")
 _PLACEMENT_ROW = b"placement"
 INLINE = "inline"  # placement of payloads in LMDB, as values
 PLACEMENTS = (INLINE, "extents")  # the other one: in segment files; LMDB holds the extents (page ranges)
+_ERASURES_ROW = b"erasures"
 SPACE_ROW = b"space"  # numbers of pages of the segment files: with disk space, of these free, and reserved
+
+
+_FIELDS = struct.Struct("<IIIIQ")
+_END = struct.Struct("<Q8s")
+_TRAILER_MAGIC = b"PKVXTNT1"
+_TRAILER_BYTES = _FIELDS.size + _END.size
 
 
 class OtherReleaseError(CorruptStoreError):
@@ -175,7 +193,87 @@ def read_placement(rows: Rows) -> str:
     return placement
 
 
+def read_erasures(rows: Rows) -> int:
+    """Return the number of the last erasure (see ``recovery``); 0 if there is none."""
+    return int(_read_number(rows, _ERASURES_ROW, _BYTES))
+
+
+def write_erasures(rows: Rows, number: int) -> None:
+    rows.put(META, _ERASURES_ROW, _BYTES.pack(number))
+
+
 def _read_number(rows: Rows, name: bytes, shape: struct.Struct) -> float:
     row = rows.get(META, name)
     number: float = shape.unpack(row)[0] if row is not None and len(row) == shape.size else 0
     return number
+
+
+class Trailer(NamedTuple):
+    """Place of a pack in the segment files."""
+
+    extent: Extent
+    """The last extent of the pack."""
+    extents: int
+    """Number of the pack's extents."""
+    erasures: int
+    """Number of the last erasure when the pack was written; see ``recovery``."""
+    tail_length: int
+    """Bytes from the beginning of the pack's table to the end of the trailer."""
+
+
+def tail_pages(table_length: int) -> int:
+    """Return the number of pages that an encoded table and a trailer take."""
+    return -(-(table_length + _TRAILER_BYTES) // PAGE_BYTES)
+
+
+def encode_tail(encoded: bytes, extents: Sequence[Extent], erasures: int) -> memoryview:
+    """Return the last pages of a pack, with its encoded table. They are aligned: written without a copy.
+
+    :param extents: all extents of the pack; ``erasures``: as in ``Trailer``.
+    """
+    fields = _FIELDS.pack(*extents[-1], len(extents), erasures)
+    checksum = _trailer_checksum(encoded[-TRAILER_BYTES:], fields)
+    tail = memoryview(mmap.mmap(-1, tail_pages(len(encoded)) * PAGE_BYTES))
+    tail[-len(encoded) - _TRAILER_BYTES :] = encoded + fields + _END.pack(checksum, _TRAILER_MAGIC)
+    return tail
+
+
+def find_trailers(pages: memoryview) -> list[int]:
+    """Return the indices of the pages that end with the magic number of a trailer. ``pages`` are whole pages."""
+    import numpy as np  # other users of this module do not need numpy
+
+    words = np.frombuffer(pages, "<u8").reshape(-1, PAGE_BYTES // 8)
+    magic = int.from_bytes(_TRAILER_MAGIC, "little")
+    found: list[int] = np.flatnonzero(words[:, -1] == magic).tolist()
+    return found
+
+
+def decode_trailer(page: memoryview, segment: int, number: int) -> Trailer | None:
+    """Return the trailer at the end of a page; None if it is not valid.
+
+    :param segment: the number of the segment; ``number``: that of the page.
+    """
+    checksum, magic = _END.unpack_from(page, PAGE_BYTES - _END.size)
+    fields = bytes(page[-_TRAILER_BYTES : -_END.size])
+    table_trailer = page[-_TRAILER_BYTES - TRAILER_BYTES : -_TRAILER_BYTES]
+    if magic != _TRAILER_MAGIC or checksum != _trailer_checksum(table_trailer, fields):
+        return None
+    *place, extents, erasures = _FIELDS.unpack(fields)
+    extent = Extent(*place)
+    is_here = (extent.segment, extent.end) == (segment, number + 1)
+    if not is_here or not extents or not 0 < extent.pages <= extent.end:
+        return None
+    table_length = int.from_bytes(table_trailer[:8], "little") + TRAILER_BYTES
+    return Trailer(extent, extents, erasures, table_length + _TRAILER_BYTES)
+
+
+def decode_table(tail: memoryview) -> PackTable:
+    """Return the table in the last ``Trailer.tail_length`` bytes of a pack.
+
+    :raises CorruptPackError: it is malformed.
+    """
+    return PackTable.parse(tail[:-_TRAILER_BYTES])
+
+
+def _trailer_checksum(table_trailer: Buffer, fields: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(bytes(table_trailer) + fields)

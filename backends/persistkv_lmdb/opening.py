@@ -31,8 +31,8 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import lmdb
@@ -109,6 +109,19 @@ class Guard:
                     self.recover()
                 opened()
             self._share()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Exclude all other processes that write the store, within the ``with`` statement and until ``close``.
+
+        :raises StoreBusyError: another process has the store open for writing; the block does not run.
+        """
+        with self.lock.held(files.OPENING_PATIENCE_S):
+            if not self._locked(fcntl.LOCK_EX):
+                raise StoreBusyError(
+                    f"{self._directory} is busy: another process has it open for writing; stop it first"
+                )
+            yield
 
     def recover(self) -> None:
         """Make an interrupted commit durable before the next transaction. The caller must hold the writer lock.
@@ -234,10 +247,7 @@ class Guard:
         ``data.mdb`` is renamed last: after an interruption, the integrity check fails again and renames the rest.
         """
         store, size = self._directory, 0
-        name = f"{_QUARANTINE_PREFIX}{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
-        names = (name, *(f"{name}-{number}" for number in range(2, 100)))
-        target = next((store / name for name in names if not (store / name).exists()), store / name)
-        target.mkdir(0o700)
+        target = quarantine_directory(store)
         for name in (files.SEGMENT_DIRECTORY, files.LOCK_FILE, files.DATA_FILE):
             file = store / name
             if file.exists():
@@ -247,9 +257,10 @@ class Guard:
         files.sync_directory(store)
         message = (
             "the store in %s is damaged (%s): renamed its files (%d bytes) to %s and created an empty store. The "
-            "renamed files count towards no capacity; persistkv prune lmdb://%s --quarantined deletes them"
+            "renamed files count towards no capacity; persistkv prune lmdb://%s --quarantined deletes them. With "
+            "placement extents, persistkv rebuild lmdb://%s finds their packs again"
         )
-        logger.warning(message, store, reason, size, target, store)
+        logger.warning(message, store, reason, size, target, store, target)
 
     def _locked(self, kind: int) -> bool:
         try:
@@ -355,6 +366,18 @@ def _clear_from_child(store: Path) -> None:
         logger.warning("%s: cleared readers that an earlier process with PID %d left", store, os.getpid())
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("%s: stale readers with this process's PID could not be cleared: %s", store, error)
+
+
+def quarantine_directory(store: Path) -> Path:
+    """Create and return a directory inside the store's, for damaged files.
+
+    :raises OSError: it cannot be created.
+    """
+    name = f"{_QUARANTINE_PREFIX}{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
+    names = (name, *(f"{name}-{number}" for number in range(2, 100)))
+    target = next((store / name for name in names if not (store / name).exists()), store / name)
+    target.mkdir(0o700)
+    return target
 
 
 def quarantined(store: Path) -> dict[Path, int]:

@@ -200,7 +200,7 @@ class SegmentFiles:
                 raise StoreError(f"{self._path}: a payload is longer than it said")
             self._touched.update(run.segment for run in runs)
             begun = threading.Event()
-            if length < _THREAD_BYTES:
+            if length < _THREAD_BYTES and not self._writes:  # among others, this thread would wait for the disk
                 self._write_runs(runs, buffers, begun)
             else:
                 if self._pool is None:

@@ -300,6 +300,46 @@ class SupportsFreeSpace(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Rebuilt:
+    """Result of a rebuild (``SupportsRebuild``)."""
+
+    packs: int
+    """Packs in the new catalogue. 0: none was found, and nothing was changed."""
+    blocks: int
+    namespaces: int
+    stored_bytes: int
+    """Bytes of the payloads of ``packs``."""
+    read_bytes: int
+    """Bytes of the payload files."""
+    skipped: Mapping[str, int]
+    """Reason → number of traces of packs that the new catalogue does not contain."""
+    capacity: int
+    """Capacity that the new catalogue records."""
+    damaged: str | None
+    """Directory of the damaged catalogue, which was renamed; None: there was none."""
+
+
+@runtime_checkable
+class SupportsRebuild(Protocol):
+    """A driver that can build a new catalogue from the payloads of a store whose catalogue is lost or damaged."""
+
+    @classmethod
+    def rebuild(cls, url: StoreUrl, progress: Callable[[int, int], None]) -> Rebuilt | None:
+        """Find the packs of a store by their traces in its payload files, and build a new catalogue of them.
+
+        Each listed pack was verified. Requests are lost: their blocks are found by key. If this call fails or is
+        killed, nothing is lost, and it can be repeated.
+
+        :param progress: called with the bytes of the payload files that were read, and with all of them.
+        :returns: None: the catalogue is not damaged, and nothing was changed.
+        :raises ConfigurationError: an option is invalid.
+        :raises StoreBusyError: another process has the store open for writing.
+        :raises StoreUnavailableError: there is no store, or its payloads are not in files of their own.
+        :raises StoreError: the medium failed; the store is unchanged.
+        """
+
+
 class PlainMedium(ABC):
     """Direct access to a medium through the vendor's plain client, without a store: baseline of ``persistkv bench``."""
 

@@ -41,6 +41,7 @@ COMMANDS: dict[str, str] = {
     "report": "persistkv_tools.inspect.report:report",
     "verify": "persistkv_tools.maintain.verify:verify",
     "prune": "persistkv_tools.maintain.prune:prune",
+    "rebuild": "persistkv_tools.maintain.rebuild:rebuild",
     "set": "persistkv_tools.maintain.set:set_",
     "pin": "persistkv_tools.maintain.label:pin",
     "unpin": "persistkv_tools.maintain.label:unpin",

@@ -93,6 +93,7 @@ _CREATED = struct.Struct("<d")
 _STATE = struct.Struct("<8s6Q")
 _USE = struct.Struct("<QdIIB")
 _CHAIN = struct.Struct("<QdBdd")
+GENERATION_BYTES = 8  # of ``NamespaceState.generation``, with which each cursor begins
 MAX_COUNT = 1 << 62  # limit of valid counters; adding to them cannot overflow 64 bits
 
 PINNED, ORDERED, LOW = 1, 2, 4

@@ -33,6 +33,7 @@ UNKNOWN_DEPTH = 0xFFFFFFFF
 _HEADER = struct.Struct("<HHIIIQQ16s16s")
 _FRAME = struct.Struct("<IIIIQQQ")
 _TRAILER = struct.Struct("<QQ8s")
+TRAILER_BYTES = _TRAILER.size
 _MAGIC = b"PKVPACK1"
 
 
@@ -161,6 +162,12 @@ def pack_id(namespace: bytes, keys: PackedKeys, codec: str) -> bytes:
     digest.update(keys.key_length.to_bytes(2, "little") + keys.lengths)
     digest.update(keys.data)
     return digest.digest()
+
+
+def encoded_length(codec: str, frame_count: int, keys: PackedKeys) -> int:
+    """Return the bytes of an encoded table with its trailer."""
+    frames = frame_count * _FRAME.size
+    return _HEADER.size + len(codec.encode()) + frames + len(keys.lengths) + len(keys.data) + TRAILER_BYTES
 
 
 def table_lengths(data: Buffer) -> tuple[int, int]:

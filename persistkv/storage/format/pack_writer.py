@@ -18,6 +18,7 @@ from persistkv.storage.format.pack import (
     PackedKeys,
     PackTable,
     align,
+    encoded_length,
     frame_checksum,
     frame_seed,
     pack_frames,
@@ -94,6 +95,8 @@ class NewPack(ABC):
     frame_count: int
     payload_bound: int
     """Upper bound of the payload in bytes, padding included: its size if the codec makes no frame shorter."""
+    table_length: int
+    """Bytes of the encoded table with its trailer."""
     encodes: bool
     """Whether ``stream`` allocates the bytes that it yields; if not, it yields views of existing memory."""
     written: bool = field(default=False, init=False)
@@ -131,7 +134,8 @@ class PackCopy(NewPack):
     """
 
     def __init__(self, table: PackTable, payload: Buffer) -> None:
-        sizes = table.raw_length, table.frame_count, table.payload_length
+        length = encoded_length(table.codec, table.frame_count, table.keys)
+        sizes = table.raw_length, table.frame_count, table.payload_length, length
         super().__init__(table.namespace, table.pack_id, table.keys, *sizes, encodes=False)
         self.payload = payload
         self._table = table
@@ -165,7 +169,8 @@ class PackWriter(NewPack):
         raw_length = sum(segment.raw_length for segment in segments)
         sizes = [(stop - start) * segment.block_bytes for segment in segments for start, stop in segment.frame_bounds()]
         bound = sum(map(align, sizes))
-        super().__init__(namespace, name, keys, raw_length, len(sizes), bound, encodes=not codec.identity)
+        length = encoded_length(str(codec), len(sizes), keys)
+        super().__init__(namespace, name, keys, raw_length, len(sizes), bound, length, encodes=not codec.identity)
         self.segments = segments
         """The blocks; empty after ``release``."""
         self._codec = codec

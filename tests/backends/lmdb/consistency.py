@@ -11,7 +11,7 @@ from persistkv.storage.catalog.rows import PACKS, PIECES, STATES, NamespaceState
 from persistkv_lmdb import LmdbBackend
 from persistkv_lmdb.allocator import Allocator, decode_extents, pages_of
 from persistkv_lmdb.fsck import recount, space_faults
-from persistkv_lmdb.layout import EXTENTS, Transaction
+from persistkv_lmdb.layout import EXTENTS, Transaction, tail_pages
 
 
 def find_faults(backend: LmdbBackend) -> list[str]:
@@ -41,7 +41,10 @@ def _pack_faults(transaction: Transaction) -> Iterator[str]:
         pieces[bytes(key[:-4])] += len(row)
     for key, row in transaction.starting_with(PACKS, b""):
         name, table = bytes(key), pack_table(key, row)
-        lengths = [length for length in (PAGE_BYTES * extents.pop(name, 0), pieces.pop(name, 0)) if length]
+        pages, inline = extents.pop(name, 0), pieces.pop(name, 0)
+        if table is not None and pages:
+            pages -= tail_pages(len(table.encode()))
+        lengths = [length for length in (PAGE_BYTES * pages, inline) if length]
         if table is not None and lengths != ([table.payload_length] if table.payload_length else []):
             yield f"pack {name.hex()} of {table.payload_length} bytes has payloads of {lengths}"
     for name in {*extents, *pieces}:

@@ -391,7 +391,7 @@ def test_read_damaged_extent_row_misses(open_store: Opener, path: Path, identity
 
 
 def segment_bytes(path: Path) -> int:
-    return sum(512 * file.stat().st_blocks for file in (path / "segments").iterdir())
+    return sum(512 * file.stat().st_blocks for file in (path / "segments").glob("*.seg"))
 
 
 def test_commit_after_aborted_transaction_truncates_grown_segments(

@@ -28,11 +28,15 @@ extents = env.open_db(b"extents", create=False)
 with env.begin() as txn:
     places = [*struct.iter_unpack("<III", txn.get(namespace + name, db=extents) or b"")]
 if kind == "payload" and places:
+    packs = env.open_db(b"packs", create=False)
+    with env.begin() as txn:
+        (rest,) = struct.unpack_from("<Q", txn.get(namespace + name, db=packs), 8 + 16)  # bytes of the payload
     data = sys.stdin.buffer.read()
     for segment, page, pages in places:
         fd = os.open(f"{path}/segments/{segment:08d}.seg", os.O_RDWR)
         if action == "get":
-            sys.stdout.buffer.write(os.pread(fd, 4096 * pages, 4096 * page))
+            sys.stdout.buffer.write(os.pread(fd, min(rest, 4096 * pages), 4096 * page))
+            rest -= min(rest, 4096 * pages)
         else:
             os.pwrite(fd, data[: 4096 * pages], 4096 * page)
             data = data[4096 * pages :]

@@ -60,16 +60,23 @@ def check_pieces(rows: dict[str, dict[bytes, bytes]], name: bytes, payload: byte
 def check_extents(
     rows: dict[str, dict[bytes, bytes]], name: bytes, payload: bytes, file: Path, totals: tuple[int, int, int]
 ) -> None:
-    """Check that the only segment holds the payload of the only pack."""
+    """Check that the only segment holds the only pack: its payload, its table, and a trailer. It was written before the
+    first erasure.
+    """
     total, free, reserved = totals
     ((owner, extents),) = rows["extents"].items()
     assert owner == name
     ((segment, page, pages),) = struct.iter_unpack("<III", extents)
     assert rows["segments"] == {struct.pack(">I", segment): struct.pack("<I", total)}
-    assert pages * 4096 == len(payload)
     content = file.read_bytes()
-    assert content[page * 4096 : (page + pages) * 4096] == payload
     assert len(content) == total * 4096
+    pack = content[page * 4096 : (page + pages) * 4096]
+    table = rows["packs"][name][8:]
+    fields = struct.pack("<IIIIQ", segment, page, pages, 1, 0)
+    trailer = fields + struct.pack("<Q8s", xxhash.xxh3_64_intdigest(table[-24:] + fields), b"PKVXTNT1")
+    zeros = len(pack) - len(payload) - len(table) - len(trailer)
+    assert pack == payload + bytes(zeros) + table + trailer
+    assert 0 <= zeros < 4096
     places = {struct.unpack(">II", key): struct.unpack("<I", row)[0] for key, row in rows["free"].items()}
     assert sum(places.values()) == free
     assert rows["sizes"] == {struct.pack(">III", count, *place): b"" for place, count in places.items()}
@@ -97,7 +104,8 @@ def test_layout_after_commits_matches_format_documentation(
     assert set(rows) == set(DATABASES)
     clock = rows["meta"].pop(b"clock")
     total, free, reserved = struct.unpack("<QQQ", rows["meta"].pop(b"space", bytes(24)))
-    assert rows["meta"] == {
+    erasures = {} if placement == "inline" else {b"erasures": struct.pack("<Q", 1)}
+    assert rows["meta"] == erasures | {
         b"format": b"PKVLMDB1" + struct.pack("<I", 1),
         b"capacity": struct.pack("<Q", 64 << 20),
         b"placement": placement.encode(),
@@ -130,6 +138,9 @@ def test_layout_after_commits_matches_format_documentation(
     else:
         totals = (total, free, reserved)
         check_extents(rows, namespace + kept.pack_id, payload, path / "segments" / "00000000.seg", totals)
+        checksum = xxhash.xxh3_64_intdigest(namespace + gone.pack_id)
+        assert (path / "segments" / "erased").read_bytes() == struct.pack("<QQQQ", 0, 0, 1, checksum)
+        assert (path / "segments" / f"{namespace.hex()}.identity").read_bytes() == rows["namespaces"][namespace]
 
     fingerprints = b"".join(struct.pack("<Q", xxhash.xxh3_64_intdigest(key)) for key in gone.keys.unpack())
     removal = b"-" + gone.pack_id + fingerprints

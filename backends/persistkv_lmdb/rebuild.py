@@ -1,0 +1,417 @@
+"""A new catalogue from the packs in the segment files, for a store whose ``data.mdb`` is lost or damaged.
+
+1. A pack is listed only if its trailer names its own place, its table is valid, and every frame verifies. A pack that
+   was overwritten after its eviction does not verify.
+2. Deleted packs stay deleted (``recovery``). Evicted and expired ones may come back: their bytes are valid.
+3. Of copies of a pack, the one written last is listed. If valid packs overlap, those that end later are listed.
+4. The catalogue is built in a file of its own, which is renamed when it is complete and durable. The segments are only
+   read. The damaged catalogue is renamed, not deleted. A rebuild that was killed is repeated from the beginning.
+5. No other process may have the store open for writing meanwhile, and none can open it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import replace
+from itertools import groupby, islice
+from pathlib import Path
+from typing import NamedTuple
+
+import lmdb
+
+from persistkv.config import PAGE_BYTES
+from persistkv.errors import CorruptPackError, CorruptStoreError, StoreUnavailableError
+from persistkv.storage.backend import CommitBatch, Namespace
+from persistkv.storage.catalog import CatalogTransaction
+from persistkv.storage.catalog.order import read_clock, write_clock
+from persistkv.storage.catalog.rows import NAMESPACES, STATES, NamespaceState, encode_namespace
+from persistkv.storage.extensions import Policy, Rebuilt
+from persistkv.storage.format.codec import Buffer
+from persistkv.storage.format.pack import ID_BYTES, PackTable, align, frame_seed, pack_id, verify_frame
+from persistkv.storage.format.pack_writer import PackCopy
+from persistkv_lmdb import files
+from persistkv_lmdb.allocator import Allocator, pages_for
+from persistkv_lmdb.fsck import DAMAGE, Verdict, inspect
+from persistkv_lmdb.layout import (
+    DATABASES,
+    DEFAULT_CAPACITY,
+    Transaction,
+    create_databases,
+    decode_table,
+    decode_trailer,
+    find_trailers,
+    write_erasures,
+    write_policy,
+)
+from persistkv_lmdb.opening import Guard, quarantine_directory
+from persistkv_lmdb.recovery import Erasures, RecoveryFiles
+from persistkv_lmdb.segments import Extent
+
+INVALID = "overwritten or damaged"
+SPLIT = "in several extents"
+DELETED = "deleted"
+UNKNOWN = "of an unknown identity"
+OVERLAPPING = "overlapping"
+COPY = "another copy"
+UNREADABLE = "unreadable parts of the files"
+
+_PART_FILE = "data.mdb.rebuild"
+_READ_BYTES = 8 << 20  # 8 MiB
+_PACKS_AT_ONCE = 512
+_ROWS_BYTES = 4 << 10  # 4 KiB: rows of a pack besides its table, in pages that are half full
+_FIRST_MAP_BYTES = 64 << 20  # 64 MiB
+_GROWTH_BYTES = 128 << 20  # 128 MiB, which the next commits need
+
+
+class FoundPack(NamedTuple):
+    """A verified pack."""
+
+    extent: Extent
+    name: bytes
+    """Namespace and pack id."""
+    erasures: int
+    """As in ``Trailer``."""
+    tail_length: int
+    """As in ``Trailer``."""
+
+
+class _InvalidError(Exception):
+    """A trace of a pack is not to be listed; the argument is the reason."""
+
+
+def rebuild(path: Path, policy: Policy, progress: Callable[[int, int], None]) -> Rebuilt | None:
+    """Rebuild the store in a directory; see ``SupportsRebuild``.
+
+    :param policy: of the new catalogue. Without capacity: the default, or more if the segments need it.
+    """
+    if not (path / files.SEGMENT_DIRECTORY).is_dir():
+        what = "a store keeps packs there unless it has placement=inline, which cannot be rebuilt"
+        raise StoreUnavailableError(f"{path} has no directory {files.SEGMENT_DIRECTORY}: {what}")
+    with closing(Guard(path)) as guard, guard.alone(), files.translated_io(path):
+        if not _is_lost(path):
+            return None
+        return _Rebuild(path, policy).run(progress)
+
+
+def _is_lost(path: Path) -> bool:
+    """Return whether the catalogue is missing or damaged.
+
+    :raises StoreUnavailableError: the check did not complete.
+    :raises CorruptStoreError: it is valid, and of another release.
+    """
+    data = path / files.DATA_FILE
+    if not data.exists() or not data.stat().st_size:
+        return True
+    found = inspect(path)
+    if found.verdict is Verdict.UNKNOWN:
+        raise StoreUnavailableError(f"{path}: {found.reason}")
+    if found.verdict is Verdict.FOREIGN:
+        raise CorruptStoreError(f"{path}: {found.reason}")
+    return found.verdict in DAMAGE
+
+
+class _Rebuild:
+    def __init__(self, path: Path, policy: Policy) -> None:
+        self._path = path
+        self._policy = policy
+        recovery = RecoveryFiles(path)
+        self._namespaces = recovery.identities()
+        self._erasures = recovery.erasures()
+        self._skipped: Counter[str] = Counter()
+
+    def run(self, progress: Callable[[int, int], None]) -> Rebuilt:
+        segments = _open_segments(self._path)
+        try:
+            scan = SegmentScan(segments, self._erasures, self._skipped)
+            found = self._chosen(scan.packs(progress))
+            if not found:
+                return Rebuilt(0, 0, 0, 0, scan.num_bytes, self._skipped, 0, None)
+            part = self._path / _PART_FILE
+            with suppress(FileNotFoundError):
+                part.unlink()  # of a rebuild that was killed
+            try:
+                builder = _Builder(part, self._policy, segments)
+                with files.translated(self._path):
+                    builder.build(found, self._namespaces, self._erasures.last)
+                damaged = self._replace_catalogue(part)
+            except BaseException:
+                part.unlink(missing_ok=True)
+                raise
+        finally:
+            for segment in segments.values():
+                os.posix_fadvise(segment.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(segment.fd)
+        return Rebuilt(
+            packs=builder.totals.packs,
+            blocks=builder.totals.blocks,
+            namespaces=builder.namespaces,
+            stored_bytes=builder.totals.stored_bytes,
+            read_bytes=scan.num_bytes,
+            skipped=self._skipped,
+            capacity=builder.capacity,
+            damaged=None if damaged is None else str(damaged),
+        )
+
+    def _chosen(self, packs: Iterator[FoundPack]) -> list[FoundPack]:
+        """Return the packs to list, ordered by name."""
+        known: list[FoundPack] = []
+        for pack in packs:
+            if pack.name[:ID_BYTES] in self._namespaces:
+                known.append(pack)
+            else:
+                self._skipped[UNKNOWN] += 1
+        chosen: dict[bytes, FoundPack] = {}
+        for pack in sorted(self._apart(known), key=lambda pack: (pack.erasures, pack.extent)):
+            if pack.name in chosen:
+                self._skipped[COPY] += 1
+            chosen[pack.name] = pack
+        return [chosen[name] for name in sorted(chosen)]
+
+    def _apart(self, packs: list[FoundPack]) -> Iterator[FoundPack]:
+        """Yield packs that do not overlap, the last ones first."""
+        packs.sort(key=lambda pack: (pack.extent.segment, pack.extent.end), reverse=True)
+        for _, in_segment in groupby(packs, key=lambda pack: pack.extent.segment):
+            begin: int | None = None
+            for pack in in_segment:
+                if begin is not None and pack.extent.end > begin:
+                    self._skipped[OVERLAPPING] += 1
+                    continue
+                begin = pack.extent.page
+                yield pack
+
+    def _replace_catalogue(self, part: Path) -> Path | None:
+        """Rename the damaged catalogue, if there is one, then the new one; return the directory of the damaged one."""
+        data, damaged = self._path / files.DATA_FILE, None
+        if data.exists():
+            damaged = quarantine_directory(self._path)
+            data.rename(damaged / files.DATA_FILE)
+            files.sync_directory(damaged)
+        (self._path / files.LOCK_FILE).unlink(missing_ok=True)  # it names transactions of the damaged catalogue
+        part.rename(data)
+        files.sync_directory(self._path)
+        return damaged
+
+
+class Segment(NamedTuple):
+    """An open segment file."""
+
+    fd: int
+    pages: int
+    disk_bytes: int
+    """Disk space of the file: less than its length if it has holes."""
+
+
+def _open_segments(path: Path) -> dict[int, Segment]:
+    """Open the segment files of a store, and return them by number, without empty ones."""
+    found: dict[int, Segment] = {}
+    for file in sorted((path / files.SEGMENT_DIRECTORY).glob("*.seg")):
+        if len(file.stem) == 8 and file.stem.isdecimal():
+            fd = files.open_regular(file, os.O_RDONLY)
+            status = os.fstat(fd)
+            pages = status.st_size // PAGE_BYTES
+            if pages:
+                found[int(file.stem)] = Segment(fd, pages, files.allocated_bytes(status))
+            else:
+                os.close(fd)
+    return found
+
+
+class SegmentScan:
+    """A search for packs in segment files, through the page cache: a pack is verified soon after its trailer was read,
+    and its table is read again for the new catalogue.
+
+    :param skipped: number of traces that are not valid packs, by reason; increased by ``packs``.
+    """
+
+    def __init__(self, segments: Mapping[int, Segment], erasures: Erasures, skipped: Counter[str]) -> None:
+        self.num_bytes = sum(segment.pages for segment in segments.values()) * PAGE_BYTES
+        self._segments = segments
+        self._erasures = erasures
+        self._skipped = skipped
+
+    def packs(self, progress: Callable[[int, int], None]) -> Iterator[FoundPack]:
+        """Iterate over the verified packs that were not deleted, by the place of their trailers."""
+        done = 0
+        memory = memoryview(bytearray(_READ_BYTES))
+        for number, segment in self._segments.items():
+            for first in range(0, segment.pages, _READ_BYTES // PAGE_BYTES):
+                view = memory[: min(_READ_BYTES, (segment.pages - first) * PAGE_BYTES)]
+                for index in self._trailers(segment.fd, view, first * PAGE_BYTES):
+                    page = view[index * PAGE_BYTES : (index + 1) * PAGE_BYTES]
+                    try:
+                        yield self._verified(segment.fd, number, first + index, page)
+                    except (_InvalidError, CorruptPackError) as error:
+                        self._skipped[error.args[0] if isinstance(error, _InvalidError) else INVALID] += 1
+                    except OSError:  # a bad sector
+                        self._skipped[INVALID] += 1
+                done += len(view)
+                progress(done, self.num_bytes)
+
+    def _trailers(self, fd: int, view: memoryview, offset: int) -> list[int]:
+        try:
+            if os.preadv(fd, [view], offset) == len(view):
+                return find_trailers(view)
+        except OSError:  # a bad sector
+            pass
+        self._skipped[UNREADABLE] += 1
+        return []
+
+    def _verified(self, fd: int, segment: int, number: int, page: memoryview) -> FoundPack:
+        """Return the pack whose trailer is at the end of a page; raise _InvalidError or CorruptPackError if it is not
+        valid.
+        """
+        trailer = decode_trailer(page, segment, number)
+        if trailer is None:
+            raise _InvalidError(INVALID)
+        if trailer.extents > 1:
+            raise _InvalidError(SPLIT)
+        found = FoundPack(trailer.extent, b"", trailer.erasures, trailer.tail_length)
+        table = read_table(fd, found)
+        name = table.namespace + table.pack_id
+        if self._erasures.covers(name, trailer.erasures):
+            raise _InvalidError(DELETED)
+        verify_payload(fd, trailer.extent, table)
+        return found._replace(name=name)
+
+
+def read_table(fd: int, pack: FoundPack) -> PackTable:
+    """Return the table of a pack.
+
+    :raises CorruptPackError: it is not valid, or does not fit the extent.
+    """
+    table_pages = pages_for(pack.tail_length)
+    if table_pages > pack.extent.pages:
+        raise CorruptPackError("table length", f"{pack.tail_length} bytes in {pack.extent.pages} pages")
+    table = decode_table(memoryview(_read(fd, pack.extent.end * PAGE_BYTES - pack.tail_length, pack.tail_length)))
+    if table.payload_length != (pack.extent.pages - table_pages) * PAGE_BYTES:
+        raise CorruptPackError("payload length", f"{table.payload_length} bytes in {pack.extent.pages} pages")
+    if table.pack_id != pack_id(table.namespace, table.keys, table.codec):
+        raise CorruptPackError("name", "it is that of other keys")
+    return table
+
+
+def verify_payload(fd: int, extent: Extent, table: PackTable) -> None:
+    """Verify all frames of a pack, and the zeros between them.
+
+    :raises CorruptPackError: some bytes are others than those that were written.
+    """
+    keys = table.keys.unpack()
+    first = 0
+    for frame in table.frames:
+        stored = _read(fd, extent.page * PAGE_BYTES + frame.offset, align(frame.stored_length))
+        own_keys = b"".join(keys[first : first + frame.block_count])
+        first += frame.block_count
+        verify_frame(frame, [stored[: frame.stored_length]], frame_seed(table.namespace, own_keys))
+        if any(stored[frame.stored_length :]):
+            raise CorruptPackError("padding", f"after the frame at {frame.offset}")
+
+
+def _read(fd: int, offset: int, length: int) -> bytes:
+    """Read bytes of a file; raise CorruptPackError if it ends before."""
+    content = os.pread(fd, length, offset)
+    if len(content) < length:
+        raise CorruptPackError("length", f"the file ends before byte {offset + length}")
+    return content
+
+
+class _Placed:
+    """Payloads that are in segment files already (a ``catalog.Payloads``).
+
+    :param extents: by namespace and pack id.
+    """
+
+    def __init__(self, allocator: Allocator, extents: Mapping[bytes, Extent]) -> None:
+        self._allocator = allocator
+        self._extents = extents
+
+    def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
+        self._allocator.publish(name, [self._extents[name]])
+
+    def delete(self, name: bytes) -> None:
+        """Do nothing: an added pack was not in the catalogue before."""
+
+
+class _Builder:
+    """Builds a catalogue in a new file.
+
+    :param file: path of the file.
+    :param policy: without capacity: the default, or more if the present content needs it.
+    """
+
+    def __init__(self, file: Path, policy: Policy, segments: Mapping[int, Segment]) -> None:
+        self._file = file
+        self._policy = policy
+        self._segments = segments
+        self.totals = NamespaceState(b"")
+        """Totals of all namespaces."""
+        self.namespaces = 0
+        """Number of namespaces with packs."""
+        self.capacity = 0
+        """Recorded capacity in bytes."""
+
+    def build(self, packs: Sequence[FoundPack], namespaces: Mapping[bytes, Namespace], erasures: int) -> None:
+        """Write the rows of all packs durably. All uses are at one moment.
+
+        :param packs: ordered by name.
+        :param erasures: number of the last erasure.
+        """
+        tables = sum(pack.tail_length for pack in packs)
+        map_bytes = _FIRST_MAP_BYTES + 4 * tables + len(packs) * _ROWS_BYTES
+        with lmdb.open(
+            str(self._file),
+            subdir=False,
+            lock=False,
+            sync=False,
+            map_size=align(map_bytes),
+            max_dbs=len(DATABASES),
+            mode=0o600,
+        ) as env:
+            with env.begin(write=True, buffers=True) as txn:
+                databases = create_databases(env, txn, replace(self._policy, capacity=DEFAULT_CAPACITY))
+                rows = Transaction(txn, databases)
+                self._record_space(rows, packs)
+                write_erasures(rows, erasures)
+            for namespace, group in groupby(packs, key=lambda pack: pack.name[:ID_BYTES]):
+                self.namespaces += 1
+                with env.begin(write=True, buffers=True) as txn:
+                    rows = Transaction(txn, databases)
+                    rows.put(NAMESPACES, namespace, encode_namespace(namespaces[namespace]))
+                    rows.put(STATES, namespace, NamespaceState(os.urandom(8)).encode())
+                while some := list(islice(group, _PACKS_AT_ONCE)):
+                    with env.begin(write=True, buffers=True) as txn:
+                        self._add(Transaction(txn, databases), namespace, some)
+            with env.begin(write=True, buffers=True) as txn:
+                rows = Transaction(txn, databases)
+                moment, clock = read_clock(rows)
+                write_clock(rows, moment + 1, clock)
+                self._record_capacity(rows, (env.info()["last_pgno"] + 1) * env.stat()["psize"])
+            env.sync(True)
+
+    def _record_space(self, rows: Transaction, packs: Sequence[FoundPack]) -> None:
+        allocator = Allocator(rows)
+        extents = sorted(pack.extent for pack in packs)
+        used = {number: list(group) for number, group in groupby(extents, key=lambda extent: extent.segment)}
+        for number, segment in self._segments.items():
+            allocator.adopt(number, segment.pages, used.get(number, []))
+        allocator.finish()
+
+    def _add(self, rows: Transaction, namespace: bytes, packs: Sequence[FoundPack]) -> None:
+        payloads = _Placed(Allocator(rows), {pack.name: pack.extent for pack in packs})
+        copies = []
+        for pack in packs:
+            table = read_table(self._segments[pack.extent.segment].fd, pack)
+            self.totals.count(table, 1)
+            copies.append(PackCopy(table, b""))
+        commit = CatalogTransaction(rows, payloads, namespace)
+        commit.add(CommitBatch(copies))
+        commit.finish()
+
+    def _record_capacity(self, rows: Transaction, catalogue_bytes: int) -> None:
+        """Record the capacity: without a given one, the catalogue may grow to twice its size, and takes at most 1/4."""
+        segments = sum(segment.disk_bytes for segment in self._segments.values())
+        least = max(8 * catalogue_bytes, 2 * catalogue_bytes + segments + _GROWTH_BYTES)
+        self.capacity = self._policy.capacity or max(DEFAULT_CAPACITY, align(least))
+        write_policy(rows, replace(self._policy, capacity=self.capacity))

@@ -1,0 +1,166 @@
+"""Files beside the segment files that ``rebuild`` needs and that no pack holds: identities and erasures.
+
+1. ``segments/NAMESPACE.identity`` has the content of the namespace's row. It is durable before the commit that adds the
+   namespace's first content.
+2. ``segments/erased`` lists packs that were deleted because a user or a check asked for it: evicted content may come
+   back, deleted content may not. A record is durable before the deletion.
+3. An *erasure* has a number. It covers the packs of its name that were written while the number of the last erasure,
+   which the catalogue records, was smaller: not only the deleted copy, but also evicted ones. Content that is stored
+   again afterwards is not covered.
+4. The list is bounded. If it is full, or if the disk has no space for a record, older erasures become one that covers
+   all packs written before: ``rebuild`` does not find these.
+5. Only holders of the writer lock change these files. They move with the segments if a damaged store is renamed.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from persistkv.storage.backend import Namespace
+from persistkv.storage.catalog.rows import decode_namespace
+from persistkv.storage.format.codec import Buffer
+from persistkv_lmdb.files import SEGMENT_DIRECTORY, open_regular, sync_directory, translated_io, write_durably
+
+_IDENTITY_SUFFIX = ".identity"
+_ERASED = "erased"
+_RECORD = struct.Struct("<QQ")
+_ALL = 0  # in place of a name's checksum: the erasure covers all packs
+_NO_ERASURE = _RECORD.pack(0, _ALL)  # at the beginning of the file: a full disk then has space for one that covers all
+_MOST_RECORDS = 256 << 10  # 4 MiB
+_KEPT_RECORDS = _MOST_RECORDS // 2
+_MOST_IDENTITY_BYTES = 1 << 20  # 1 MiB
+
+
+class Erasures(NamedTuple):
+    """The erasures of a store."""
+
+    last: int
+    """Number of the last one; 0: there is none."""
+    of_all: int
+    """Number of the last one that covers all packs."""
+    by_name: Mapping[int, int]
+    """Checksum of a pack's name → number of the name's last erasure."""
+
+    def covers(self, name: bytes, erasures: int) -> bool:
+        """Return whether a pack was deleted after it had been written.
+
+        :param name: namespace and pack id.
+        :param erasures: number of the last erasure when it was written.
+        """
+        return erasures < max(self.of_all, self.by_name.get(_checksum(name), 0))
+
+
+class RecoveryFiles:
+    """Identities and erasures of the store in the directory ``store``."""
+
+    def __init__(self, store: Path) -> None:
+        self._store = store
+        self._directory = store / SEGMENT_DIRECTORY
+        self._described: dict[bytes, bytes] = {}  # generation of each namespace whose identity is in a file, by id
+
+    def describe(self, namespace: bytes, row: Buffer, generation: bytes) -> None:
+        """Write the identity of a namespace durably, unless it is there.
+
+        If the directory of the segments was removed, nothing is written: the commit notices this itself.
+
+        :param row: value of the namespace's row in the catalogue.
+        :param generation: of the namespace: it is another one if the namespace ended and began again.
+        :raises StoreError: it cannot be written.
+        """
+        if self._described.get(namespace) == generation:
+            return
+        with translated_io(self._store), suppress(FileNotFoundError):
+            if not self._erased.exists():
+                self._replace(self._erased, _NO_ERASURE)
+            if not self._identity(namespace).exists():
+                self._replace(self._identity(namespace), row)
+            sync_directory(self._directory)
+            self._described[namespace] = generation
+
+    def forget(self, namespaces: Iterable[bytes]) -> None:
+        """Delete the identities of namespaces without content. An error is ignored: an identity alone is harmless."""
+        for namespace in namespaces:
+            with suppress(OSError):
+                self._identity(namespace).unlink()
+
+    def identities(self) -> dict[bytes, Namespace]:
+        """Return the namespaces whose identities can be read, by id."""
+        found: dict[bytes, Namespace] = {}
+        for path in self._directory.glob(f"*{_IDENTITY_SUFFIX}"):
+            with suppress(OSError, ValueError):
+                name = bytes.fromhex(path.name.removesuffix(_IDENTITY_SUFFIX))
+                with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
+                    namespace = decode_namespace(name, file.read(_MOST_IDENTITY_BYTES))
+                if namespace is not None:
+                    found[name] = namespace
+        return found
+
+    def erase(self, names: Collection[bytes], number: int) -> None:
+        """Record the erasure ``number`` of packs durably. If the disk is full, it covers all packs instead. A store
+        that never had segments has nothing to erase.
+
+        :param names: namespace and pack id of each.
+        :raises StoreError: it cannot be written.
+        """
+        records = b"".join([_RECORD.pack(number, _checksum(name)) for name in names])
+        with translated_io(self._store), suppress(FileNotFoundError):
+            if not self._erased.exists():
+                self._replace(self._erased, _NO_ERASURE)
+            try:
+                self._append(records)
+            except OSError:
+                write_durably(self._erased, _RECORD.pack(number, _ALL), 0)
+            sync_directory(self._directory)
+
+    def erasures(self) -> Erasures:
+        """Return all erasures; none if the file is missing."""
+        import numpy as np  # commits do not need numpy
+
+        try:
+            held = np.fromfile(self._erased, dtype="<u8")
+        except FileNotFoundError:
+            return Erasures(0, 0, {})
+        pairs = held[: len(held) // 2 * 2].reshape(-1, 2)
+        last = int(pairs[:, 0].max(initial=0))
+        of_all = int(pairs[pairs[:, 1] == _ALL, 0].max(initial=0))
+        pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]  # the last number of a name remains in the dictionary
+        return Erasures(last, of_all, dict(zip(pairs[:, 1].tolist(), pairs[:, 0].tolist(), strict=True)))
+
+    def _identity(self, namespace: bytes) -> Path:
+        return self._directory / f"{namespace.hex()}{_IDENTITY_SUFFIX}"
+
+    @property
+    def _erased(self) -> Path:
+        return self._directory / _ERASED
+
+    def _append(self, records: bytes) -> None:
+        size = self._erased.stat().st_size
+        size -= size % _RECORD.size  # a killed process may have left a part of a record
+        if size + len(records) <= _MOST_RECORDS * _RECORD.size:
+            write_durably(self._erased, records, size)
+            return
+        held = self._erased.read_bytes()[:size] + records
+        kept = held[-_KEPT_RECORDS * _RECORD.size :]
+        before = max(number for number, _ in _RECORD.iter_unpack(held[: -len(kept)]))
+        self._replace(self._erased, _RECORD.pack(before, _ALL) + kept)
+
+    def _replace(self, target: Path, content: Buffer) -> None:
+        """Replace a file. The caller must sync the directory."""
+        part = target.with_suffix(".part")
+        part.unlink(missing_ok=True)
+        with os.fdopen(open_regular(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.rename(target)
+
+
+def _checksum(name: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(name)

@@ -1,0 +1,460 @@
+"""A new catalogue from the packs in the segment files, after ``data.mdb`` was lost or damaged."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from persistkv.config import PAGE_BYTES, StoreUrl
+from persistkv.errors import StoreBusyError, StoreUnavailableError
+from persistkv.storage.backend import CommitBatch, ReadSpan
+from persistkv.storage.extensions import Rebuilt
+from persistkv.storage.format.pack_writer import NewPack, PackWriter
+from persistkv.storage.identity import Identity
+from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
+from persistkv_lmdb import LmdbBackend
+from persistkv_lmdb.allocator import read_extents
+from persistkv_lmdb.segments import Extent
+from tests.backends.lmdb.conftest import IDENTITY, Opener
+from tests.backends.lmdb.consistency import find_faults
+
+OTHER = Identity.of({"weights": "def"})
+INVALID = "overwritten or damaged"
+
+
+@pytest.fixture(params=["extents"])
+def placement(request: pytest.FixtureRequest) -> str:
+    """Stores that can be rebuilt."""
+    return str(request.param)
+
+
+@pytest.fixture
+def store(open_store: Opener) -> LmdbBackend:
+    return open_store("?capacity=64MiB")
+
+
+def rebuild(path: Path, options: str = "") -> Rebuilt:
+    found = LmdbBackend.rebuild(StoreUrl.parse(f"lmdb://{path}{options}"), lambda done, total: None)
+    assert found is not None
+    return found
+
+
+def add(backend: LmdbBackend, *packs: NewPack) -> None:
+    for pack in packs:
+        backend.commit(pack.namespace, CommitBatch([pack]))
+
+
+def add_samples(backend: LmdbBackend, count: int, *, first: int = 0, identity: Identity = IDENTITY) -> list[PackWriter]:
+    """Store packs of four blocks, eight packs per commit; return them."""
+    namespace = backend.open_namespace(identity).id
+    packs = [sample_pack(namespace, seed) for seed in range(first, first + count)]
+    for start in range(0, count, 8):
+        backend.commit(namespace, CommitBatch(packs[start : start + 8]))
+    return packs
+
+
+def held(backend: LmdbBackend, packs: list[PackWriter]) -> list[PackWriter]:
+    """Return those of the packs that the store holds; check the bytes of each."""
+    found = []
+    for pack in packs:
+        payload = payload_of(pack)
+        buffer = bytearray(len(payload))
+        if backend.read(pack.namespace, [ReadSpan(pack.pack_id, 0, [memoryview(buffer)])]) == [True]:
+            assert bytes(buffer) == payload
+            assert backend.tables(pack.namespace, [pack.pack_id]) == [pack.table]
+            found.append(pack)
+    return found
+
+
+def places(backend: LmdbBackend, pack: NewPack) -> list[Extent]:
+    with backend.environment.transaction() as transaction:
+        return read_extents(transaction, pack.namespace + pack.pack_id) or []
+
+
+def place(backend: LmdbBackend, pack: NewPack) -> Extent:
+    (extent,) = places(backend, pack)
+    return extent
+
+
+def lose_catalogue(backend: LmdbBackend, path: Path) -> None:
+    backend.close()
+    (path / "data.mdb").unlink()
+
+
+def overwrite(path: Path, offset: int, content: bytes) -> None:
+    with (path / "segments" / "00000000.seg").open("r+b") as file:
+        file.seek(offset)
+        file.write(content)
+
+
+def flip(path: Path, offset: int) -> None:
+    with (path / "segments" / "00000000.seg").open("r+b") as file:
+        file.seek(offset)
+        before = file.read(1)
+        file.seek(offset)
+        file.write(bytes([before[0] ^ 1]))
+
+
+def test_rebuild_lost_catalogue_finds_all_packs(store: LmdbBackend, path: Path, open_store: Opener) -> None:
+    packs = add_samples(store, 40)
+    lose_catalogue(store, path)
+
+    found = rebuild(path)
+
+    assert (found.packs, found.blocks, found.namespaces) == (40, 160, 1)
+    assert not found.skipped
+    assert found.damaged is None
+    again = open_store()
+    assert held(again, packs) == packs
+    assert find_faults(again) == []
+    assert [namespace.identity for namespace in again.namespaces()] == [IDENTITY]
+
+
+def test_rebuild_of_two_namespaces_finds_packs_of_both(store: LmdbBackend, path: Path, open_store: Opener) -> None:
+    packs = [*add_samples(store, 5), *add_samples(store, 5, identity=OTHER)]
+    lose_catalogue(store, path)
+
+    assert rebuild(path).namespaces == 2
+    again = open_store()
+    assert held(again, packs) == packs
+    assert find_faults(again) == []
+
+
+def test_rebuild_without_an_identity_skips_its_packs(store: LmdbBackend, path: Path, open_store: Opener) -> None:
+    packs = add_samples(store, 5)
+    lost = add_samples(store, 3, identity=OTHER)
+    lose_catalogue(store, path)
+    (path / "segments" / f"{OTHER.digest.hex()}.identity").unlink()
+
+    found = rebuild(path)
+
+    assert (found.packs, found.skipped) == (5, {"of an unknown identity": 3})
+    again = open_store()
+    assert held(again, [*packs, *lost]) == packs
+
+
+def test_rebuilt_store_accepts_commits_and_evicts(store: LmdbBackend, path: Path, open_store: Opener) -> None:
+    add_samples(store, 100)
+    lose_catalogue(store, path)
+    rebuild(path, "?capacity=4MiB")
+
+    again = open_store()
+    later = add_samples(again, 200, first=1000)
+
+    assert again.stats().capacity == 4 << 20
+    assert again.disk_bytes() <= 4 << 20
+    assert held(again, later[-8:]) == later[-8:]
+    assert find_faults(again) == []
+
+
+def test_rebuild_without_capacity_records_one_that_fits(store: LmdbBackend, path: Path) -> None:
+    add_samples(store, 5)
+    lose_catalogue(store, path)
+    assert rebuild(path).capacity == 10 << 30
+
+
+def test_rebuilt_order_evicts_deep_packs_first(store: LmdbBackend, path: Path, open_store: Opener) -> None:
+    namespace = store.open_namespace(IDENTITY).id
+    deep = sample_pack(namespace, 1, blocks=64, depth=1000)
+    shallow = sample_pack(namespace, 2, blocks=64)
+    add(store, deep, shallow)  # the shallow one was used last
+    lose_catalogue(store, path)
+    rebuild(path, "?capacity=4MiB")
+
+    again = open_store()
+    seed = 10
+    while held(again, [deep, shallow]) == [deep, shallow]:
+        add(again, sample_pack(namespace, seed, blocks=64))
+        seed += 1
+
+    assert held(again, [deep, shallow]) == [shallow]
+
+
+def test_rebuild_damaged_catalogue_keeps_it(store: LmdbBackend, path: Path, open_store: Opener) -> None:
+    packs = add_samples(store, 20)
+    store.close()
+    size = (path / "data.mdb").stat().st_size
+    damaged = os.urandom(size)
+    (path / "data.mdb").write_bytes(damaged)
+
+    found = rebuild(path)
+
+    assert found.damaged is not None
+    assert (Path(found.damaged) / "data.mdb").read_bytes() == damaged
+    assert held(open_store(), packs) == packs
+
+
+def test_rebuild_intact_catalogue_changes_nothing(store: LmdbBackend, path: Path) -> None:
+    add_samples(store, 3)
+    store.close()
+    before = (path / "data.mdb").read_bytes()
+    assert LmdbBackend.rebuild(StoreUrl.parse(f"lmdb://{path}"), lambda done, total: None) is None
+    assert (path / "data.mdb").read_bytes() == before
+
+
+def test_rebuild_of_renamed_files_makes_a_store_there(store: LmdbBackend, path: Path, open_store: Opener) -> None:
+    packs = add_samples(store, 20)
+    store.close()
+    (path / "data.mdb").write_bytes(os.urandom((path / "data.mdb").stat().st_size))
+    (path / "guard").write_text("open".ljust(31) + "\n")
+    empty = open_store()  # renames the damaged files
+    assert not held(empty, packs)
+    (renamed,) = path.glob("damaged-*")
+
+    assert rebuild(renamed).packs == 20
+    assert held(open_store(location=renamed), packs) == packs
+
+
+def test_rebuild_of_an_open_store_is_refused(store: LmdbBackend, path: Path) -> None:
+    add_samples(store, 3)
+    (path / "data.mdb").unlink()
+    with pytest.raises(StoreBusyError, match="open for writing"):
+        rebuild(path)
+
+
+def test_rebuild_of_an_inline_store_is_refused(path: Path) -> None:
+    backend = LmdbBackend.open(StoreUrl.parse(f"lmdb://{path}?placement=inline"))
+    add_samples(backend, 3)
+    lose_catalogue(backend, path)
+    with pytest.raises(StoreUnavailableError, match="placement=inline"):
+        rebuild(path)
+
+
+def test_rebuild_of_no_store_is_refused(path: Path) -> None:
+    with pytest.raises(StoreUnavailableError):
+        rebuild(path)
+    assert not path.exists()
+
+
+def test_rebuild_without_packs_changes_nothing(store: LmdbBackend, path: Path) -> None:
+    (pack,) = add_samples(store, 1)
+    extent = place(store, pack)
+    lose_catalogue(store, path)
+    overwrite(path, (extent.end - 1) * PAGE_BYTES, bytes(PAGE_BYTES))
+    assert rebuild(path).packs == 0
+    assert not (path / "data.mdb").exists()
+
+
+# Deleted and evicted packs
+
+
+def test_rebuild_deleted_packs_stay_deleted(store: LmdbBackend, path: Path, open_store: Opener) -> None:
+    packs = add_samples(store, 8)
+    deleted, bad = packs[2].pack_id, packs[5].pack_id
+    store.commit(packs[0].namespace, CommitBatch(deletions=[deleted], bad=[bad]))
+    lose_catalogue(store, path)
+
+    found = rebuild(path)
+
+    assert (found.packs, found.skipped) == (6, {"deleted": 2})
+    assert held(open_store(), packs) == [pack for pack in packs if pack.pack_id not in (deleted, bad)]
+
+
+def test_rebuild_packs_deleted_with_a_request_stay_deleted(store: LmdbBackend, path: Path, open_store: Opener) -> None:
+    packs = add_samples(store, 8)
+    ids = [pack.pack_id for pack in packs]
+    store.commit(packs[0].namespace, CommitBatch(manifests=[sample_manifest("request", packs=ids)]))
+    store.commit(packs[0].namespace, CommitBatch(deletions=[ids[4]]))  # and the packs after it
+    lose_catalogue(store, path)
+    assert rebuild(path).packs == 4
+    assert held(open_store(), packs) == packs[:4]
+
+
+def test_rebuild_pack_evicted_then_stored_then_deleted_stays_deleted(open_store: Opener, path: Path) -> None:
+    store = open_store("?capacity=16MiB")
+    namespace = store.open_namespace(IDENTITY).id
+    pack = sample_pack(namespace, 1)
+    add(store, pack)
+    first = place(store, pack)
+    raw = (path / "segments" / "00000000.seg").read_bytes()
+    evicted = raw[first.page * PAGE_BYTES : first.end * PAGE_BYTES]
+    seed = 2
+    while held(store, [pack]):
+        add(store, sample_pack(namespace, seed, blocks=64))
+        seed += 1
+    add(store, pack)
+    store.commit(namespace, CommitBatch(deletions=[pack.pack_id]))
+    lose_catalogue(store, path)
+    overwrite(path, first.page * PAGE_BYTES, evicted)  # as if nothing had been stored there since
+
+    found = rebuild(path)
+
+    assert found.skipped["deleted"] >= 1
+    assert held(open_store(), [pack]) == []
+
+
+def test_rebuild_pack_stored_again_after_its_deletion_is_found(
+    store: LmdbBackend, path: Path, open_store: Opener
+) -> None:
+    packs = add_samples(store, 3)
+    store.commit(packs[0].namespace, CommitBatch(deletions=[packs[1].pack_id]))
+    add(store, packs[1])
+    lose_catalogue(store, path)
+    assert rebuild(path).packs == 3
+    again = open_store()
+    assert held(again, packs) == packs
+    again.commit(packs[0].namespace, CommitBatch(deletions=[packs[1].pack_id]))
+    lose_catalogue(again, path)
+    assert rebuild(path).packs == 2
+
+
+def test_rebuild_overwritten_pack_is_skipped(open_store: Opener, path: Path) -> None:
+    store = open_store("?capacity=4MiB")
+    packs = add_samples(store, 400)
+    survivors = [pack for pack in held(store, packs) if len(places(store, pack)) == 1]
+    assert 100 < len(survivors) < 300
+    lose_catalogue(store, path)
+
+    found = rebuild(path)
+
+    again = open_store()
+    still = held(again, packs)
+    assert {pack.pack_id for pack in survivors} <= {pack.pack_id for pack in still}
+    assert found.packs == len(still)
+    assert find_faults(again) == []
+
+
+# Damage of the segments
+
+
+@pytest.mark.parametrize("at", ["payload", "table", "trailer", "magic", "padding"])
+def test_rebuild_pack_with_a_flipped_bit_is_skipped(
+    store: LmdbBackend, path: Path, open_store: Opener, at: str
+) -> None:
+    namespace = store.open_namespace(IDENTITY).id
+    packs = [sample_pack(namespace, seed, blocks=3, block_bytes=5000) for seed in range(4)]
+    add(store, *packs)
+    extent = place(store, packs[1])
+    lose_catalogue(store, path)
+    end = extent.end * PAGE_BYTES
+    offsets = {
+        "payload": extent.page * PAGE_BYTES + 5001,
+        "padding": extent.page * PAGE_BYTES + 15_001,
+        "table": end - 100,
+        "trailer": end - 30,
+        "magic": end - 1,
+    }
+    flip(path, offsets[at])
+
+    found = rebuild(path)
+
+    assert found.packs == 3
+    assert found.skipped == ({} if at == "magic" else {INVALID: 1})
+    assert held(open_store(), packs) == [packs[0], *packs[2:]]
+
+
+def test_rebuild_truncated_segment_finds_the_packs_before(store: LmdbBackend, path: Path, open_store: Opener) -> None:
+    packs = add_samples(store, 40)
+    cut = place(store, packs[20])
+    before = [pack for pack in packs if place(store, pack).end <= cut.page]
+    lose_catalogue(store, path)
+    os.truncate(path / "segments" / "00000000.seg", cut.page * PAGE_BYTES + 100)
+
+    assert rebuild(path).packs == len(before)
+    again = open_store()
+    assert held(again, packs) == before
+    assert find_faults(again) == []
+    later = add_samples(again, 8, first=500)
+    assert held(again, later) == later
+
+
+def test_rebuild_copy_of_a_pack_within_a_payload_is_skipped(store: LmdbBackend, path: Path, open_store: Opener) -> None:
+    (inner,) = add_samples(store, 1)
+    extent = place(store, inner)
+    raw = (path / "segments" / "00000000.seg").read_bytes()
+    content = raw[extent.page * PAGE_BYTES : extent.end * PAGE_BYTES]
+    outer = sample_pack(inner.namespace, 2, blocks=1, block_bytes=len(content))
+    outer.segments[0].source.gather(0, 1)[:] = memoryview(content)
+    add(store, outer)
+    store.commit(inner.namespace, CommitBatch(deletions=[inner.pack_id]))
+    lose_catalogue(store, path)
+
+    found = rebuild(path)
+
+    assert (found.packs, found.skipped) == (1, {INVALID: 1, "deleted": 1})
+    assert held(open_store(), [outer]) == [outer]
+
+
+def test_rebuild_pack_in_several_extents_is_counted(open_store: Opener, path: Path) -> None:
+    store = open_store("?capacity=4MiB")
+    packs = add_samples(store, 200)
+    there = held(store, packs)
+    store.commit(packs[0].namespace, CommitBatch(deletions=[pack.pack_id for pack in there[::2]]))
+    large = sample_pack(packs[0].namespace, 1000, blocks=128)
+    add(store, large)
+    assert len(places(store, large)) > 1
+    lose_catalogue(store, path)
+
+    assert rebuild(path).skipped["in several extents"] == 1
+    assert held(open_store(), [large]) == []
+
+
+# Interruptions
+
+
+_REBUILD = """
+import sys, time
+from persistkv.config import StoreUrl
+from persistkv_lmdb import LmdbBackend
+def progress(done, total):
+    print("reading", flush=True)
+LmdbBackend.rebuild(StoreUrl.parse(sys.argv[1]), progress)
+"""
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.05, 0.1])
+def test_rebuild_killed_can_be_repeated(store: LmdbBackend, path: Path, open_store: Opener, delay_s: float) -> None:
+    packs = add_samples(store, 400)
+    lose_catalogue(store, path)
+    child = subprocess.Popen([sys.executable, "-c", _REBUILD, f"lmdb://{path}"], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    time.sleep(delay_s)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+
+    if not (path / "data.mdb").exists():
+        rebuild(path)
+
+    assert not (path / "data.mdb.rebuild").exists()
+    again = open_store()
+    assert held(again, packs) == packs
+    assert find_faults(again) == []
+
+
+def test_rebuild_after_its_interruption_deletes_the_incomplete_catalogue(
+    store: LmdbBackend, path: Path, open_store: Opener
+) -> None:
+    packs = add_samples(store, 5)
+    lose_catalogue(store, path)
+    (path / "data.mdb.rebuild").write_bytes(b"incomplete")
+    rebuild(path)
+    assert not (path / "data.mdb.rebuild").exists()
+    assert held(open_store(), packs) == packs
+
+
+def test_rebuild_of_a_copied_store_finds_all_packs(store: LmdbBackend, path: Path, open_store: Opener) -> None:
+    packs = add_samples(store, 20)
+    store.close()
+    copy = path.with_name("copy")
+    shutil.copytree(path / "segments", copy / "segments")
+    assert rebuild(copy).packs == 20
+    assert held(open_store(location=copy), packs) == packs
+
+
+def test_rebuild_two_thousand_packs_finds_their_blocks(store: LmdbBackend, path: Path, open_store: Opener) -> None:
+    namespace = store.open_namespace(IDENTITY).id
+    packs = [sample_pack(namespace, seed, blocks=2, block_bytes=1024) for seed in range(2000)]
+    for start in range(0, 2000, 100):
+        store.commit(namespace, CommitBatch(packs[start : start + 100]))
+    lose_catalogue(store, path)
+    assert rebuild(path).blocks == 4000
+    assert find_faults(open_store()) == []

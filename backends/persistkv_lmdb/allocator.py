@@ -270,11 +270,16 @@ class Allocator:
         """Yield all holes, ordered by segment and page."""
         return map(_extent_at, self._rows.starting_with(HOLES, b""))
 
-    def adopt(self, segment: int, pages: int, used: Sequence[Extent]) -> None:
-        """Record a segment of ``pages`` pages that is not recorded yet. Its pages outside of ``used`` are free."""
+    def adopt(self, segment: int, pages: int, free: Sequence[Extent], holes: Sequence[Extent]) -> None:
+        """Record a segment of ``pages`` pages that is not recorded yet.
+
+        :param free: all pages that no pack has; ``holes``: those of them without disk space, each within one extent.
+        """
         self._rows.put(SEGMENTS, _SEGMENT.pack(segment), _PAGES.pack(pages))
-        self.total += pages
-        self.free_now(without([Extent(segment, 0, pages)], used))
+        for hole in holes:
+            self._rows.put(HOLES, _PLACE.pack(hole.segment, hole.page), _PAGES.pack(hole.pages))
+        self.total += pages - pages_of(holes)
+        self.free_now(without(free, holes))
 
     def finish(self) -> None:
         """Record the totals in LMDB."""

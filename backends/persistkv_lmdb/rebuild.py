@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +34,7 @@ from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import ID_BYTES, PackTable, align, frame_seed, pack_id, verify_frame
 from persistkv.storage.format.pack_writer import PackCopy
 from persistkv_lmdb import files
-from persistkv_lmdb.allocator import Allocator, pages_for
+from persistkv_lmdb.allocator import Allocator, pages_for, without
 from persistkv_lmdb.fsck import DAMAGE, Verdict, inspect
 from persistkv_lmdb.layout import (
     DATABASES,
@@ -317,6 +318,23 @@ def _read(fd: int, offset: int, length: int) -> bytes:
     return content
 
 
+def _holes_in(fd: int, extent: Extent) -> Iterator[Extent]:
+    """Yield the pages of an extent that have no disk space, or were never written."""
+    at, end = extent.page * PAGE_BYTES, extent.end * PAGE_BYTES
+    while (begin := os.lseek(fd, at, os.SEEK_HOLE)) < end:
+        try:
+            at = min(end, os.lseek(fd, begin, os.SEEK_DATA))
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            at = end  # no data follows
+        first = -(-begin // PAGE_BYTES)
+        if at // PAGE_BYTES > first:
+            yield Extent(extent.segment, first, at // PAGE_BYTES - first)
+        if at == end:
+            return
+
+
 class _Placed:
     """Payloads that are in segment files already (a ``catalog.Payloads``).
 
@@ -395,7 +413,9 @@ class _Builder:
         extents = sorted(pack.extent for pack in packs)
         used = {number: list(group) for number, group in groupby(extents, key=lambda extent: extent.segment)}
         for number, segment in self._segments.items():
-            allocator.adopt(number, segment.pages, used.get(number, []))
+            free = without([Extent(number, 0, segment.pages)], used.get(number, []))
+            holes = [hole for extent in free for hole in _holes_in(segment.fd, extent)]
+            allocator.adopt(number, segment.pages, free, holes)
         allocator.finish()
 
     def _add(self, rows: Transaction, namespace: bytes, packs: Sequence[FoundPack]) -> None:

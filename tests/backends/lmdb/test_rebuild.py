@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from persistkv.config import PAGE_BYTES, StoreUrl
-from persistkv.errors import StoreBusyError, StoreUnavailableError
+from persistkv.errors import StoreBusyError, StoreError, StoreUnavailableError
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.storage.extensions import Rebuilt
 from persistkv.storage.format.pack_writer import NewPack, PackWriter
@@ -457,4 +458,37 @@ def test_rebuild_two_thousand_packs_finds_their_blocks(store: LmdbBackend, path:
         store.commit(namespace, CommitBatch(packs[start : start + 100]))
     lose_catalogue(store, path)
     assert rebuild(path).blocks == 4000
+    assert find_faults(open_store()) == []
+
+
+def test_rebuild_on_a_full_disk_leaves_the_store_as_it_was(store: LmdbBackend, path: Path, open_store: Opener) -> None:
+    packs = add_samples(store, 100)
+    lose_catalogue(store, path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, limits[1]))
+    try:
+        with pytest.raises(StoreError):
+            rebuild(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert not (path / "data.mdb").exists()
+    assert not (path / "data.mdb.rebuild").exists()
+
+    assert rebuild(path).packs == 100
+    assert held(open_store(), packs) == packs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_rebuild_hundred_thousand_packs_finds_their_blocks(open_store: Opener, path: Path) -> None:
+    store = open_store("?capacity=4GiB")
+    namespace = store.open_namespace(IDENTITY).id
+    for start in range(0, 100_000, 500):
+        packs = [sample_pack(namespace, seed, blocks=2, block_bytes=1024) for seed in range(start, start + 500)]
+        store.commit(namespace, CommitBatch(packs))
+    stored = store.stats().blocks
+    lose_catalogue(store, path)
+    assert rebuild(path).blocks >= 0.99 * stored
     assert find_faults(open_store()) == []

@@ -1,0 +1,106 @@
+"""Identities and erasures, which a rebuild reads beside the segment files."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from persistkv_lmdb import recovery
+from persistkv_lmdb.recovery import RecoveryFiles
+
+ROW = b"content of the row"
+GENERATION = bytes(8)
+
+
+def name(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> RecoveryFiles:
+    (tmp_path / "segments").mkdir()
+    return RecoveryFiles(tmp_path)
+
+
+def test_erasures_of_a_new_store_cover_nothing(files: RecoveryFiles) -> None:
+    files.describe(bytes(16), ROW, GENERATION)
+    found = files.erasures()
+    assert found.last == 0
+    assert not found.covers(name(1), 0)
+
+
+def test_erasure_covers_only_packs_of_its_name_that_were_written_before(files: RecoveryFiles) -> None:
+    files.erase([name(1), name(2)], 1)
+    files.erase([name(1)], 2)
+    found = files.erasures()
+    assert found.last == 2
+    assert found.covers(name(1), 1)
+    assert not found.covers(name(1), 2)
+    assert found.covers(name(2), 0)
+    assert not found.covers(name(2), 1)
+    assert not found.covers(name(3), 0)
+
+
+def test_erase_after_a_part_of_a_record_continues(files: RecoveryFiles, tmp_path: Path) -> None:
+    files.erase([name(1)], 1)
+    with (tmp_path / "segments" / "erased").open("ab") as file:
+        file.write(b"part")
+    files.erase([name(2)], 2)
+    found = files.erasures()
+    assert found.covers(name(1), 0)
+    assert found.covers(name(2), 1)
+
+
+def test_erase_beyond_the_limit_covers_all_older_packs(
+    files: RecoveryFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "_MOST_RECORDS", 10)
+    monkeypatch.setattr(recovery, "_KEPT_RECORDS", 5)
+    for number in range(1, 31):
+        files.erase([name(number)], number)
+        assert (tmp_path / "segments" / "erased").stat().st_size <= 10 * 16
+    found = files.erasures()
+    assert found.last == 30
+    for number in range(1, 31):
+        assert found.covers(name(number), number - 1)
+    assert found.covers(name(1000), 10)
+    assert not found.covers(name(1000), 29)
+
+
+def test_erase_on_a_full_disk_covers_all_packs(
+    files: RecoveryFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.describe(bytes(16), ROW, GENERATION)
+    write = os.pwrite
+
+    def full(fd: int, content: bytes, offset: int) -> int:
+        if offset >= 16:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, content, offset)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    files.erase([name(1)], 5)
+    found = files.erasures()
+    assert found.covers(name(1), 4)
+    assert found.covers(name(2), 4)
+    assert not found.covers(name(2), 5)
+    assert (tmp_path / "segments" / "erased").stat().st_size == 16
+
+
+def test_erase_without_segments_does_nothing(tmp_path: Path) -> None:
+    RecoveryFiles(tmp_path).erase([name(1)], 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_describe_of_a_namespace_that_began_again_writes_its_identity(files: RecoveryFiles, tmp_path: Path) -> None:
+    namespace = bytes(range(16))
+    path = tmp_path / "segments" / f"{namespace.hex()}.identity"
+    files.describe(namespace, ROW, GENERATION)
+    assert path.read_bytes() == ROW
+    files.forget([namespace])
+    assert not path.exists()
+    files.describe(namespace, ROW, b"another ")
+    assert path.read_bytes() == ROW

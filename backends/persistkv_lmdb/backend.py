@@ -129,12 +129,7 @@ class LmdbBackend(CatalogBackend):
     @classmethod
     def open(cls, url: StoreUrl, *, read_only: bool = False) -> LmdbBackend:
         options = convert_options(LmdbOptions, url.options, where="lmdb")
-        if "\0" in url.location:
-            raise ConfigurationError("url", url.location, "a path without NUL")
-        path = Path(url.location)
-        if not path.is_absolute():
-            expected = f"an absolute path: lmdb:///{url.location} (three slashes), or lmdb://{path.absolute()}"
-            raise ConfigurationError("url", f"lmdb://{url.location}", expected)
+        path = _path_of(url)
         read_only = read_only or options.read_only
         _refuse_remote(path)
         files.prepare_directory(path, read_only=read_only)
@@ -151,7 +146,7 @@ class LmdbBackend(CatalogBackend):
     @classmethod
     def rebuild(cls, url: StoreUrl, progress: Callable[[int, int], None]) -> Rebuilt | None:
         options = convert_options(LmdbOptions, url.options, where="lmdb")
-        path = Path(url.location).absolute()
+        path = _path_of(url)
         _refuse_remote(path)
         return rebuild(path, replace(options.given, placement="extents"), progress)
 
@@ -353,6 +348,16 @@ class LmdbBackend(CatalogBackend):
         if self._shared is not None:
             shared, self._shared = self._shared, None
             ENVIRONMENTS.release(shared)
+
+
+def _path_of(url: StoreUrl) -> Path:
+    if "\0" in url.location:
+        raise ConfigurationError("url", url.location, "a path without NUL")
+    path = Path(url.location)
+    if not path.is_absolute():
+        expected = f"an absolute path: lmdb:///{url.location} (three slashes), or lmdb://{path.absolute()}"
+        raise ConfigurationError("url", f"lmdb://{url.location}", expected)
+    return path
 
 
 def _place_of(rows: Transaction, namespace: bytes, span: ReadSpan) -> list[Extent] | None:

@@ -91,6 +91,7 @@ def rebuild(path: Path, policy: Policy, progress: Callable[[int, int], None]) ->
     if not (path / files.SEGMENT_DIRECTORY).is_dir():
         what = "a store keeps packs there unless it has placement=inline, which cannot be rebuilt"
         raise StoreUnavailableError(f"{path} has no directory {files.SEGMENT_DIRECTORY}: {what}")
+    files.prepare_directory(path, read_only=False)
     with closing(Guard(path)) as guard, guard.alone(), files.translated_io(path):
         if not _is_lost(path):
             return None

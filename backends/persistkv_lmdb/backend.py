@@ -30,7 +30,6 @@ from persistkv.storage.catalog.rows import PACKS, SEQUENCE, read_pieces
 from persistkv.storage.extensions import BackendStats, FreeSpace, Policy, Rebuilt
 from persistkv.storage.format.files import replace_file
 from persistkv.storage.format.pack import table_lengths
-from persistkv.storage.identity import Identity
 from persistkv_lmdb import files
 from persistkv_lmdb.allocator import Allocator, read_extents
 from persistkv_lmdb.commit import BatchCommit, StaleError, fit_capacity, release_free
@@ -103,8 +102,6 @@ class LmdbBackend(CatalogBackend):
         self._path = shared.path
         self._policy = policy  # of a store that is created in place of a removed one
         self._following = threading.RLock()
-        self._identities: dict[bytes, Identity] = {}  # of the namespaces that this handle has opened, by id
-        self._missing: dict[bytes, Identity] = {}  # those that a replaced store may not have yet
         self._read_only = read_only
         self.capabilities = replace(type(self).capabilities, writable=not read_only)
         if read_only:
@@ -186,36 +183,25 @@ class LmdbBackend(CatalogBackend):
                 return
             files.prepare_directory(self._path, read_only=self._read_only)
             self._shared = ENVIRONMENTS.acquire(self._path, self._policy, read_only=self._read_only)
-            self._missing = dict(self._identities)
+            self._shared.opened.update(replaced.opened)
             message = (
                 "%s: files of the store were removed or replaced while it was open; continuing with those there now"
             )
             logger.warning(message, self._path)
             ENVIRONMENTS.release(replaced)
-            with suppress(StoreError):  # the next commit tries again
-                self._open_missing()
-
-    def _open_missing(self) -> None:
-        for name, identity in list(self._missing.items()):
-            if not self._read_only:
-                super().open_namespace(identity)
-            self._missing.pop(name, None)
 
     def _keeps_changing(self) -> StoreError:
         return StoreError(f"{self._path}: files of the store were replaced {_REPLACEMENTS} times in one operation")
 
-    def open_namespace(self, identity: Identity) -> Namespace:
-        namespace = super().open_namespace(identity)
-        self._identities[namespace.id] = identity
-        return namespace
+    @property
+    def opened(self) -> dict[bytes, Namespace]:
+        return self.environment.opened
 
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
         check_batch(namespace, batch)
         for _ in range(_REPLACEMENTS):
             environment = self._writable()
             try:
-                if self._missing:
-                    self._open_missing()
                 return self._commit(self._writable(), namespace, batch)
             except ReplacedError:
                 self._follow(environment)
@@ -277,7 +263,7 @@ class LmdbBackend(CatalogBackend):
         return total
 
     def index_file(self, namespace: bytes) -> Path:
-        return self._path / f"{files.INDEX_PREFIX}{namespace.hex()}"
+        return self.environment.index_file(namespace)
 
     def policy(self) -> Policy:
         with self.rows() as transaction:

@@ -40,9 +40,10 @@ from persistkv.storage.catalog.rows import (
     LINKS,
     NAMESPACES,
     PACKS,
+    is_current,
     pack_table,
     page_bytes,
-    read_state,
+    state_or_empty,
 )
 from persistkv.storage.catalog.transaction import kept_names, rows_bound
 from persistkv.storage.format.codec import Buffer
@@ -147,7 +148,7 @@ class BatchCommit:
             self._placed.clear()  # the file that was written may be the deleted one
             self._replacements = environment.files.replacements
         with environment.transaction() as rows:
-            self._check_seen(rows, read_state(rows, self._namespace).cursor)  # before the work of writing
+            self._check_seen(rows, state_or_empty(rows, self._namespace).cursor)  # before the work of writing
             self._erasures = read_erasures(rows)
             spare = self._spare(rows)  # first: it may forget placed packs
             unplaced = [pack for pack in self._added(rows) if pack.pack_id not in self._placed]
@@ -345,17 +346,21 @@ class BatchCommit:
     def _begin(self, transaction: Transaction, *, as_it_is: bool = False) -> tuple[CatalogTransaction, Room]:
         """Return the catalogue of a write transaction, and the part of the capacity that it may use (``Room``)."""
         room = Room(self._environment, transaction, as_it_is=as_it_is)
-        commit = CatalogTransaction(transaction, room.payloads, self._namespace, self._keep)
+        opened = self._environment.opened
+        commit = CatalogTransaction(transaction, room.payloads, self._namespace, self._keep, opened=opened)
         self._check_seen(transaction, commit.cursor)
         room.spare = self._spare(transaction)  # first: it may forget placed packs
         added = self._added(transaction)
         room.unplaced = [pack for pack in added if pack.pack_id not in self._placed]
-        room.expect(added, room.unplaced, self._batch)
+        rows = rows_bound(added, self._batch.manifests)
+        if rows:
+            rows += commit.beginning_bytes
+        room.expect(added, room.unplaced, rows)
         return commit, room
 
     def _check_seen(self, rows: Transaction, cursor: bytes) -> None:
         """Raise StaleError if other commits, up to the position ``cursor``, make the batch stale."""
-        if self._seen in (None, cursor):
+        if self._seen is None or is_current(cursor, self._seen):
             return
         needs = self._batch.needs
         if needs is None or any(rows.get(PACKS, self._namespace + pack_id) is None for pack_id in needs):
@@ -365,6 +370,7 @@ class BatchCommit:
     def _note(self, commit: CatalogTransaction) -> None:
         """Remember the evicted packs of a committed transaction, and the namespace's position in the change log."""
         self._evicted += commit.evicted
+        self._environment.forget_namespaces(commit.ended)
         if self._seen is not None:
             self._seen = commit.cursor
 
@@ -463,13 +469,13 @@ class Room:
         """Return the bytes in use, without freed pages: those not reusable yet would not become so by more eviction."""
         return Amount(self._transaction.used_bytes(), self.payloads.allocator.used * PAGE_BYTES)
 
-    def expect(self, packs: Sequence[NewPack], unplaced: Sequence[NewPack], batch: CommitBatch) -> None:
+    def expect(self, packs: Sequence[NewPack], unplaced: Sequence[NewPack], rows: int) -> None:
         """Estimate ``need``, the bytes that a batch adds. If ``data.mdb`` may grow by more than usual, lower the limit
         of the segments.
 
         :param packs: those of its packs that are not stored yet; ``unplaced``: those of them that need extents.
+        :param rows: upper estimate of the bytes of its rows.
         """
-        rows = rows_bound(packs, batch.manifests)
         if self.is_inline:
             self.need = Amount(rows + sum(page_bytes(pack.payload_bound) for pack in packs), 0)
             return
@@ -531,10 +537,11 @@ def _evict_excess(environment: Environment, namespace: bytes) -> Evicted:
     with environment.transaction(write=True) as transaction:
         environment.release_reserved(transaction)
         room = Room(environment, transaction)
-        commit = CatalogTransaction(transaction, room.payloads, namespace)
+        commit = CatalogTransaction(transaction, room.payloads, namespace, opened=environment.opened)
         ended = commit.evict(lambda: room.used().within(room.limit), _EVICTED_AT_ONCE)
         room.payloads.shrink(room.payloads.limit)
         commit.finish()
+    environment.forget_namespaces(commit.ended)
     return ended
 
 

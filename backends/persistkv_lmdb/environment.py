@@ -33,7 +33,9 @@ import lmdb
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreBusyError, StoreError, StoreFullError
+from persistkv.storage.backend import Namespace
 from persistkv.storage.catalog.order import read_clock, write_clock
+from persistkv.storage.catalog.rows import STATES
 from persistkv.storage.extensions import Policy
 from persistkv_lmdb import files
 from persistkv_lmdb.allocator import Payloads, read_reserved, read_space
@@ -71,7 +73,7 @@ _POLL_S = 0.002
 _COURTESY_S = 0.05
 """Maximum wait, in seconds, of new transactions for a pending remap, which overlapping transactions could otherwise
 delay for ever. Bounded: a thread inside a transaction may begin another one while the remap waits for that thread."""
-_RETURN_PATIENCE_S = 0.2  # wait for the writer lock when a store is closed
+_RETURN_PATIENCE_S = 0.2  # wait for the writer lock when a store is closed, or a namespace has ended
 _COMMITS = 16  # remembered: with varying sizes, one commit in so many exceeds those before it, and waits for space
 
 
@@ -111,6 +113,8 @@ class Environment:
         self.path = path
         self.read_only = read_only
         self.handles = 0
+        self.opened: dict[bytes, Namespace] = {}
+        """Namespaces that the handles have opened, by id: the identities of those that a commit begins."""
         self.process = os.getpid()
         self._databases: Mapping[str, _Database] = {}
         self._payloads: Payloads | None = None
@@ -352,6 +356,23 @@ class Environment:
     def _check_current(self) -> None:
         if not self.is_current():
             raise ReplacedError(f"{self.path}: files of the store were removed or replaced while it was open")
+
+    def index_file(self, namespace: bytes) -> Path:
+        """Return the path of the file in which an engine saves its index of a namespace."""
+        return self.path / f"{files.INDEX_PREFIX}{namespace.hex()}"
+
+    def forget_namespaces(self, namespaces: Sequence[bytes]) -> None:
+        """Delete the files of namespaces that have lost their last content, unless they have begun again. Errors are
+        ignored, because these files alone are harmless.
+        """
+        if not namespaces or self._guard is None:
+            return
+        with suppress(StoreError, OSError), self._guard.lock.held(_RETURN_PATIENCE_S):
+            with self.transaction() as rows:
+                ended = [name for name in namespaces if rows.get(STATES, name) is None]
+            self.recovery.forget(ended)
+            for name in ended:
+                self.index_file(name).unlink(missing_ok=True)
 
     def suspect(self) -> None:
         """Have the store checked when it is next opened for writing, see ``Guard.suspect``."""

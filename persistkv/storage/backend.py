@@ -37,11 +37,16 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Namespace:
-    """Namespace of a store, which contains all that is stored under one identity."""
+    """Namespace of a store, which contains all that is stored under one identity.
+
+    It begins with its first pack or manifest, and ends with its last. Without content it takes no room, except for
+    notes that were written before.
+    """
 
     identity: Identity
     created: float
-    """Time of creation: seconds since the epoch, on the clock of the process that created it."""
+    """Time of creation, when the process that stored the first content opened it: seconds since the epoch, on the clock
+    of that process."""
 
     @property
     def id(self) -> bytes:
@@ -149,14 +154,15 @@ class Backend(ABC):
 
     @abstractmethod
     def namespaces(self) -> Iterator[Namespace]:
-        """Iterate over all namespaces, in any order, except damaged ones."""
+        """Iterate over all namespaces with content, in any order, except damaged ones. A driver may list others too."""
 
     @abstractmethod
     def open_namespace(self, identity: Identity) -> Namespace:
-        """Return the namespace of this identity; create it durably if it is absent and the store is writable.
+        """Return the namespace of this identity. If it has no content, ``commit`` may begin it from now on, here or in
+        another process; until then ``changes`` is empty and all reads are misses, also in a read-only store.
 
-        :raises StoreFullError: there is no room for a new namespace.
-        :raises StoreUnavailableError: the namespace is absent, and the store is read-only.
+        :raises StoreUnavailableError: the namespace is absent, the store is read-only, and the driver (S3) cannot read
+            it later.
         """
 
     @abstractmethod
@@ -172,16 +178,18 @@ class Backend(ABC):
         exact, the handle stays usable, and the next commit may succeed.
 
         :raises StoreFullError: the batch does not fit, even after all possible evictions.
-        :raises StoreError: no such namespace, a pack of another namespace, or a store that is open read-only. Errors of
-            a pack's stream are raised unchanged.
+        :raises StoreError: content for a namespace that is neither held nor opened, a pack of another namespace, or a
+            store that is open read-only. Errors of a pack's stream are raised unchanged.
         """
 
     @abstractmethod
     def changes(self, namespace: bytes, cursor: bytes | None) -> Changes:
         """Return the packs that any process added or removed after ``cursor``; the whole catalogue for None. Packs with
-        a damaged table are left out: their blocks are misses.
+        a damaged table are left out: their blocks are misses. Positions from before the end of a namespace are invalid
+        (``Changes.reset``), also if it has begun again.
 
-        :raises StoreError: no such namespace, or the medium failed; the cursor stays valid for a retry.
+        :raises StoreError: the medium failed; the cursor stays valid for a retry. Drivers may raise it, too, for a
+            namespace that is neither held nor opened.
         """
 
     @abstractmethod

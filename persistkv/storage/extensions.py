@@ -134,7 +134,9 @@ class SupportsNamespaceLookup(Protocol):
 
 @runtime_checkable
 class SupportsNotes(Protocol):
-    """A store that keeps small records (notes) about a namespace. They are not evicted, and not in ``BackendStats``."""
+    """A store that keeps small records (notes) about a namespace. They are not evicted, and not in ``BackendStats``.
+    They may be deleted with the namespace's last content.
+    """
 
     def note(self, namespace: bytes, name: str) -> bytes | None:
         """Return the content of a note; None if there is none, or if it is known to be damaged."""

@@ -74,7 +74,7 @@ class Store:
         url: str,
         executor: Executor | None = None,
     ) -> None:
-        """Open or create the namespace of ``identity``.
+        """Open the namespace of ``identity``, which the first commit begins if it has no content.
 
         This object then owns and closes the backend; if this raises, the caller still owns it.
 
@@ -83,7 +83,7 @@ class Store:
         :raises ConfigurationError: ``options`` has an invalid codec or durability; nothing was written.
         :raises IdentityMismatchError: ``strict_identity`` is set and the store holds only other identities; nothing
             was written.
-        :raises StoreError: the namespace cannot be opened, created or read; it may exist, empty.
+        :raises StoreError: the namespace cannot be opened or read.
         """
         self.codec = parse_codec(options.codec)
         self._interval_s = parse_durability(options.durability)

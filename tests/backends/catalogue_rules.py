@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from persistkv.storage.backend import CommitBatch, ManifestWrite, ReadSpan
-from persistkv.storage.extensions import InspectableBackend, SupportsFrames
+from persistkv.storage.extensions import InspectableBackend, SupportsFrames, SupportsNotes
 from persistkv.storage.format.codec import RawCodec, ZstdCodec
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackedKeys
@@ -38,7 +38,100 @@ class CatalogueRules(BackendSuite):
         assert opened.id == sample_identity().digest
         assert before - 1 <= opened.created <= time.time() + 1
         assert backend.open_namespace(sample_identity()) == opened
+        backend.commit(opened.id, CommitBatch([sample_pack(opened.id, 1)]))
         assert list(backend.namespaces()) == [opened]
+
+    def test_open_namespace_without_content_adds_nothing(self, backend: InspectableBackend) -> None:
+        self.need_ending_namespaces()
+        names = [backend.open_namespace(sample_identity(number)).id for number in range(3)]
+        for name in names:
+            empty = backend.changes(name, None)
+            assert (empty.reset, list(empty.added)) == (True, [])
+            batch = CommitBatch(deletions=[bytes(16)], touches=[bytes(16)], pins=[("r", True)], seen=empty.cursor)
+            assert not backend.commit(name, batch).stale
+            assert backend.changes(name, empty.cursor).cursor == empty.cursor
+        assert list(backend.namespaces()) == []
+
+    def test_changes_cursor_before_first_content_returns_all_content(
+        self, backend: InspectableBackend, namespace: bytes
+    ) -> None:
+        cursor = backend.changes(namespace, None).cursor
+        pack, other = (sample_pack(namespace, seed) for seed in range(2))
+        backend.commit(namespace, CommitBatch(manifests=[sample_manifest("r")]))
+        assert not backend.commit(namespace, CommitBatch([pack], seen=cursor)).stale, "no pack was added before"
+        assert backend.commit(namespace, CommitBatch([other], seen=cursor)).stale
+        changes = backend.changes(namespace, cursor)
+        assert (changes.reset, list(changes.added)) == (False, [pack.table])
+
+    def test_namespace_last_content_deleted_ends(self, backend: InspectableBackend) -> None:
+        self.need_ending_namespaces()
+        ours, theirs = (backend.open_namespace(sample_identity(number)) for number in (1, 2))
+        for space in (ours, theirs):
+            pack = sample_pack(space.id, 1)
+            manifest = sample_manifest("r", packs=[pack.pack_id])
+            backend.commit(space.id, CommitBatch([pack], [manifest]))
+        cursor = backend.changes(ours.id, None).cursor
+        ended = backend.commit(ours.id, CommitBatch(deletions=[sample_pack(ours.id, 1).pack_id], seen=cursor))
+        assert not ended.stale
+        assert list(backend.namespaces()) == [theirs]
+        assert list(backend.manifests(ours.id)) == []
+        assert tables(backend, ours.id) == {}
+        assert list(backend.changes(ours.id, ended.cursor).added) == []
+        gone = backend.changes(ours.id, cursor)
+        assert (gone.cursor, gone.reset, list(gone.added)) == (ended.cursor, True, [])
+        check_totals(backend)
+
+    def test_namespace_with_manifest_only_stays(self, backend: InspectableBackend, namespace: bytes) -> None:
+        pack = sample_pack(namespace, 1)
+        manifest = sample_manifest("r")  # names no packs
+        backend.commit(namespace, CommitBatch([pack], [manifest], pins=[("r", True)]))
+        cursor = backend.commit(namespace, CommitBatch(deletions=[pack.pack_id])).cursor
+        assert [space.id for space in backend.namespaces()] == [namespace]
+        assert [head.id for head in backend.manifests(namespace)] == ["r"]
+        assert not backend.changes(namespace, cursor).reset
+
+    def test_namespace_last_pack_replaced_in_one_commit_goes_on(
+        self, backend: InspectableBackend, namespace: bytes
+    ) -> None:
+        old, new = (sample_pack(namespace, seed) for seed in range(2))
+        cursor = backend.commit(namespace, CommitBatch([old])).cursor
+        backend.commit(namespace, CommitBatch([new], deletions=[old.pack_id]))
+        assert [space.id for space in backend.namespaces()] == [namespace]
+        changes = backend.changes(namespace, cursor)
+        assert (changes.reset, list(changes.added), set(changes.removed)) == (False, [new.table], {old.pack_id})
+
+    def test_namespace_begun_again_rejects_positions_before_its_end(
+        self, backend: InspectableBackend, namespace: bytes
+    ) -> None:
+        self.need_ending_namespaces()
+        packs = [sample_pack(namespace, seed) for seed in range(3)]
+        cursors = [backend.commit(namespace, CommitBatch([pack])).cursor for pack in packs]
+        backend.commit(namespace, CommitBatch(deletions=[pack.pack_id for pack in packs]))
+        again = sample_pack(namespace, 1, content=9)
+        for cursor in cursors:
+            assert backend.commit(namespace, CommitBatch([again], seen=cursor)).stale
+        backend.commit(namespace, CommitBatch([again]))
+        backend.commit(namespace, CommitBatch([packs[2]]))
+        for cursor in cursors:
+            assert backend.commit(namespace, CommitBatch([packs[0]], seen=cursor)).stale
+            changes = backend.changes(namespace, cursor)
+            assert changes.reset
+            assert {table.pack_id for table in changes.added} == {again.pack_id, packs[2].pack_id}
+        assert read_pack(backend, namespace, again.table) == payload_of(again)
+        check_totals(backend)
+
+    def test_namespace_ended_loses_its_notes(self, backend: InspectableBackend) -> None:
+        self.need_ending_namespaces()
+        if not isinstance(backend, SupportsNotes):
+            pytest.skip("the driver keeps no notes")
+        ours, theirs = (backend.open_namespace(sample_identity(number)).id for number in (1, 2))
+        for name in (ours, theirs):
+            backend.put_note(name, "a1", b"before the first content")
+            backend.commit(name, CommitBatch([sample_pack(name, 1)]))
+            backend.put_note(name, "b2", b"after it")
+        backend.commit(ours, CommitBatch(deletions=[sample_pack(ours, 1).pack_id]))
+        assert [backend.note(ours, name) for name in ("a1", "b2")] == [None, None]
+        assert [backend.note(theirs, name) for name in ("a1", "b2")] == [b"before the first content", b"after it"]
 
     def test_namespaces_same_ids_keep_separate_content(self, backend: InspectableBackend) -> None:
         ours, theirs = (backend.open_namespace(sample_identity(number)).id for number in (1, 2))

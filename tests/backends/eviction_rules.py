@@ -261,8 +261,22 @@ class EvictionRules(BackendSuite):
         small.commit(name, CommitBatch([ours]))
         evicted_ids = write_until_evicted(small, name, until=ours.pack_id)
         assert evicted_ids[:2] == [theirs.pack_id, ours.pack_id]
-        assert small.changes(other, cursor).removed == {theirs.pack_id: theirs.table.keys.fingerprints}
+        changes = small.changes(other, cursor)
+        assert changes.reset, "it has lost its last content"
+        assert not list(changes.added)
         assert not list(small.manifests(other))
+        assert [space.id for space in small.namespaces()] == [name]
+
+    def test_eviction_other_namespaces_pack_is_in_its_changes(self, small: InspectableBackend, name: bytes) -> None:
+        other = small.open_namespace(sample_identity(1)).id
+        ours, theirs = large_pack(name, 1), large_pack(other, 1)
+        manifest = sample_manifest("r")  # names no packs, and is pinned: the namespace stays
+        batch = CommitBatch([theirs], [manifest], pins=[("r", True)])
+        cursor = small.commit(other, batch).cursor
+        small.commit(name, CommitBatch([ours]))
+        write_until_evicted(small, name, until=ours.pack_id)
+        assert small.changes(other, cursor).removed == {theirs.pack_id: theirs.table.keys.fingerprints}
+        assert {space.id for space in small.namespaces()} == {name, other}
 
     def test_ttl_expires_unpinned_pack_after_its_last_use(
         self, aging: InspectableBackend, set_clocks: Callable[[float, float], None]
@@ -292,6 +306,7 @@ class EvictionRules(BackendSuite):
         for _ in range(50):
             aging.commit(name, CommitBatch())
         assert (aging.stats().packs, aging.stats().requests) == (0, 0)
+        assert list(aging.namespaces()) == []
 
     def test_ttl_of_request_expires_only_that_request(
         self, aging: InspectableBackend, set_clocks: Callable[[float, float], None]

@@ -4,7 +4,7 @@ returns free space to the file system.
 It prints one JSON line before each commit (``intent``) and one after the commit has returned (``done``). If a commit
 failed, the next ``intent`` line says so, and the next ``done`` line lists the packs in the store (``held``). With
 ``wait`` as the last argument, the writer opens the store, reports this on standard error, and starts after it has read
-a line.
+a line. Some commits are to a namespace of their own, which ends with the next commit.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ BLOCK_BYTES = 16 << 10  # 16 KiB
 PINNED = "pinned"
 _ATTEMPTS = 10
 _RELEASES = 0.125  # share of the commits after which the free space becomes holes
+_USED_ONCE = 0.1  # share of commits before which another namespace begins and ends
 _Result = TypeVar("_Result")
 
 
@@ -76,9 +77,15 @@ def work(backend: Backend, first: int, seed: int, commits: int | None = None) ->
     cursor, held = with_retries(lambda: _all_packs(backend, namespace))
     report(done=[], evicted=[], cursor=cursor.hex(), held=[pack_id.hex() for pack_id in held])
     was_empty, failures = not held, 0
+    gone: set[bytes] = set()
     while commits is None or commits > 0:
         numbers = list(range(first, first + draw.randint(1, 4)))
         first += len(numbers)
+        if draw.random() < _USED_ONCE:
+            try:
+                gone |= _use_once(backend, numbers[0])
+            except StoreError:
+                failures += 1
         packs = [make_pack(namespace, number) for number in numbers]
         pinned = was_empty and numbers[0] == 0
         name = PINNED if pinned else f"r{numbers[0]}"
@@ -93,11 +100,11 @@ def work(backend: Backend, first: int, seed: int, commits: int | None = None) ->
             result = backend.commit(namespace, batch)
         except StoreError:
             failures += 1
-            if failures == _ATTEMPTS:
+            if failures >= _ATTEMPTS:
                 raise
             continue
         commits = None if commits is None else commits - 1
-        gone = {table.pack_id for table in result.evicted}
+        gone |= {table.pack_id for table in result.evicted}
         held = [pack_id for pack_id in [*held, *(pack.pack_id for pack in packs)] if pack_id not in gone]
         found = {}
         if failures:  # failed commits may have been applied, and may have evicted packs
@@ -105,9 +112,21 @@ def work(backend: Backend, first: int, seed: int, commits: int | None = None) ->
             found = {"held": [pack_id.hex() for pack_id in held]}
             failures = 0
         report(done=numbers, evicted=[pack_id.hex() for pack_id in gone], cursor=result.cursor.hex(), **found)
+        gone.clear()
         if draw.random() < _RELEASES and isinstance(backend, SupportsFreeSpace):
             with suppress(StoreError):
                 backend.release_free()
+
+
+def _use_once(backend: Backend, number: int) -> set[bytes]:
+    """Store a request in a namespace of its own, and delete it; return the ids of the other packs that this evicted."""
+    namespace = backend.open_namespace(Identity.of({"test": "crash", "number": number})).id
+    pack = make_pack(namespace, number)
+    manifest = make_manifest("r", [pack])
+    stored = backend.commit(namespace, CommitBatch([pack], [manifest]))
+    deleted = backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))
+    removed = [*stored.evicted, *deleted.evicted]
+    return {table.pack_id for table in removed if table.namespace != namespace}
 
 
 def _all_packs(backend: Backend, namespace: bytes) -> tuple[bytes, list[bytes]]:

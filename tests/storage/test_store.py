@@ -213,6 +213,33 @@ def test_tick_applies_stores_and_deletions_of_other_handles(open_store: OpenStor
     assert reader.read(names, range(64)) == names
 
 
+def test_commit_to_namespace_ended_by_other_handle_begins_it_again(
+    open_store: OpenStore, keys: Keys, tmp_path: Any
+) -> None:
+    url = f"lmdb://{tmp_path}/store"
+    ours, theirs = open_store(url), open_store(url)
+    old, new, later = keys(4), keys(4), keys(4)
+    ours.put("old", old, range(4), range(4))
+    ours.flush()
+    theirs.refresh()
+    held = theirs.catalogue.backend.changes(theirs.namespace, None).added
+    theirs.catalogue.backend.commit(theirs.namespace, CommitBatch(deletions=[table.pack_id for table in held]))
+    assert list(inspectable(theirs).namespaces()) == []
+
+    ours.put("new", new, range(4), range(4))
+    ours.end_request(end("new", new))
+    ours.flush()
+    assert [ours.contains(key) for key in old + new] == [False] * 4 + [True] * 4
+    assert ours.read(old + new, range(8)) == old
+    assert ours.counters.dropped_blocks == 0
+    theirs.put("later", later, range(4), range(4))
+    theirs.flush()
+    ours.refresh()
+    for store in (ours, theirs):
+        assert [store.contains(key) for key in old + new + later] == [False] * 4 + [True] * 8
+    assert [head.id for head in manifests(theirs)] == ["manifest-new"]
+
+
 def test_commit_blocks_stored_by_others_are_not_written_again(open_store: OpenStore, keys: Keys, tmp_path: Any) -> None:
     url = f"lmdb://{tmp_path}/store"
     one, two = open_store(url), open_store(url)
@@ -273,6 +300,8 @@ def test_store_other_identity_misses_and_notice_names_difference(
     stranger = open_store(url, identity=other)
     assert "dtype: 'bfloat16' here, 'float32' stored" in stranger.notice
     assert not any(map(stranger.contains, names))
+    stranger.put("r", names, [0, 1], None)
+    stranger.flush()
     assert open_store(url, identity=other).notice == ""
 
 

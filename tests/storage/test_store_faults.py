@@ -111,11 +111,13 @@ def test_read_pack_replaced_by_another_store_misses_and_keeps_pack(
     """Equal keys give equal pack IDs; only the pack's table shows that the bytes differ."""
     url = f"lmdb://{tmp_path}/store"
     ours, theirs = open_store(url), open_store(url)
-    names = keys(64)
-    ours.put("r", names, range(64), None)
-    ours.flush()
+    kept, names = keys(1), keys(64)
+    for request in (kept, names):
+        ours.put("r", request, range(len(request)), None)
+        ours.flush()
     theirs.refresh()
-    tables = theirs.catalogue.backend.changes(theirs.namespace, None).added
+    held = theirs.catalogue.backend.changes(theirs.namespace, None).added
+    tables = [table for table in held if kept[0] not in table.keys.unpack()]
     theirs.catalogue.backend.commit(theirs.namespace, CommitBatch(deletions=[table.pack_id for table in tables]))
     theirs.refresh()
     theirs.rows.array[:] ^= 0xFF

@@ -214,8 +214,16 @@ def test_persistent_tier_invalid_option_raises_and_names_it(
         make_stack(4, partial(PersistentTier, **options))
 
 
-def test_persistent_tier_strict_identity_other_weights_raises(make_stack: MakeStack, tmp_path: Path) -> None:
-    make_stack(4, lmdb(tmp_path))
+def test_persistent_tier_strict_identity_other_weights_raises(
+    make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path
+) -> None:
+    stack = make_stack(4, lmdb(tmp_path))
+    names = keys(1)
+    req = described("a", names)
+    stack.manager.on_new_request(req)
+    stack.store(names, req)
+    stack.manager.on_request_finished(req)
+    assert stack.tiers[0].wait_persisted("a", 90)
 
     def other_weights(config: OffloadingConfig, view: memoryview) -> PersistentTier:
         changed = OffloadingConfig(

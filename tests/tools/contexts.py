@@ -10,13 +10,14 @@ import numpy as np
 
 from persistkv.base import make_offload_key
 from persistkv.memory.rows import StagedBlocks
-from persistkv.storage.backend import CommitBatch, ManifestWrite
+from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
 from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.codec import Codec, RawCodec
 from persistkv.storage.format.manifest import RequestManifest, context_digest
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.identity import Identity
+from persistkv.testing.samples import sample_pack
 
 BLOCK_BYTES = 4096
 LLAMA = Identity.of({"weights": "checkpoint:1", "config": {"rope_theta": 10000.0}, "dtype": {"model": "bfloat16"}})
@@ -30,6 +31,13 @@ def chain(words: Sequence[str], group: int = 0) -> list[bytes]:
         digest.update(word.encode() + b"\n")
         keys.append(make_offload_key(digest.digest(), group))
     return keys
+
+
+def begin_namespace(backend: Backend, identity: Identity) -> bytes:
+    """Store a pack under an identity, so that the store lists the namespace; return its id."""
+    namespace = backend.open_namespace(identity).id
+    backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
+    return namespace
 
 
 class Contexts:

@@ -5,17 +5,17 @@ A row here is a key with a value in a table (see ``Rows``), not a row of the pri
 
 from __future__ import annotations
 
-import os
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import cached_property
 from itertools import islice
 from typing import TypeVar
 
-from persistkv.errors import StoreError, StoreFullError, StoreUnavailableError
+from persistkv.errors import StoreError, StoreFullError
 from persistkv.storage.backend import Changes, CommitBatch, CommitResult, Namespace, ReadSpan
 from persistkv.storage.catalog.order import read_clock
 from persistkv.storage.catalog.rows import (
@@ -42,11 +42,12 @@ from persistkv.storage.catalog.rows import (
     decode_namespace,
     decoded,
     encode_namespace,
+    is_current,
     manifest_row,
     manifests_of,
     pack_table,
     read_pieces,
-    read_state,
+    state_or_empty,
 )
 from persistkv.storage.catalog.transaction import CatalogTransaction, Evicted, kept_names, rows_bound
 from persistkv.storage.extensions import BackendStats, InspectableBackend, RequestUse
@@ -83,7 +84,7 @@ class Catalog(ABC):
 
     def changes(self, namespace: bytes, cursor: bytes | None) -> Changes:
         with self.rows() as rows:
-            state = read_state(rows, namespace)
+            state = state_or_empty(rows, namespace)
             since = None if cursor is None else cursor_sequence(state, cursor)
             if since is not None and (changes := _changes_since(rows, namespace, since, state)) is not None:
                 return changes
@@ -152,7 +153,15 @@ class Catalog(ABC):
 class CatalogBackend(Catalog, InspectableBackend):
     """Base class of drivers over table rows. A driver implements ``open``, ``commit``, ``read``, ``close``, ``rows``
     and ``disk_bytes``.
+
+    A namespace has rows only while it has content: the commit that adds its first pack or manifest writes them, and the
+    one that removes its last deletes them.
     """
+
+    @cached_property
+    def opened(self) -> dict[bytes, Namespace]:
+        """Namespaces that were opened through this handle, by id: the identities of those that a commit begins."""
+        return {}
 
     def namespaces(self) -> Iterator[Namespace]:
         with self.rows() as rows:
@@ -162,18 +171,14 @@ class CatalogBackend(Catalog, InspectableBackend):
     def open_namespace(self, identity: Identity) -> Namespace:
         name = identity.digest
         with self.rows() as rows:
-            if (found := decode_namespace(name, rows.get(NAMESPACES, name))) is not None:
-                return found
-        if not self.capabilities.writable:
-            raise StoreUnavailableError(f"the store holds no namespace {name.hex()}, and is open read-only")
-        with self.rows(write=True) as rows:
-            found = decode_namespace(name, rows.get(NAMESPACES, name))  # another process may have created it meanwhile
-            if found is None:
-                found = Namespace(identity, time.time())
-                rows.put(NAMESPACES, name, encode_namespace(found))
-                if rows.get(STATES, name) is None:
-                    rows.put(STATES, name, NamespaceState(os.urandom(8)).encode())
-            return found
+            found = decode_namespace(name, rows.get(NAMESPACES, name))
+            has_content = rows.get(STATES, name) is not None
+        namespace = found or self.opened.get(name) or Namespace(identity, time.time())
+        if has_content and found is None and self.capabilities.writable:  # its row is damaged
+            with self.rows(write=True) as rows:
+                rows.put(NAMESPACES, name, encode_namespace(namespace))
+        self.opened[name] = namespace
+        return namespace
 
     def note(self, namespace: bytes, name: str) -> bytes | None:
         with self.rows() as rows:
@@ -203,8 +208,9 @@ class RowBackend(CatalogBackend):
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
         check_batch(namespace, batch)
         with self.rows(write=True) as rows:
-            transaction = CatalogTransaction(rows, RowPayloads(rows), namespace, kept_names(namespace, batch))
-            if batch.seen is not None and batch.seen != transaction.cursor:
+            keep = kept_names(namespace, batch)
+            transaction = CatalogTransaction(rows, RowPayloads(rows), namespace, keep, opened=self.opened)
+            if batch.seen is not None and not is_current(transaction.cursor, batch.seen):
                 return CommitResult(batch.seen, stale=True)
             transaction.remove(batch)
             transaction.expire(self.ttl_s)
@@ -218,6 +224,7 @@ class RowBackend(CatalogBackend):
         if self.capacity is None or not (missing or batch.manifests):
             return
         need = sum(pack.payload_bound for pack in missing) + rows_bound(missing, batch.manifests)
+        need += transaction.beginning_bytes
         if transaction.evict(lambda: self.has_room(rows, need), at_most=1 << 62) is not Evicted.ENOUGH:
             raise StoreFullError(f"{need} bytes do not fit a capacity of {self.capacity}")
 

@@ -94,6 +94,8 @@ _STATE = struct.Struct("<8s6Q")
 _USE = struct.Struct("<QdIIB")
 _CHAIN = struct.Struct("<QdBdd")
 GENERATION_BYTES = 8  # of ``NamespaceState.generation``, with which each cursor begins
+NO_GENERATION = bytes(GENERATION_BYTES)  # of a namespace without content, which has no rows
+EMPTY_CURSOR = NO_GENERATION + bytes(8)  # position in the change log of such a namespace
 MAX_COUNT = 1 << 62  # limit of valid counters; adding to them cannot overflow 64 bits
 
 PINNED, ORDERED, LOW = 1, 2, 4
@@ -174,8 +176,8 @@ class Chain(NamedTuple):
 class NamespaceState:
     """A namespace's change count and exact totals, as in ``BackendStats``: one row, which commits update."""
 
-    generation: bytes  # 8 random bytes, part of each cursor: a recreated namespace does not accept earlier cursors
-    sequence: int = 0  # number of packs added or removed since the namespace was created, that of the last change
+    generation: bytes  # 8 random bytes, part of each cursor: a namespace that begins again accepts no earlier cursors
+    sequence: int = 0  # number of packs added or removed since the namespace began, that of the last change
     packs: int = 0
     blocks: int = 0
     requests: int = 0
@@ -225,11 +227,28 @@ def read_state(rows: Rows, namespace: bytes) -> NamespaceState:
     return NamespaceState.decode(row)
 
 
+def state_or_empty(rows: Rows, namespace: bytes) -> NamespaceState:
+    """Return the recorded state of a namespace; the state of an empty one, with ``NO_GENERATION``, if it has no row.
+
+    :raises CorruptStoreError: its row is damaged.
+    """
+    row = rows.get(STATES, namespace)
+    return NamespaceState(NO_GENERATION) if row is None else NamespaceState.decode(row)
+
+
 def cursor_sequence(state: NamespaceState, cursor: bytes) -> int | None:
     """Return the sequence number in a cursor; None if the cursor is not valid for this namespace."""
+    if cursor == EMPTY_CURSOR:  # all that the namespace has was added later
+        return 0
     sequence = int.from_bytes(cursor[8:], "big")
     known = len(cursor) == 16 and cursor[:8] == state.generation and sequence <= state.sequence
     return sequence if known else None
+
+
+def is_current(cursor: bytes, seen: bytes) -> bool:
+    """Return whether ``cursor``, the current position in a namespace's change log, has no changes after ``seen``."""
+    has_changes = any(cursor[8:])
+    return seen == cursor or (seen == EMPTY_CURSOR and not has_changes)
 
 
 def manifest_row(namespace: bytes, manifest_id: str) -> bytes:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterable, Iterator
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import islice, takewhile
 from typing import Protocol
 
-from persistkv.storage.backend import CommitBatch, ManifestWrite
+from persistkv.errors import StoreError
+from persistkv.storage.backend import CommitBatch, ManifestWrite, Namespace
 from persistkv.storage.catalog.order import EvictionOrder
 from persistkv.storage.catalog.rows import (
     ADDED,
+    GENERATION_BYTES,
     LINKS,
     LOG,
     LOG_KEY,
     LOW,
     MANIFEST_KEYS,
     MANIFESTS,
+    META,
     NAMED,
     NAMED_LOW,
+    NAMESPACES,
+    NO_GENERATION,
+    NOTE,
     ORDERED,
     PACKS,
     PINNED,
@@ -30,10 +37,12 @@ from persistkv.storage.catalog.rows import (
     Rows,
     Use,
     encode_change,
+    encode_namespace,
     manifest_row,
     manifests_of,
     pack_table,
     read_state,
+    state_or_empty,
 )
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.manifest import encode_manifest, encode_manifest_keys
@@ -43,6 +52,7 @@ from persistkv.storage.format.pack_writer import NewPack
 LOG_ENTRIES = 4096
 """Changes per namespace that the log keeps. For an older cursor, ``changes`` returns the whole catalogue."""
 _EXPIRED_AT_ONCE = 128  # packs and manifests that one commit expires, at less than 1 ms each
+_BEGINNING_BYTES = 8 << 10  # 8 KiB: rows that begin a namespace, without its identity, in pages of their own
 _ROWS_BYTES = 1 << 10  # 1 KiB: other rows of a pack (without its table) or of a manifest (without head and keys)
 
 
@@ -79,7 +89,10 @@ class CatalogTransaction:
     :param namespace: id of the namespace to which the pack ids of all methods belong.
     :param keep: names of packs and manifests that are not evicted.
     :param at: present time in seconds since the epoch; None: the time of the store's own clock.
-    :raises StoreError: there is no such namespace, or the row of its totals or of the clock is damaged.
+    :param opened: namespaces, by id, that this transaction may begin. A namespace begins with its first content, and
+        ends with its last: ``finish`` writes or deletes its rows. None: the driver keeps the rows of namespaces itself.
+    :raises StoreError: the row of the namespace's totals or of the clock is damaged. Without ``opened``: or there is no
+        such namespace.
     """
 
     def __init__(
@@ -89,16 +102,20 @@ class CatalogTransaction:
         namespace: bytes,
         keep: Collection[bytes] = (),
         at: float | None = None,
+        opened: Mapping[bytes, Namespace] | None = None,
     ) -> None:
         self.evicted: list[PackTable] = []
         """Tables of the packs that this transaction has removed, in all namespaces, except those whose table is
         damaged."""
+        self.ended: list[bytes] = []
+        """Ids of the namespaces that ``finish`` has deleted: they have lost their last content."""
         self.grew = False
         """Whether this transaction has written a pack or manifest."""
         self._payloads = payloads
         self._rows = rows
         self._namespace = namespace
         self._keep = keep
+        self._opened = opened
         self._order = EvictionOrder(rows, at)
         self._states: dict[bytes, NamespaceState] = {}
         self._before: dict[bytes, bytes] = {}
@@ -108,6 +125,14 @@ class CatalogTransaction:
     def cursor(self) -> bytes:
         """Position in the namespace's change log after this transaction's changes so far."""
         return self._state.cursor
+
+    @property
+    def beginning_bytes(self) -> int:
+        """Upper estimate of the bytes of the rows that begin the namespace; 0 if the store holds it."""
+        opened = {} if self._opened is None else self._opened
+        if self._state.generation != NO_GENERATION or self._namespace not in opened:
+            return 0
+        return len(encode_namespace(opened[self._namespace])) + _BEGINNING_BYTES
 
     def remove(self, batch: CommitBatch) -> None:
         """Apply the deletions of a batch, then its touches, so that ``evict`` chooses the touched packs last."""
@@ -213,12 +238,22 @@ class CatalogTransaction:
         return len(naming) > at_most
 
     def finish(self) -> None:
-        """Write totals and clock, and delete the oldest entries of the log. Call this last in a transaction."""
+        """Write totals and clock, and delete the oldest entries of the log. Begin namespaces with their first content,
+        and end those that have none left. Call this last in a transaction.
+
+        :raises StoreError: content was added to a namespace that is neither held nor opened.
+        """
         self._order.finish()
         for name, state in self._states.items():
-            if (row := state.encode()) != self._before[name]:
-                self._rows.put(STATES, name, row)
-                self._shorten_log(name, state)
+            if state.encode() == self._before[name]:
+                continue
+            if self._opened is not None and self._is_empty(name, state):
+                self._end(name, state)
+                continue
+            if self._opened is not None and state.generation == NO_GENERATION:
+                self._begin(name, state, self._opened)
+            self._rows.put(STATES, name, state.encode())
+            self._shorten_log(name, state)
 
     # Packs
 
@@ -345,9 +380,32 @@ class CatalogTransaction:
 
     def _state_of(self, namespace: bytes) -> NamespaceState:
         if namespace not in self._states:
-            state = self._states[namespace] = read_state(self._rows, namespace)
+            read = read_state if self._opened is None else state_or_empty
+            state = self._states[namespace] = read(self._rows, namespace)
             self._before[namespace] = state.encode()
         return self._states[namespace]
+
+    def _begin(self, name: bytes, state: NamespaceState, opened: Mapping[bytes, Namespace]) -> None:
+        """Write the identity of a namespace with its first content, and draw its generation."""
+        if name not in opened:
+            raise StoreError(f"the store holds no namespace {name.hex()}, and it was not opened")
+        self._rows.put(NAMESPACES, name, encode_namespace(opened[name]))
+        state.generation = os.urandom(GENERATION_BYTES)
+
+    def _is_empty(self, name: bytes, state: NamespaceState) -> bool:
+        """Return whether a namespace has neither packs nor manifests, not even damaged ones."""
+        if state.packs or state.requests:
+            return False
+        return all(next(self._rows.starting_with(table, name), None) is None for table in (PACKS, MANIFESTS))
+
+    def _end(self, name: bytes, state: NamespaceState) -> None:
+        """Delete the rows of a namespace without content, its notes included."""
+        for table, prefix in ((NAMESPACES, name), (STATES, name), (LOG, name), (META, NOTE + name)):
+            keys = [bytes(key) for key, _ in self._rows.starting_with(table, prefix)]
+            for key in keys:
+                self._rows.delete(table, key)
+        state.generation, state.sequence = NO_GENERATION, 0
+        self.ended.append(name)
 
     def _log(self, name: bytes, kind: bytes, table: PackTable | None = None) -> None:
         namespace, pack_id = name[:ID_BYTES], name[ID_BYTES:]

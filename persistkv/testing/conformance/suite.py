@@ -55,6 +55,9 @@ class BackendSuite:
 
     driver: ClassVar[type[InspectableBackend]]
     """The driver under test."""
+    ends_namespaces: ClassVar[bool] = True
+    """Whether a namespace without content takes no room, is not listed, and can be opened read-only. False for drivers
+    that keep each namespace from its first opening on."""
 
     @pytest.fixture
     def url(self) -> str:
@@ -112,6 +115,11 @@ class BackendSuite:
         """Skip the test if the driver's stores lose their content when they are closed."""
         if not self.driver.capabilities.persistent:
             pytest.skip("the driver's stores are not persistent")
+
+    def need_ending_namespaces(self) -> None:
+        """Skip the test if the driver keeps namespaces without content."""
+        if not self.ends_namespaces:
+            pytest.skip("the driver keeps namespaces without content")
 
     def need_sharing(self) -> None:
         """Skip the test if only one process can use a store."""

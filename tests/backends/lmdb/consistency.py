@@ -7,7 +7,18 @@ from collections.abc import Iterator
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptStoreError
-from persistkv.storage.catalog.rows import PACKS, PIECES, STATES, NamespaceState, pack_table
+from persistkv.storage.catalog.rows import (
+    LOG,
+    MANIFESTS,
+    NAMESPACES,
+    NO_GENERATION,
+    PACKS,
+    PIECES,
+    STATES,
+    NamespaceState,
+    pack_table,
+)
+from persistkv.storage.format.pack import ID_BYTES
 from persistkv_lmdb import LmdbBackend
 from persistkv_lmdb.allocator import Allocator, decode_extents, pages_of
 from persistkv_lmdb.fsck import recount, space_faults
@@ -23,7 +34,12 @@ def find_faults(backend: LmdbBackend) -> list[str]:
     with backend.environment.transaction() as transaction:
         try:
             segments, holes = Allocator(transaction).segments(), list(Allocator(transaction).holes())
-            found = [*space_faults(transaction), *_pack_faults(transaction), *_total_faults(transaction)]
+            found = [
+                *space_faults(transaction),
+                *_pack_faults(transaction),
+                *_total_faults(transaction),
+                *_namespace_faults(transaction),
+            ]
         except CorruptStoreError as error:
             return [str(error)]
     for segment, pages in segments.items():
@@ -57,3 +73,20 @@ def _total_faults(transaction: Transaction) -> Iterator[str]:
     for name, counted in recount(transaction, states, Counter()).items():
         if counted != states[name]:
             yield f"namespace {name.hex()}: {states[name]}; counted: {counted}"
+
+
+def _namespace_faults(transaction: Transaction) -> Iterator[str]:
+    """Yield a line per namespace that has rows but no content, or content but no totals."""
+    with_content = _namespaces_in(transaction, PACKS) | _namespaces_in(transaction, MANIFESTS)
+    for table in (NAMESPACES, STATES, LOG):
+        for name in _namespaces_in(transaction, table) - with_content:
+            yield f"namespace {name.hex()} has no content, but rows of {table}"
+    for name in with_content - _namespaces_in(transaction, STATES):
+        yield f"namespace {name.hex()} has content, but no totals"
+    for key, row in transaction.starting_with(STATES, b""):
+        if NamespaceState.decode(row).generation == NO_GENERATION:
+            yield f"namespace {bytes(key).hex()} has no generation"
+
+
+def _namespaces_in(transaction: Transaction, table: str) -> set[bytes]:
+    return {bytes(key[:ID_BYTES]) for key, _ in transaction.starting_with(table, b"")}

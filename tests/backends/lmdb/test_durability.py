@@ -23,7 +23,7 @@ from persistkv.testing.conformance.suite import read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_lmdb import LmdbBackend, files
 from persistkv_lmdb.fsck import Verdict, inspect
-from tests.backends.lmdb.conftest import Opener
+from tests.backends.lmdb.conftest import IDENTITY, Opener
 
 KILLED_IN_COMMIT = """
 import os, signal, sys
@@ -32,9 +32,10 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.testing.samples import sample_pack
 from persistkv_lmdb import LmdbBackend
 from persistkv_lmdb.files import WriterLock
+from tests.backends.lmdb.conftest import IDENTITY
 
 backend = LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
-namespace = bytes.fromhex(sys.argv[2])
+namespace = backend.open_namespace(IDENTITY).id
 backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
 mark = WriterLock.mark
 WriterLock.mark = lambda lock, begun: mark(lock, begun=True) if begun else os.kill(os.getpid(), signal.SIGKILL)
@@ -42,8 +43,8 @@ backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)]))
 """
 
 
-def kill_writer_in_commit(path: Path, namespace: bytes) -> None:
-    command = [sys.executable, "-c", KILLED_IN_COMMIT, f"lmdb://{path}", namespace.hex()]
+def kill_writer_in_commit(path: Path) -> None:
+    command = [sys.executable, "-c", KILLED_IN_COMMIT, f"lmdb://{path}"]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
 
 
@@ -103,7 +104,7 @@ def test_commit_after_killed_writer_syncs_its_pages_once(
     synced.clear()
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 3)]))
     assert synced == [], "no writer was killed yet"
-    kill_writer_in_commit(path, namespace)
+    kill_writer_in_commit(path)
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 4)]))
     assert synced[0] == "rewrite_meta_pages"
     synced.clear()
@@ -115,12 +116,12 @@ def test_commit_after_killed_writer_syncs_its_pages_once(
 def test_open_or_close_after_killed_writer_syncs_its_pages(
     open_store: Opener, backend: LmdbBackend, namespace: bytes, path: Path, synced: list[str]
 ) -> None:
-    kill_writer_in_commit(path, namespace)
+    kill_writer_in_commit(path)
     code = "import sys; from persistkv.storage import open_backend; open_backend(sys.argv[1])"
     assert (path / "writer.lock").read_bytes() == b"+"
     subprocess.run([sys.executable, "-c", code, f"lmdb://{path}"], check=True)  # in a second process
     assert (path / "writer.lock").read_bytes() == b"-"
-    kill_writer_in_commit(path, namespace)
+    kill_writer_in_commit(path)
     synced.clear()
     backend.close()
     assert synced[0] == "rewrite_meta_pages"
@@ -167,7 +168,7 @@ def test_commit_failed_sync_after_killed_writer_rewrites_meta_pages(
     errors, lost = lossy_disk
     held = sample_pack(namespace, 3)
     backend.commit(namespace, CommitBatch([held]))
-    kill_writer_in_commit(path, namespace)
+    kill_writer_in_commit(path)
     errors += [True, True]
     for _ in range(2):
         with pytest.raises(StoreError, match="Input/output error"):
@@ -187,7 +188,7 @@ def test_open_failing_sync_raises_unavailable_and_later_succeeds(
     """The last writer was killed before its commit was durable. A failing disk is no reason to discard the store."""
     errors, lost = lossy_disk
     backend.close()
-    kill_writer_in_commit(path, namespace)
+    kill_writer_in_commit(path)
     errors += [True] * 4
     for _ in range(4):  # repeated failures do not quarantine the store
         with pytest.raises(StoreUnavailableError, match="Input/output error"):
@@ -358,7 +359,9 @@ def test_commit_failed_directory_sync_raises_and_next_commit_syncs_it(
         backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     assert list((path / "segments").iterdir())
     backend.close()  # the reopened store cannot tell whether the name was synced, like another process
-    open_store().commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
+    again = open_store()
+    again.open_namespace(IDENTITY)
+    again.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     assert str(path / "segments") in synced
 
 

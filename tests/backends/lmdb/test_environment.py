@@ -54,11 +54,10 @@ def test_open_different_paths_to_one_store_share_environment(
 
 
 def test_open_for_writing_with_open_reader_shares_environment(open_store: Opener, identity: Identity) -> None:
-    setup = open_store()
-    namespace = setup.open_namespace(identity).id
-    setup.close()
+    open_store().close()
     reader = open_store(read_only=True)
     writer = open_store()
+    namespace = writer.open_namespace(identity).id
     pack = sample_pack(namespace, 1)
     writer.commit(namespace, CommitBatch([pack]))
     assert read_all(reader, namespace, pack) == payload_of(pack)
@@ -133,9 +132,10 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.storage.extensions import Policy
 from persistkv.testing.samples import sample_pack
 from persistkv_lmdb import LmdbBackend
+from tests.backends.lmdb.conftest import IDENTITY
 
 backend = LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
-namespace = bytes.fromhex(sys.argv[2])
+namespace = backend.open_namespace(IDENTITY).id
 backend.set_policy(Policy(64 << 20, None, backend.policy().placement))
 backend.commit(namespace, CommitBatch([sample_pack(namespace, 50, blocks=256, block_bytes=1 << 16)]))
 """
@@ -150,7 +150,7 @@ def test_read_map_grown_by_other_process_returns_new_pack(
     if read_only:
         backend.close()
         backend = open_store(read_only=True)
-    run(GROW, f"lmdb://{path}", namespace.hex())
+    run(GROW, f"lmdb://{path}")
     grown = sample_pack(namespace, 50, blocks=256, block_bytes=1 << 16)
     assert read_all(backend, namespace, grown) == payload_of(grown)
     assert list(backend.changes(namespace, None).added) == [grown.table]

@@ -189,7 +189,7 @@ def test_commit_all_packs_deleted_removes_their_rows(open_store: Opener, identit
     backend.close()
     rows = dump()
     assert rows["packs"] == rows["pieces"] == rows["uses"] == rows["order"] == {}
-    assert struct.unpack("<8s6Q", rows["states"][namespace])[1:] == (8, 0, 0, 0, 0, 0)
+    assert rows["namespaces"] == rows["states"] == rows["log"] == {}
 
 
 @pytest.mark.parametrize(

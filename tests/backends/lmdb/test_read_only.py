@@ -72,6 +72,21 @@ def test_read_only_option_loads_and_drops_without_writing(
     assert after == before
 
 
+def test_read_only_option_other_identity_misses_and_drops(hosted: Hosted, path: Path) -> None:  # noqa: F811
+    keys = fill(hosted, f"lmdb://{path}", 8)
+    client = hosted.connect(f"lmdb://{path}?read_only=yes", identity={"weights": "other"})
+    client.open()
+    assert client.table.prefix(keys) == 0
+    client.submit_load(1, keys, range(8, 16))
+    assert hosted.finish(client, 1).failed == keys
+    client.submit_store(2, "b", keys[:4], range(4), None, 4 * BLOCK)
+    hosted.finish(client, 2)
+    stats = client.stats(90).host
+    assert stats is not None
+    assert stats.counters.dropped_blocks == 4
+    assert client.close()
+
+
 def test_read_only_option_rejects_writes(open_store: Opener, identity: Identity) -> None:
     writer = open_store()
     namespace = writer.open_namespace(identity).id

@@ -55,6 +55,14 @@ class DriverError(StoreUnavailableError):
     """An error class that only the host's driver knows."""
 
 
+def _store(hosted: Any, client: StoreClient) -> None:
+    """Open the client, and store a block, so that the store lists the client's identity."""
+    client.open()
+    client.submit_store(1, "a", make_keys(1), range(1), None, BLOCK)
+    hosted.finish(client, 1)
+    assert client.flush(90)
+
+
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
@@ -95,7 +103,7 @@ def test_open_failure_raises_original_error_type_in_engine(hosted: Any, tmp_path
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StoreUnavailableError, match="file"):
         hosted.connect(f"lmdb://{tmp_path}/file", kind).open()
-    hosted.connect(f"lmdb://{tmp_path}/b", kind).open()
+    _store(hosted, hosted.connect(f"lmdb://{tmp_path}/b", kind))
     with pytest.raises(IdentityMismatchError, match="weights: 'other' here, 'w' stored") as caught:
         hosted.connect(f"lmdb://{tmp_path}/b", kind, identity={"weights": "other"}, strict_identity=True).open()
     assert caught.value.differences[0].field == "weights"
@@ -134,7 +142,7 @@ def test_open_not_required_configuration_mistakes_raise(hosted: Any, tmp_path: P
         hosted.connect(f"lmdb://{tmp_path}/a?capacity=-1").open(required=False)
     with pytest.raises(ConfigurationError, match="codec"):
         hosted.connect(f"lmdb://{tmp_path}/a", codec="none").open(required=False)
-    hosted.connect(f"lmdb://{tmp_path}/b").open()
+    _store(hosted, hosted.connect(f"lmdb://{tmp_path}/b"))
     other = hosted.connect(f"lmdb://{tmp_path}/b", identity={"weights": "v"}, strict_identity=True)
     with pytest.raises(IdentityMismatchError):
         other.open(required=False)
@@ -189,7 +197,7 @@ def test_open_identity_notice_reaches_engine_once(
     hosted: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
-    hosted.connect(url).open()
+    _store(hosted, hosted.connect(url))
     client = hosted.connect(url, identity={"weights": "v2"})
     with caplog.at_level(logging.WARNING):
         client.open()

@@ -20,6 +20,7 @@ from persistkv.storage.records import RequestEnd, StoreCounters
 from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv_tools.inspect.top import Watch, engine_name, hit_rate
 from tests.storage.statuses import make_status
+from tests.tools.contexts import begin_namespace
 from tests.tools.signals import obey_ctrl_c
 
 BLOCKS = 8
@@ -122,7 +123,7 @@ class TestWatch:
     def test_engine_has_model_name_and_pid_of_engine_process(self):
         rows = {}
         backend = status_backend(rows)
-        namespace = backend.open_namespace(Identity.of({"model_name": "/models/llama"})).id.hex()
+        namespace = begin_namespace(backend, Identity.of({"model_name": "/models/llama"})).hex()
         rows["e1"] = make_status(namespace=namespace, pid=7, engine_pid=6, host="here", time=time.time())
         rows["e2"] = make_status("e2", pid=9, host="here", time=time.time())
         views = {view.engine: view for view in Watch("", backend).look().engines}

@@ -9,6 +9,7 @@ import pytest
 from persistkv.storage import open_backend
 from persistkv.storage.identity import Identity, fingerprint_checkpoint
 from persistkv.storage.identity.verdict import Verdict, write_verdict
+from tests.tools.contexts import begin_namespace
 from tests.tools.json_fields import check_documented
 
 CONFIG = {"rope_theta": 10000.0, "hidden_size": 64, "rope_scaling": {"factor": 2.0, "type": "linear"}}
@@ -40,8 +41,8 @@ def store(url, model):
         "block_size": 16,
     }
     with closing(open_backend(url)) as backend:
-        backend.open_namespace(Identity.of(fields))
-        backend.open_namespace(Identity.of(fields | {"block_size": 32, "weights": "checkpoint:other"}))
+        begin_namespace(backend, Identity.of(fields))
+        begin_namespace(backend, Identity.of(fields | {"block_size": 32, "weights": "checkpoint:other"}))
     return url, fields
 
 
@@ -108,7 +109,7 @@ def test_why_without_against_compares_nearest_namespaces(run, store):
     }
     assert [row["field"] for row in found["differences"]] == ["block_size", "weights"]
     with closing(open_backend(url)) as backend:
-        third = backend.open_namespace(Identity.of(fields | {"block_size": 8})).id.hex()
+        third = begin_namespace(backend, Identity.of(fields | {"block_size": 8})).hex()
     shown = run("why", url).stdout
     assert f"{third[:8]} and its nearest namespace {Identity.of(fields).digest.hex()[:8]} differ in 1 field" in shown
     (found,) = json.loads(run("why", url, "--namespace", third[:8], "--json").stdout)["comparisons"]
@@ -119,7 +120,7 @@ def test_why_without_against_compares_nearest_namespaces(run, store):
 def test_why_without_two_namespaces_says_so_and_exits_0(run, url, count):
     with closing(open_backend(url)) as backend:
         for number in range(count):
-            backend.open_namespace(Identity.of({"weights": f"checkpoint:{number}"}))
+            begin_namespace(backend, Identity.of({"weights": f"checkpoint:{number}"}))
     done = run("why", url)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"has {count} namespace" in done.stdout
@@ -138,8 +139,8 @@ def test_why_against_store_compares_nearest_namespaces(run, store, tmp_path):
     url, fields = store
     other = f"lmdb://{tmp_path}/other"
     with closing(open_backend(other)) as backend:
-        backend.open_namespace(Identity.of(fields))
-        backend.open_namespace(Identity.of(fields | {"block_size": 64}))
+        begin_namespace(backend, Identity.of(fields))
+        begin_namespace(backend, Identity.of(fields | {"block_size": 64}))
     same, near = compared(run, url, other, code=0)
     assert same["matches"]
     assert [row["field"] for row in near["differences"]] == ["block_size"]
@@ -170,7 +171,7 @@ def test_why_shows_verdicts_about_other_releases(run, url):
     first, second = (Identity.of({"engine": {"release": release}, "weights": "w"}) for release in ("0.31", "0.32"))
     with closing(open_backend(url)) as backend:
         for identity in (first, second):
-            backend.open_namespace(identity)
+            begin_namespace(backend, identity)
         verdict = Verdict(verdict="adopted", depths=(24,), tokens=512, error=0.01, limit=0.125)
         write_verdict(backend, second.digest, first.digest, verdict)
     shown = run("why", url).stdout

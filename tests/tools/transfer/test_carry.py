@@ -24,7 +24,7 @@ from persistkv_tools.transfer.export import export_requests
 from persistkv_tools.transfer.import_ import verify_archive
 from persistkv_tools.transfer.push import Transfer
 from tests.memory_rows import flip
-from tests.tools.contexts import Contexts
+from tests.tools.contexts import Contexts, begin_namespace
 from tests.tools.damage import store_with_a_bad_pack
 from tests.tools.transfers import ignore, push
 
@@ -379,7 +379,7 @@ class TestTransferCommands:
         target = f"lmdb://{tmp_path}/other"
         with closing(open_backend(target)) as backend:
             theirs = {"weights": "checkpoint:1", "config": {"rope_theta": 5.0}, "dtype": {"model": "bfloat16"}}
-            backend.open_namespace(Identity.of(theirs))
+            begin_namespace(backend, Identity.of(theirs))
         done = run("import", "out.pkv", target, "--strict")
         assert done.returncode == 2
         assert "config.rope_theta: 10000.0 here, 5.0 stored" in done.stderr

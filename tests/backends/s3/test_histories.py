@@ -3,7 +3,9 @@
 Promises after each history:
 
 1. An acknowledged pack that no engine deleted and whose ttl has not passed is held, with its bytes. An operator who
-   deletes objects ends only the packs in them, and, by an object of the index, those stored before.
+   deletes objects ends only the packs in them, and, by an object of the index, those stored before. A pack ended in this
+   way may be missed until a read has noticed it: an upload by an engine that did not know the first object is ignored.
+   Deleted objects of the index and a damaged head together are more than the repair handles; no history has both.
 2. No read returned bytes that no engine stored under these keys.
 3. A reader with an empty cache opens the store.
 
@@ -141,13 +143,15 @@ class Model:
             and (self._ttl_s is None or at.begin + self._ttl_s > now)
         }
 
-    def deleted_by_operator(self, keys: list[str], kind: str) -> set[bytes]:
-        """Return the packs that may be missed after the deletion of objects, until their next upload: those in the
-        objects, or all packs if the objects belong to the index.
+    def delete_by_operator(self, keys: list[str], kind: str, now: float) -> None:
+        """Record that packs may be missed: for good if their objects were deleted, until their next upload if objects
+        of the index were.
         """
         if kind != "/packs/":
-            return set(self.payloads)
-        return {name for name in self.payloads if any(f"/packs/{name.hex()}" in key for key in keys)}
+            for name in self.payloads:
+                self.deleted[name].append(Span(now, now))
+        for name in [name for name in self.payloads if any(f"/packs/{name.hex()}" in key for key in keys)]:
+            self.deleted[name].append(Span(now, float("inf")))
 
     def _must_hold(self, name: bytes, stored: list[Span], now: float) -> bool:
         gone = max((span.end for span in self.deleted[name]), default=-1.0)
@@ -174,6 +178,7 @@ class History:
         self._operator = random.Random(f"operator {seed}")
         self._damaged: dict[str, str] = {}
         """Keys of damaged heads → their ETags."""
+        self._lacks_index = False  # whether the operator has deleted objects of the index
         self.deletes = draw.choice((0.0, 0.0, 0.08))
         """Probability that an engine deletes a pack."""
         self.pool = draw.choice((4, 30))
@@ -249,6 +254,8 @@ class History:
 
     def _damage_head(self) -> None:
         """Cut the head short; nothing else is lost, so engines repair it without loss."""
+        if self._lacks_index:
+            return
         server = self.world.server
         for key in [key for key in server.objects if key.startswith("store/persistkv")]:
             self._damaged[key] = server.put(key, server.objects[key].data[:-4], None)
@@ -269,12 +276,12 @@ class History:
         kind = self._operator.choice(("/packs/", "/packs/", "/feed/", "/snapshots/", "/segments/"))
         found = sorted(key for key in server.objects if kind in key)
         chosen = self._operator.sample(found, min(3, len(found)))
-        if not chosen:
+        if not chosen or (kind != "/packs/" and self._damaged):
             return
+        self._lacks_index = kind != "/packs/"
         server.delete(chosen)
         self.world.note(f"OPERATOR deletes {', '.join(chosen)}")
-        for name in self.model.deleted_by_operator(chosen, kind):
-            self.model.deleted[name].append(Span(now, now))
+        self.model.delete_by_operator(chosen, kind, now)
 
     def _suspend(self, seconds: float = 0.0) -> None:
         """Suspend one engine in the middle of its next request: if it leads, it resumes after its successor."""

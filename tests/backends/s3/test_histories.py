@@ -3,8 +3,9 @@
 Promises after each history:
 
 1. An acknowledged pack that no engine deleted and whose ttl has not passed is held, with its bytes. An operator who
-   deletes objects ends only the packs in them, and, by an object of the index, those stored before. A pack ended in this
-   way may be missed until a read has noticed it: an upload by an engine that did not know the first object is ignored.
+   deletes objects ends only the packs in them, and, by an object of the index, those stored before. A pack ended in
+   this way may be missed until a read has noticed it: an upload by an engine that did not know the first object is
+   ignored.
    Deleted objects of the index and a damaged head together are more than the repair handles; no history has both.
 2. No read returned bytes that no engine stored under these keys.
 3. A reader with an empty cache opens the store.

@@ -1,7 +1,7 @@
 """Files beside the segment files that ``rebuild`` needs and that no pack holds: identities and erasures.
 
 1. ``segments/NAMESPACE.identity`` has the content of the namespace's row. It is durable before the commit that adds the
-   namespace's first content.
+   namespace's first pack, unless the disk refuses it.
 2. ``segments/erased`` lists packs that were deleted because a user or a check asked for it: evicted content may come
    back, deleted content may not. A record is durable before the deletion.
 3. An *erasure* has a number. It covers the packs of its name that were written while the number of the last erasure,
@@ -66,21 +66,20 @@ class RecoveryFiles:
         self._described: dict[bytes, bytes] = {}  # generation of each namespace whose identity is in a file, by id
 
     def describe(self, namespace: bytes, row: Buffer, generation: bytes) -> None:
-        """Write the identity of a namespace durably, unless it is there.
+        """Write the identity of a namespace durably, unless it is there. A killed process may have left a part of it.
 
-        If the directory of the segments was removed, nothing is written: the commit notices this itself.
+        An error is ignored: the store is valid without the file, and the next commit tries again.
 
         :param row: value of the namespace's row in the catalogue.
         :param generation: of the namespace: it is another one if the namespace ended and began again.
-        :raises StoreError: it cannot be written.
         """
         if self._described.get(namespace) == generation:
             return
-        with translated_io(self._store), suppress(FileNotFoundError):
-            if not self._erased.exists():
-                self._replace(self._erased, _NO_ERASURE)
-            if not self._identity(namespace).exists():
-                self._replace(self._identity(namespace), row)
+        with suppress(OSError):
+            if len(_content(self._erased)) < _RECORD.size:
+                _write(self._erased, _NO_ERASURE)
+            if _content(self._identity(namespace)) != row:
+                _write(self._identity(namespace), row)
             sync_directory(self._directory)
             self._described[namespace] = generation
 
@@ -111,13 +110,10 @@ class RecoveryFiles:
         """
         records = b"".join([_RECORD.pack(number, _checksum(name)) for name in names])
         with translated_io(self._store), suppress(FileNotFoundError):
-            if not self._erased.exists():
-                self._replace(self._erased, _NO_ERASURE)
             try:
                 self._append(records)
             except OSError:
                 write_durably(self._erased, _RECORD.pack(number, _ALL), 0)
-            sync_directory(self._directory)
 
     def erasures(self) -> Erasures:
         """Return all erasures; none if the file is missing."""
@@ -141,6 +137,9 @@ class RecoveryFiles:
         return self._directory / _ERASED
 
     def _append(self, records: bytes) -> None:
+        if len(_content(self._erased)) < _RECORD.size:
+            _write(self._erased, _NO_ERASURE)
+            sync_directory(self._directory)
         size = self._erased.stat().st_size
         size -= size % _RECORD.size  # a killed process may have left a part of a record
         if size + len(records) <= _MOST_RECORDS * _RECORD.size:
@@ -149,17 +148,24 @@ class RecoveryFiles:
         held = self._erased.read_bytes()[:size] + records
         kept = held[-_KEPT_RECORDS * _RECORD.size :]
         before = max(number for number, _ in _RECORD.iter_unpack(held[: -len(kept)]))
-        self._replace(self._erased, _RECORD.pack(before, _ALL) + kept)
+        write_durably(self._erased, _RECORD.pack(before, _ALL), 0)  # first: it covers the records that are overwritten
+        write_durably(self._erased, kept, _RECORD.size)
+        os.truncate(self._erased, _RECORD.size + len(kept))
 
-    def _replace(self, target: Path, content: Buffer) -> None:
-        """Replace a file. The caller must sync the directory."""
-        part = target.with_suffix(".part")
-        part.unlink(missing_ok=True)
-        with os.fdopen(open_regular(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.rename(target)
+
+def _content(path: Path) -> bytes:
+    """Return the first MiB of a file; nothing if it is missing."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        return file.read(_MOST_IDENTITY_BYTES)
+    return b""
+
+
+def _write(path: Path, content: Buffer) -> None:
+    """Write a file of a few KiB durably. If it is new, the caller must sync its directory."""
+    with os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _checksum(name: bytes) -> int:

@@ -306,6 +306,19 @@ def test_rebuild_pack_stored_again_after_its_deletion_is_found(
     assert rebuild(path).packs == 2
 
 
+def test_rebuild_namespace_that_ended_and_began_again_is_found(
+    store: LmdbBackend, path: Path, open_store: Opener
+) -> None:
+    packs = add_samples(store, 3)
+    identity = path / "segments" / f"{IDENTITY.digest.hex()}.identity"
+    store.commit(packs[0].namespace, CommitBatch(deletions=[pack.pack_id for pack in packs]))
+    assert not identity.exists()
+    later = add_samples(store, 2, first=100)
+    lose_catalogue(store, path)
+    assert rebuild(path).packs == 2
+    assert held(open_store(), [*packs, *later]) == later
+
+
 def test_rebuild_overwritten_pack_is_skipped(open_store: Opener, path: Path) -> None:
     store = open_store("?capacity=4MiB")
     packs = add_samples(store, 400)

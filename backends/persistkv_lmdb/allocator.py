@@ -40,7 +40,7 @@ segments."""
 _STEPS = 16  # a file grows by 1/16 of the present size, at most by 1/16 of the limit
 _STEP_BYTES = (1 << 20, 128 << 20)  # 1 MiB to 128 MiB: bounds of a step
 _MOST_PAGES = (1 << 32) - 1  # of an extent: the size is recorded in 32 bits
-_HOLES_AT_ONCE = 256  # made by one transaction, which takes milliseconds
+_HOLES_AT_ONCE = 64  # made by one transaction, in milliseconds
 _LARGE_BYTES = 16 << 20  # 16 MiB: from this size on, a pack makes the file grow by four times its size
 
 

@@ -63,14 +63,15 @@ from persistkv_lmdb.files import ReplacedError
 from persistkv_lmdb.layout import Transaction, encode_tail, read_erasures, read_ttl, tail_pages, write_erasures
 from persistkv_lmdb.segments import Extent
 
-_EVICTED_AT_ONCE = 512  # packs and manifests that one transaction evicts or deletes, in tens of milliseconds
-_TRANSACTIONS = 8
+_EVICTED_AT_ONCE = 32  # packs and manifests that one transaction evicts or deletes, in about 3 ms: other engines wait
+_EVICTED_A_PACK = 2  # packs and manifests that a transaction may evict for each pack that it adds
+_TRANSACTIONS = 128
 """Maximum number of transactions that evict for one batch and one entry of ``_MORE``. After the capacity was lowered,
 many commits shrink the store."""
 _MORE = (0, 2, 8, 32)
 """Amounts to evict, tried in order, for a batch that does not fit. 0: as much as the capacity requires. Others:
 additionally this multiple of the batch's bytes, because free pages may be too fragmented."""
-_TURN_S = 0.01  # pause between transactions: other threads of the process get the GIL and the lock
+_TURN_S = 0.001  # pause between transactions: other threads of the process get the GIL and the lock
 _PATIENCE_S = 0.5  # wait of a commit for readers that still see evicted packs; a read takes about 20 ms
 _MAX_AHEAD = 256 << 20  # 256 MiB: a commit of 128 MiB, plus the previous one, whose pages are not reusable yet
 _GROWN_BYTES = 128 << 10  # 128 KiB: pages of the catalogue that each commit may rewrite, besides those of its packs
@@ -102,6 +103,8 @@ class BatchCommit:
         self._goal: Amount | None = None  # used bytes at which the present entry of _MORE ends its evictions
         self._freed_by = 0  # number of the last transaction that evicted for this batch
         self._attempted = False
+        self._at_once = max(_EVICTED_AT_ONCE, _EVICTED_A_PACK * len(batch.packs))
+        """Maximum number of packs and manifests that one transaction evicts: a large batch takes its time anyway."""
         self._keep = kept_names(namespace, batch) | {namespace + pack_id for pack_id in batch.needs or ()}
         self._rewritten = {*batch.deletions, *batch.bad}  # packs that this batch deletes before it adds them
         self._placed: dict[bytes, list[Extent]] = {}
@@ -172,7 +175,8 @@ class BatchCommit:
             commit.touch(self._batch.touches)
             if not room.need.plus(Amount(0, allocator.reserved * PAGE_BYTES)).within(room.limit):
                 raise room.full()
-            ended = commit.evict(lambda: room.used().plus(room.need).within(room.limit), _EVICTED_AT_ONCE)
+            goal = room.limit.minus(room.need)
+            ended = commit.evict(lambda: room.fits(goal), self._at_once)
             if ended is not Evicted.ENOUGH:
                 raise room.full()
             taken = room.payloads.take(_bound_pages(room.unplaced), first=self._renews)
@@ -228,7 +232,7 @@ class BatchCommit:
                 self._prepare_next(commit, room)
             commit.finish()
 
-            if commit.grew and not room.used().within(room.limit):
+            if commit.grew and not room.fits(room.limit):
                 raise room.full()
             row = transaction.get(NAMESPACES, self._namespace)
             if room.payloads.published and row is not None:
@@ -256,7 +260,7 @@ class BatchCommit:
             room.payloads.release_rest(environment.writer)
 
         goal = room.low_watermark()
-        commit.evict(lambda: room.used().within(goal), _EVICTED_AT_ONCE)
+        commit.evict(lambda: room.fits(goal), self._at_once)
 
         room.payloads.shrink(room.payloads.limit)
         if environment.writer is not None:
@@ -330,7 +334,7 @@ class BatchCommit:
         :param step: runs one transaction with at most the given number of deletions; returns whether more are needed.
         :raises StoreFullError: not even one deletion fits.
         """
-        at_most = _EVICTED_AT_ONCE
+        at_most = self._at_once
         for _ in range(most):
             try:
                 if not step(at_most):
@@ -341,7 +345,7 @@ class BatchCommit:
                 at_most = 1  # a full disk has no pages for a larger transaction: deletions need some, too
                 self._environment.age()
             else:
-                at_most = min(4 * at_most, _EVICTED_AT_ONCE)
+                at_most = min(4 * at_most, self._at_once)
 
     def _begin(self, transaction: Transaction, *, as_it_is: bool = False) -> tuple[CatalogTransaction, Room]:
         """Return the catalogue of a write transaction, and the part of the capacity that it may use (``Room``)."""
@@ -413,14 +417,14 @@ class BatchCommit:
             need = room.need._replace(payload=max(0, room.need.payload - spare * PAGE_BYTES))
             if self._goal is None:
                 catalogue, payload = room.low_watermark()
-                most = room.used().catalogue - more * need.catalogue if more else catalogue
+                most = transaction.used_bytes() - more * need.catalogue if more else catalogue
                 self._goal = Amount(min(catalogue - need.catalogue, most), payload - need.payload)
             unavailable = room.payloads.allocator.reserved - spare  # of other processes, and with placed packs
             if not room.need.plus(Amount(0, unavailable * PAGE_BYTES)).within(room.limit):
                 raise _NothingLeftError(str(room.full()))
             goal = self._goal
-            ended = commit.evict(lambda: room.used().within(goal), at_most)
-            too_much = not room.used().plus(need).within(room.limit)
+            ended = commit.evict(lambda: room.fits(goal), at_most)
+            too_much = not room.fits(room.limit.minus(need))
             if ended is Evicted.ALL and (too_much or not (self._evicted or commit.evicted)):
                 raise _NothingLeftError(str(room.full()))
             room.payloads.shrink(room.payloads.limit)
@@ -439,6 +443,9 @@ class Amount(NamedTuple):
     def plus(self, other: Amount) -> Amount:
         return Amount(self.catalogue + other.catalogue, self.payload + other.payload)
 
+    def minus(self, other: Amount) -> Amount:
+        return Amount(self.catalogue - other.catalogue, self.payload - other.payload)
+
     def within(self, limit: Amount) -> bool:
         return self.catalogue <= limit.catalogue and self.payload <= limit.payload
 
@@ -453,7 +460,7 @@ class Room:
         self.is_inline = environment.shares.inline
         segments = read_space(transaction).total * PAGE_BYTES if as_it_is else self.payloads.limit
         self.limit = Amount(environment.limit_bytes(as_it_is=as_it_is), _NO_LIMIT if self.is_inline else segments)
-        """Upper bound on ``used()`` after a commit that adds content."""
+        """Upper bound on the bytes in use after a commit that adds content."""
         self.need = Amount(0, 0)
         """Upper estimate of the bytes that the batch adds. Any further ones use the reserve for deletions."""
         self.unplaced: list[NewPack] = []
@@ -465,9 +472,12 @@ class Room:
     def _segments(self) -> int:
         return self.payloads.allocator.total * PAGE_BYTES
 
-    def used(self) -> Amount:
-        """Return the bytes in use, without freed pages: those not reusable yet would not become so by more eviction."""
-        return Amount(self._transaction.used_bytes(), self.payloads.allocator.used * PAGE_BYTES)
+    def fits(self, goal: Amount) -> bool:
+        """Return whether the bytes in use are at most ``goal``. Freed pages that are not reusable yet do not count:
+        more eviction would not change them.
+        """
+        payload = self.payloads.allocator.used * PAGE_BYTES
+        return payload <= goal.payload and self._transaction.used_bytes() <= goal.catalogue
 
     def expect(self, packs: Sequence[NewPack], unplaced: Sequence[NewPack], rows: int) -> None:
         """Estimate ``need``, the bytes that a batch adds. If ``data.mdb`` may grow by more than usual, lower the limit
@@ -488,10 +498,10 @@ class Room:
         """Raise a StoreFullError if ``need`` exceeds the free space, including the space by which a file may grow."""
         if not any(self.need):
             return
-        used, allocator = self.used(), self.payloads.allocator
-        self._environment.check_growth(used.catalogue)
+        allocator = self.payloads.allocator
+        self._environment.check_growth(self._transaction.used_bytes())
         free = allocator.free * PAGE_BYTES + max(0, self.limit.payload - self._segments)
-        if not used.plus(self.need).within(self.limit) or self.need.payload > free:
+        if not self.fits(self.limit.minus(self.need)) or self.need.payload > free:
             raise self.full()
         is_too_large = self._segments > self.payloads.limit and allocator.free > 0
         if is_too_large and self._environment.files.punches:  # the catalogue may need the space
@@ -538,7 +548,7 @@ def _evict_excess(environment: Environment, namespace: bytes) -> Evicted:
         environment.release_reserved(transaction)
         room = Room(environment, transaction)
         commit = CatalogTransaction(transaction, room.payloads, namespace, opened=environment.opened)
-        ended = commit.evict(lambda: room.used().within(room.limit), _EVICTED_AT_ONCE)
+        ended = commit.evict(lambda: room.fits(room.limit), _EVICTED_AT_ONCE)
         room.payloads.shrink(room.payloads.limit)
         commit.finish()
     environment.forget_namespaces(commit.ended)

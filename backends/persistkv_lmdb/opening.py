@@ -200,6 +200,10 @@ class Guard:
         if before is None and exists:
             opened()
             return
+        if not exists and any(
+            file.stat().st_size for file in (self._directory / files.SEGMENT_DIRECTORY).glob("*.seg")
+        ):
+            self._quarantine(f"its {files.DATA_FILE} is missing")  # a new catalogue would overwrite the packs
         try:
             self._write(_State.OPEN)
             if exists:

@@ -213,6 +213,25 @@ def test_rebuild_of_renamed_files_makes_a_store_there(store: LmdbBackend, path: 
     assert held(open_store(location=renamed), packs) == packs
 
 
+def test_open_lost_catalogue_keeps_the_packs_for_a_rebuild(
+    store: LmdbBackend, path: Path, open_store: Opener, caplog: pytest.LogCaptureFixture
+) -> None:
+    packs = add_samples(store, 10)
+    store.close()
+    (path / "data.mdb").unlink()
+    fresh = open_store()
+    assert held(fresh, packs) == []
+    add_samples(fresh, 20, first=50)
+    fresh.close()
+    (damaged,) = path.glob("damaged-*")
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "data.mdb is missing" in warning
+    assert f"persistkv rebuild lmdb://{damaged}" in warning
+    assert rebuild(damaged).packs == 10
+    assert held(open_store(location=damaged), packs) == packs
+    assert len(list(path.glob("damaged-*"))) == 1
+
+
 def test_rebuild_of_an_open_store_is_refused(store: LmdbBackend, path: Path) -> None:
     add_samples(store, 3)
     (path / "data.mdb").unlink()

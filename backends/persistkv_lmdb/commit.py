@@ -169,9 +169,7 @@ class BatchCommit:
             commit, room = self._begin(transaction)
             environment.release_reserved(transaction)
             writer, allocator = environment.claim_writer(), room.payloads.allocator
-            kept = [extent for extents in self._placed.values() for extent in extents]
-            allocator.free_now(room.spare)
-            allocator.reserve(writer, kept)
+            kept = self._release_spare(room)
             commit.touch(self._batch.touches)
             if not room.need.plus(Amount(0, allocator.reserved * PAGE_BYTES)).within(room.limit):
                 raise room.full()
@@ -184,6 +182,14 @@ class BatchCommit:
             commit.finish()
         self._note(commit)
         return room.unplaced, taken
+
+    def _release_spare(self, room: Room) -> list[Extent]:
+        """Release the reservation of this process, except the extents of placed packs, which are returned."""
+        kept = [extent for extents in self._placed.values() for extent in extents]
+        room.payloads.allocator.free_now(room.spare)
+        if self._environment.writer is not None:
+            room.payloads.allocator.reserve(self._environment.writer, kept)
+        return kept
 
     def _write_packs(self, packs: Sequence[NewPack], extents: Sequence[Extent]) -> None:
         """Write packs and their trailers one behind the other into reserved extents, durably, without the writer lock.
@@ -412,15 +418,15 @@ class BatchCommit:
         with self._environment.transaction(write=True) as transaction:
             commit, room = self._begin(transaction, as_it_is=more > 0)
             self._environment.release_reserved(transaction)
+            self._release_spare(room)
             commit.touch(self._batch.touches)
-            spare = pages_of(room.spare)
-            need = room.need._replace(payload=max(0, room.need.payload - spare * PAGE_BYTES))
+            need = room.need
             if self._goal is None:
                 catalogue, payload = room.low_watermark()
                 most = transaction.used_bytes() - more * need.catalogue if more else catalogue
                 self._goal = Amount(min(catalogue - need.catalogue, most), payload - need.payload)
-            unavailable = room.payloads.allocator.reserved - spare  # of other processes, and with placed packs
-            if not room.need.plus(Amount(0, unavailable * PAGE_BYTES)).within(room.limit):
+            reserved = room.payloads.allocator.reserved * PAGE_BYTES  # of other processes, and with placed packs
+            if not need.plus(Amount(0, reserved)).within(room.limit):
                 raise _NothingLeftError(str(room.full()))
             goal = self._goal
             ended = commit.evict(lambda: room.fits(goal), at_most)

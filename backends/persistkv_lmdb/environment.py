@@ -266,7 +266,7 @@ class Environment:
         :param as_it_is: assume that the file cannot grow: a quota may prevent it, or free pages are fragmented.
         """
         file = self.file_bytes()
-        disk = file if as_it_is else file + files.free_disk_bytes(self.path)
+        disk = file if as_it_is else file + files.growth_bytes(self.path)
         bound = min(self.shares.catalogue_bytes, disk)
         return bound - _headroom_bytes(bound)
 

@@ -75,7 +75,7 @@ def translated(path: Path) -> Iterator[None]:
         if (
             isinstance(error, _FULL)
             or error.code in _FULL_CODES
-            or (error.code == errno.EIO and free_disk_bytes(path) < _NEARLY_FULL)  # a write that a full disk cut
+            or (error.code == errno.EIO and growth_bytes(path) < _NEARLY_FULL)  # a write that a full disk cut
         ):
             kind: type[StoreError] = StoreFullError
         else:
@@ -119,18 +119,20 @@ def _reason(error: lmdb.Error) -> str:
 
 
 def free_disk_bytes(path: Path) -> int:
-    """Return the bytes by which ``data.mdb`` may grow: free disk space, within the process's file size limit.
-
-    If that is unknown, because a file cannot be read: 64 MiB, which does not count as nearly full.
-    """
-    longest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    """Return the bytes of free disk space; 64 MiB, which does not count as nearly full, if that is unknown."""
     try:
         status = os.statvfs(path)
-        free = status.f_bavail * status.f_frsize
-        if longest != resource.RLIM_INFINITY:
-            free = min(free, max(0, longest - (path / DATA_FILE).stat().st_size))
-    except OSError:  # the file was moved away: unknown
+    except OSError:  # the directory was moved away
         return _NEARLY_FULL
+    return status.f_bavail * status.f_frsize
+
+
+def growth_bytes(path: Path) -> int:
+    """Return the bytes by which ``data.mdb`` may grow: free disk space, within the process's file size limit."""
+    free, (longest, _) = free_disk_bytes(path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    if longest != resource.RLIM_INFINITY:
+        with suppress(OSError):
+            free = min(free, max(0, longest - (path / DATA_FILE).stat().st_size))
     return free
 
 

@@ -27,6 +27,7 @@ import fcntl
 import logging
 import os
 import shutil
+import stat
 import struct
 import subprocess
 import sys
@@ -200,9 +201,7 @@ class Guard:
         if before is None and exists:
             opened()
             return
-        if not exists and any(
-            file.stat().st_size for file in (self._directory / files.SEGMENT_DIRECTORY).glob("*.seg")
-        ):
+        if not exists and _has_segments(self._directory):
             self._quarantine(f"its {files.DATA_FILE} is missing")  # a new catalogue would overwrite the packs
         try:
             self._write(_State.OPEN)
@@ -300,6 +299,12 @@ class Guard:
 
     def _write(self, state: _State) -> None:
         os.pwrite(self._fd, state.value.ljust(_ROW_BYTES - 1).encode() + b"\n", 0)
+
+
+def _has_segments(store: Path) -> bool:
+    """Return whether a store has segment files with content. Links do not count."""
+    statuses = [file.lstat() for file in (store / files.SEGMENT_DIRECTORY).glob("*.seg")]
+    return any(stat.S_ISREG(status.st_mode) and status.st_size for status in statuses)
 
 
 def _claim(number: int) -> bytes:

@@ -24,6 +24,7 @@ their disk space returns to the file system.
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -196,11 +197,15 @@ class BatchCommit:
 
         The checksums of a pack are computed while the disk writes its first part, and the packs before it.
         """
+        if not packs:
+            return
         files, rest = self._environment.files, extents
         placed: dict[bytes, list[Extent]] = {}
+        tails = memoryview(mmap.mmap(-1, PAGE_BYTES * sum(tail_pages(pack.table_length) for pack in packs)))
         try:
             for pack in packs:
-                pages = pages_for(files.write(rest, self._whole(pack, rest)))
+                tail, tails = _cut(tails, PAGE_BYTES * tail_pages(pack.table_length))
+                pages = pages_for(files.write(rest, self._whole(pack, rest, tail)))
                 placed[pack.pack_id], rest = split(rest, pages)
             files.sync()
         except BaseException as error:
@@ -209,13 +214,16 @@ class BatchCommit:
             raise
         self._placed.update(placed)
 
-    def _whole(self, pack: NewPack, extents: Sequence[Extent]) -> Iterator[Buffer]:
-        """Iterate over the payload of a pack, then its last pages, as they are written to the first of the extents."""
+    def _whole(self, pack: NewPack, extents: Sequence[Extent], tail: memoryview) -> Iterator[Buffer]:
+        """Iterate over the payload of a pack, then its last pages, as they are written to the first of the extents.
+
+        :param tail: aligned memory for the last pages, filled with zeros: they are written without a copy.
+        """
         yield from pack.stream()
         encoded = pack.table.encode()
-        pages = pages_for(pack.table.payload_length) + tail_pages(len(encoded))
-        own, _ = split(extents, pages)
-        yield encode_tail(encoded, own, self._erasures)
+        own, _ = split(extents, pages_for(pack.table.payload_length + len(tail)))
+        encode_tail(tail, encoded, own, self._erasures)
+        yield tail
 
     def _commit(self) -> CommitResult:
         """Commit the rows of the batch in one transaction, which evicts and reserves for the next one.
@@ -570,6 +578,10 @@ def release_free(environment: Environment) -> None:
         with environment.transaction(write=True) as transaction:
             more = environment.payloads(transaction).shrink(0)
         time.sleep(_TURN_S)
+
+
+def _cut(memory: memoryview, num_bytes: int) -> tuple[memoryview, memoryview]:
+    return memory[:num_bytes], memory[num_bytes:]
 
 
 def _bound_pages(packs: Iterable[NewPack]) -> int:

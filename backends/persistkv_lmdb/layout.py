@@ -12,7 +12,6 @@ payload of another pack or in another segment, is not valid.
 from __future__ import annotations
 
 import math
-import mmap
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -226,16 +225,14 @@ def tail_pages(table_length: int) -> int:
     return -(-(table_length + _TRAILER_BYTES) // PAGE_BYTES)
 
 
-def encode_tail(encoded: bytes, extents: Sequence[Extent], erasures: int) -> memoryview:
-    """Return the last pages of a pack, with its encoded table. They are aligned: written without a copy.
+def encode_tail(tail: memoryview, encoded: bytes, extents: Sequence[Extent], erasures: int) -> None:
+    """Write the encoded table of a pack and its trailer to the end of ``tail``, its last pages.
 
     :param extents: all extents of the pack; ``erasures``: as in ``Trailer``.
     """
     fields = _FIELDS.pack(*extents[-1], len(extents), erasures)
     checksum = _trailer_checksum(encoded[-TRAILER_BYTES:], fields)
-    tail = memoryview(mmap.mmap(-1, tail_pages(len(encoded)) * PAGE_BYTES))
     tail[-len(encoded) - _TRAILER_BYTES :] = encoded + fields + _END.pack(checksum, _TRAILER_MAGIC)
-    return tail
 
 
 def find_trailers(pages: memoryview) -> list[int]:

@@ -441,11 +441,11 @@ class BatchCommit:
             too_much = not room.fits(room.limit.minus(need))
             if ended is Evicted.ALL and (too_much or not (self._evicted or commit.evicted)):
                 raise _NothingLeftError(str(room.full()))
-            room.payloads.shrink(room.payloads.limit)
+            holes_lack = room.payloads.shrink(room.payloads.limit)
             commit.finish()
             self._freed_by = transaction.txn.id()
         self._note(commit)
-        return ended is Evicted.SOME
+        return ended is Evicted.SOME or holes_lack
 
 
 class Amount(NamedTuple):
@@ -553,20 +553,21 @@ def fit_capacity(environment: Environment, namespace: bytes) -> None:
 
     :param namespace: id of any namespace of the store.
     """
-    while _evict_excess(environment, namespace) is Evicted.SOME:
+    while _evict_excess(environment, namespace):
         time.sleep(_TURN_S)
 
 
-def _evict_excess(environment: Environment, namespace: bytes) -> Evicted:
+def _evict_excess(environment: Environment, namespace: bytes) -> bool:
+    """Evict some of what exceeds the capacity, in one transaction; return whether more exceeds it."""
     with environment.transaction(write=True) as transaction:
         environment.release_reserved(transaction)
         room = Room(environment, transaction)
         commit = CatalogTransaction(transaction, room.payloads, namespace, opened=environment.opened)
         ended = commit.evict(lambda: room.fits(room.limit), _EVICTED_AT_ONCE)
-        room.payloads.shrink(room.payloads.limit)
+        holes_lack = room.payloads.shrink(room.payloads.limit)
         commit.finish()
     environment.forget_namespaces(commit.ended)
-    return ended
+    return ended is Evicted.SOME or holes_lack
 
 
 def release_free(environment: Environment) -> None:

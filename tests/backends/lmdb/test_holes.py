@@ -145,6 +145,25 @@ def test_set_policy_lower_capacity_evicts_and_frees_disk_before_it_returns(
         check(other, space, [pack for pack in packs + more if pack.pack_id in held])
 
 
+def test_set_policy_lower_capacity_of_scattered_free_space_frees_disk_and_refuses_no_commit(tmp_path: Path) -> None:
+    """More free extents must become holes than one transaction turns into holes."""
+    with closing(LmdbBackend.open(StoreUrl.parse(f"lmdb://{tmp_path}/large?capacity=1GiB"))) as backend:
+        namespace = backend.open_namespace(Identity.of({"model": "holes"})).id
+        packs = [sample_pack(namespace, seed, blocks=1, block_bytes=4096) for seed in range(1200)]
+        for start in range(0, len(packs), 100):
+            backend.commit(namespace, CommitBatch(packs[start : start + 100]))
+        backend.commit(namespace, CommitBatch(deletions=[pack.pack_id for pack in packs[::2]]))
+        backend.set_policy(replace(backend.policy(), capacity=8 << 20))
+        assert backend.stats().disk_bytes <= 8 << 20
+        more = [sample_pack(namespace, seed, blocks=1, block_bytes=4096) for seed in range(2000, 2100)]
+        for pack in more:
+            backend.commit(namespace, CommitBatch([pack]))
+            assert backend.stats().disk_bytes <= 8 << 20
+        held = set(tables(backend, namespace))
+        assert {pack.pack_id for pack in more} <= held
+        check(backend, namespace, [pack for pack in [*packs[1::2], *more] if pack.pack_id in held])
+
+
 def test_commit_aborted_after_it_filled_a_hole_gives_the_space_back(backend: LmdbBackend, namespace: bytes) -> None:
     packs = fill(backend, namespace, range(40))
     backend.commit(namespace, CommitBatch(deletions=[pack.pack_id for pack in packs[:20]]))

@@ -162,8 +162,8 @@ def test_load_damaged_block_restores_only_earlier_blocks(
     tokens = save_answer(model, prompt, store)
     segment = max(store.rglob("*.seg"))
     data = bytearray(segment.read_bytes())
-    last = max(index for index, byte in enumerate(data) if byte)
-    data[last] ^= 1
+    used = [index for index, byte in enumerate(data) if byte]
+    data[used[len(used) // 2]] ^= 1  # not in the trailers at the ends of packs, which no load reads
     segment.write_bytes(data)
     longer = [*tokens, 1]
     cache = persistkv.load(model, longer, store)

@@ -222,7 +222,8 @@ class BatchCommit:
         yield from pack.stream()
         encoded = pack.table.encode()
         own, _ = split(extents, pages_for(pack.table.payload_length + len(tail)))
-        encode_tail(tail, encoded, own, self._erasures)
+        is_rewritten = pack.pack_id in self._rewritten  # the erasure of this commit covers the copy before
+        encode_tail(tail, encoded, own, self._erasures + is_rewritten)
         yield tail
 
     def _commit(self) -> CommitResult:

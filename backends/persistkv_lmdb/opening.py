@@ -201,8 +201,9 @@ class Guard:
         if before is None and exists:
             opened()
             return
-        if not exists and _has_segments(self._directory):
-            self._quarantine(f"its {files.DATA_FILE} is missing")  # a new catalogue would overwrite the packs
+        if _lacks_catalogue(self._directory):  # a new catalogue would overwrite the packs
+            self._quarantine(f"its {files.DATA_FILE} is missing or empty")
+            exists = False
         try:
             self._write(_State.OPEN)
             if exists:
@@ -301,8 +302,11 @@ class Guard:
         os.pwrite(self._fd, state.value.ljust(_ROW_BYTES - 1).encode() + b"\n", 0)
 
 
-def _has_segments(store: Path) -> bool:
-    """Return whether a store has segment files with content. Links do not count."""
+def _lacks_catalogue(store: Path) -> bool:
+    """Return whether a store has segment files with content, and no or an empty ``data.mdb``. Links do not count."""
+    data = store / files.DATA_FILE
+    if data.exists() and data.stat().st_size:
+        return False
     statuses = [file.lstat() for file in (store / files.SEGMENT_DIRECTORY).glob("*.seg")]
     return any(stat.S_ISREG(status.st_mode) and status.st_size for status in statuses)
 

@@ -137,7 +137,9 @@ class _Rebuild:
             try:
                 builder = _Builder(part, self._policy, segments)
                 with files.translated(self._path):
-                    builder.build(found, self._namespaces, self._erasures.last)
+                    # The list may be lost. Later erasures must have larger numbers than the packs.
+                    last = max(self._erasures.last, *(pack.erasures for pack in found))
+                    builder.build(found, self._namespaces, last)
                 damaged = self._replace_catalogue(part)
             except BaseException:
                 part.unlink(missing_ok=True)

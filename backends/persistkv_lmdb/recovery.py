@@ -33,6 +33,7 @@ _ERASED = "erased"
 _RECORD = struct.Struct("<QQ")
 _ALL = 0  # in place of a name's checksum: the erasure covers all packs
 _NO_ERASURE = _RECORD.pack(0, _ALL)  # at the beginning of the file: a full disk then has space for one that covers all
+_END_OF_NUMBERS = 1 << 62  # larger ones are damage: a store never deletes so often
 _MOST_RECORDS = 256 << 10  # 4 MiB
 _KEPT_RECORDS = _MOST_RECORDS // 2
 _MOST_IDENTITY_BYTES = 1 << 20  # 1 MiB
@@ -124,6 +125,7 @@ class RecoveryFiles:
         except FileNotFoundError:
             return Erasures(0, 0, {})
         pairs = held[: len(held) // 2 * 2].reshape(-1, 2)
+        pairs = pairs[pairs[:, 0] < _END_OF_NUMBERS]
         last = int(pairs[:, 0].max(initial=0))
         of_all = int(pairs[pairs[:, 1] == _ALL, 0].max(initial=0))
         pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]  # the last number of a name remains in the dictionary
@@ -155,7 +157,7 @@ class RecoveryFiles:
 
 def _content(path: Path) -> bytes:
     """Return the first MiB of a file; nothing if it is missing."""
-    with suppress(FileNotFoundError), path.open("rb") as file:
+    with suppress(FileNotFoundError), os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
         return file.read(_MOST_IDENTITY_BYTES)
     return b""
 

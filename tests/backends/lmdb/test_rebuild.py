@@ -213,19 +213,54 @@ def test_rebuild_of_renamed_files_makes_a_store_there(store: LmdbBackend, path: 
     assert held(open_store(location=renamed), packs) == packs
 
 
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_rebuild_pack_repaired_by_one_commit_is_found(
+    store: LmdbBackend, path: Path, open_store: Opener, is_bad: bool
+) -> None:
+    (pack,) = add_samples(store, 1)
+    again = sample_pack(pack.namespace, 0)
+    gone = [pack.pack_id]
+    store.commit(pack.namespace, CommitBatch([again], bad=gone) if is_bad else CommitBatch([again], deletions=gone))
+    store.close()
+    (path / "data.mdb").unlink()
+    assert rebuild(path).packs == 1
+    assert held(open_store(), [pack]) == [pack]
+
+
+def test_rebuild_after_a_lost_list_of_erasures_keeps_later_deletions(
+    store: LmdbBackend, path: Path, open_store: Opener
+) -> None:
+    gone, _, deleted = add_samples(store, 3)
+    store.commit(gone.namespace, CommitBatch(deletions=[gone.pack_id]))
+    (kept,) = add_samples(store, 1, first=10)
+    store.close()
+    for name in ("data.mdb", "segments/erased"):
+        (path / name).unlink()
+    rebuild(path)
+    backend = open_store()
+    backend.commit(kept.namespace, CommitBatch(deletions=[kept.pack_id, deleted.pack_id]))
+    backend.close()
+    (path / "data.mdb").unlink()
+    rebuild(path)
+    assert held(open_store(), [kept, deleted]) == []
+
+
+@pytest.mark.parametrize("is_empty", [False, True])
 def test_open_lost_catalogue_keeps_the_packs_for_a_rebuild(
-    store: LmdbBackend, path: Path, open_store: Opener, caplog: pytest.LogCaptureFixture
+    store: LmdbBackend, path: Path, open_store: Opener, caplog: pytest.LogCaptureFixture, is_empty: bool
 ) -> None:
     packs = add_samples(store, 10)
     store.close()
     (path / "data.mdb").unlink()
+    if is_empty:
+        (path / "data.mdb").touch()
     fresh = open_store()
     assert held(fresh, packs) == []
     add_samples(fresh, 20, first=50)
     fresh.close()
     (damaged,) = path.glob("damaged-*")
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "data.mdb is missing" in warning
+    assert "data.mdb is missing or empty" in warning
     assert f"persistkv rebuild lmdb://{damaged}" in warning
     assert rebuild(damaged).packs == 10
     assert held(open_store(location=damaged), packs) == packs

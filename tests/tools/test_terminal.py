@@ -58,6 +58,7 @@ SHOWN = [
     ("import", "all.pkv", "lmdb://{tmp}/imported"),
     ("push", "{url}", "lmdb://{tmp}/pushed"),
     ("pull", "lmdb://{tmp}/pulled", "{url}"),
+    ("rebuild", "lmdb://{tmp}/pulled"),
     ("set", "{url}", "capacity=2GiB", "ttl=7d", "--yes"),
     ("bench", "lmdb://{tmp}/bench", "--size", "4MiB", "--rounds", "1"),
     ("replay", "lmdb://{tmp}/replay", "trace.jsonl"),
@@ -170,7 +171,9 @@ def skip_if_extra_is_missing(command: tuple[str, ...]) -> None:
         pytest.importorskip("prometheus_client")
 
 
-STORE_COMMANDS = [command for command in SHOWN if command[0] not in ("doctor", "bench", "replay", "import", "pull")]
+STORE_COMMANDS = [
+    command for command in SHOWN if command[0] not in ("doctor", "bench", "replay", "import", "pull", "rebuild")
+]
 
 
 @pytest.mark.parametrize("command", STORE_COMMANDS, ids=lambda command: " ".join(command[::2]))

@@ -281,9 +281,7 @@ class LmdbBackend(CatalogBackend):
             raise ConfigurationError("placement", policy.placement, expected)
         with self.rows(write=True) as transaction:
             write_policy(transaction, policy)
-        namespace = next(self.namespaces(), None)
-        if namespace is not None:
-            fit_capacity(self.environment, namespace.id)
+        fit_capacity(self.environment)
 
     def delete_quarantined(self) -> int:
         self._writable()

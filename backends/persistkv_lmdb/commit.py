@@ -48,7 +48,7 @@ from persistkv.storage.catalog.rows import (
 )
 from persistkv.storage.catalog.transaction import kept_names, rows_bound
 from persistkv.storage.format.codec import Buffer
-from persistkv.storage.format.pack import PackTable
+from persistkv.storage.format.pack import ID_BYTES, PackTable
 from persistkv.storage.format.pack_writer import NewPack
 from persistkv_lmdb.allocator import (
     NotPlacedError,
@@ -67,8 +67,7 @@ from persistkv_lmdb.segments import Extent
 _EVICTED_AT_ONCE = 32  # packs and manifests that one transaction evicts or deletes, in about 3 ms: other engines wait
 _EVICTED_A_PACK = 2  # packs and manifests that a transaction may evict for each pack that it adds
 _TRANSACTIONS = 128
-"""Maximum number of transactions that evict for one batch and one entry of ``_MORE``. After the capacity was lowered,
-many commits shrink the store."""
+"""Maximum number of transactions that evict for one batch and one entry of ``_MORE``."""
 _MORE = (0, 2, 8, 32)
 """Amounts to evict, tried in order, for a batch that does not fit. 0: as much as the capacity requires. Others:
 additionally this multiple of the batch's bytes, because free pages may be too fragmented."""
@@ -81,6 +80,7 @@ _RESERVED_SHARE, _ALL_RESERVED_SHARE = 16, 8
 """At most 1/16 of the segments is reserved for a process's next commit, and at most 1/8 for all processes."""
 _PLACINGS = 4  # of one batch: between writing and commit, another process may delete a pack that was held
 _NO_LIMIT = 1 << 62
+_NO_NAMESPACE = bytes(ID_BYTES)  # of a transaction that only evicts: no identity has this digest
 
 
 class _NothingLeftError(StoreFullError):
@@ -549,21 +549,21 @@ class Room:
         return max(0, min(largest, _MAX_RESERVED, self.limit.payload // _RESERVED_SHARE, share))
 
 
-def fit_capacity(environment: Environment, namespace: bytes) -> None:
+def fit_capacity(environment: Environment) -> None:
     """Evict until the store fits its capacity, in short transactions; return the space to the file system.
 
-    :param namespace: id of any namespace of the store.
+    :raises StoreError: a transaction failed; those before it stay in effect, and later commits evict the rest.
     """
-    while _evict_excess(environment, namespace):
+    while _evict_excess(environment):
         time.sleep(_TURN_S)
 
 
-def _evict_excess(environment: Environment, namespace: bytes) -> bool:
+def _evict_excess(environment: Environment) -> bool:
     """Evict some of what exceeds the capacity, in one transaction; return whether more exceeds it."""
     with environment.transaction(write=True) as transaction:
         environment.release_reserved(transaction)
         room = Room(environment, transaction)
-        commit = CatalogTransaction(transaction, room.payloads, namespace, opened=environment.opened)
+        commit = CatalogTransaction(transaction, room.payloads, _NO_NAMESPACE, opened=environment.opened)
         ended = commit.evict(lambda: room.fits(room.limit), _EVICTED_AT_ONCE)
         holes_lack = room.payloads.shrink(room.payloads.limit)
         commit.finish()
@@ -572,7 +572,10 @@ def _evict_excess(environment: Environment, namespace: bytes) -> bool:
 
 
 def release_free(environment: Environment) -> None:
-    """Return all free space of the segments to the file system, in short transactions."""
+    """Return all free space of the segments to the file system, in short transactions.
+
+    :raises StoreError: a transaction failed; what was returned stays returned.
+    """
     with environment.writing(), environment.transaction(write=True) as transaction:
         environment.release_reserved(transaction, own=True)
     more = True

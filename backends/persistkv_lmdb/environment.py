@@ -38,7 +38,7 @@ from persistkv.storage.catalog.order import read_clock, write_clock
 from persistkv.storage.catalog.rows import STATES
 from persistkv.storage.extensions import Policy
 from persistkv_lmdb import files
-from persistkv_lmdb.allocator import Payloads, read_reserved, read_space
+from persistkv_lmdb.allocator import Allocator, Payloads, read_reserved, read_space
 from persistkv_lmdb.files import ReplacedError
 from persistkv_lmdb.layout import (
     INLINE,
@@ -242,13 +242,20 @@ class Environment:
         if self._payloads is None:
             limit = self._segment_limit_bytes(transaction)
             payloads = Payloads(transaction, self.files, limit, inline=self.shares.inline)
-            allocator, segments = payloads.allocator, payloads.allocator.segments()
-            on_disk = self.files.fit(segments)  # an aborted transaction of a dead process may have grown them
-            if sum(segments.values()) > allocator.total and on_disk > allocator.total * PAGE_BYTES + _UNPUNCHED_BYTES:
-                self.files.punch(allocator.holes())
+            self._fit_files(payloads.allocator)
             payloads.shrink(limit)
             self._payloads = payloads
         return self._payloads
+
+    def _fit_files(self, allocator: Allocator) -> None:
+        """Give the segment files the recorded lengths and holes: an aborted transaction may have let them grow or have
+        filled a hole, and a process that was killed after its commit may not have punched one.
+        """
+        segments = allocator.segments()
+        on_disk = self.files.fit(segments)
+        has_holes = sum(segments.values()) > allocator.total
+        if has_holes and on_disk > allocator.total * PAGE_BYTES + _UNPUNCHED_BYTES:
+            self.files.punch(allocator.holes())
 
     def _segment_limit_bytes(self, transaction: Transaction) -> int:
         """Return the bound on the disk space of all segments: what ``data.mdb``, after the growth of one transaction,

@@ -233,7 +233,7 @@ def sync_directory(path: Path) -> None:
 
 def write_durably(path: Path, content: bytes, offset: int) -> None:
     """Write ``content`` at a byte offset of an existing file, and make it durable. The caller excludes others."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    fd = open_regular(path, os.O_RDWR)
     try:
         rest = memoryview(content)
         while rest:

@@ -49,7 +49,7 @@ from persistkv_lmdb.layout import (
 )
 from persistkv_lmdb.opening import Guard, quarantine_directory
 from persistkv_lmdb.recovery import Erasures, RecoveryFiles
-from persistkv_lmdb.segments import Extent
+from persistkv_lmdb.segments import Extent, segment_number
 
 INVALID = "overwritten or damaged"
 SPLIT = "in several extents"
@@ -211,15 +211,17 @@ class Segment(NamedTuple):
 def _open_segments(path: Path) -> dict[int, Segment]:
     """Open the segment files of a store, and return them by number, without empty ones."""
     found: dict[int, Segment] = {}
-    for file in sorted((path / files.SEGMENT_DIRECTORY).glob("*.seg")):
-        if len(file.stem) == 8 and file.stem.isdecimal():
-            fd = files.open_regular(file, os.O_RDONLY)
-            status = os.fstat(fd)
-            pages = status.st_size // PAGE_BYTES
-            if pages:
-                found[int(file.stem)] = Segment(fd, pages, files.allocated_bytes(status))
-            else:
-                os.close(fd)
+    for file in sorted((path / files.SEGMENT_DIRECTORY).iterdir()):
+        number = segment_number(file.name)
+        if number is None:
+            continue
+        fd = files.open_regular(file, os.O_RDONLY)
+        status = os.fstat(fd)
+        pages = status.st_size // PAGE_BYTES
+        if pages:
+            found[number] = Segment(fd, pages, files.allocated_bytes(status))
+        else:
+            os.close(fd)
     return found
 
 

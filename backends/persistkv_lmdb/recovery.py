@@ -34,8 +34,8 @@ _RECORD = struct.Struct("<QQ")
 _ALL = 0  # in place of a name's checksum: the erasure covers all packs
 _NO_ERASURE = _RECORD.pack(0, _ALL)  # at the beginning of the file: a full disk then has space for one that covers all
 _END_OF_NUMBERS = 1 << 62  # larger ones are damage: a store never deletes so often
-_MOST_RECORDS = 256 << 10  # 4 MiB
-_KEPT_RECORDS = _MOST_RECORDS // 2
+_MOST_ERASED_BYTES = 4 << 20  # 4 MiB: 262,144 records
+_KEPT_BYTES = _MOST_ERASED_BYTES // 2
 _MOST_IDENTITY_BYTES = 1 << 20  # 1 MiB
 
 
@@ -77,9 +77,9 @@ class RecoveryFiles:
         if self._described.get(namespace) == generation:
             return
         with suppress(OSError):
-            if len(_content(self._erased)) < _RECORD.size:
+            if _size(self._erased) < _RECORD.size:
                 _write(self._erased, _NO_ERASURE)
-            if _content(self._identity(namespace)) != row:
+            if _content(self._identity(namespace), _MOST_IDENTITY_BYTES) != row:
                 _write(self._identity(namespace), row)
             sync_directory(self._directory)
             self._described[namespace] = generation
@@ -96,8 +96,7 @@ class RecoveryFiles:
         for path in self._directory.glob(f"*{_IDENTITY_SUFFIX}"):
             with suppress(OSError, ValueError):
                 name = bytes.fromhex(path.name.removesuffix(_IDENTITY_SUFFIX))
-                with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
-                    namespace = decode_namespace(name, file.read(_MOST_IDENTITY_BYTES))
+                namespace = decode_namespace(name, _content(path, _MOST_IDENTITY_BYTES))
                 if namespace is not None:
                     found[name] = namespace
         return found
@@ -117,14 +116,14 @@ class RecoveryFiles:
                 write_durably(self._erased, _RECORD.pack(number, _ALL), 0)
 
     def erasures(self) -> Erasures:
-        """Return all erasures; none if the file is missing."""
+        """Return all erasures; none if the file is missing.
+
+        :raises OSError: it cannot be read, or is no regular file.
+        """
         import numpy as np  # commits do not need numpy
 
-        try:
-            held = np.fromfile(self._erased, dtype="<u8")
-        except FileNotFoundError:
-            return Erasures(0, 0, {})
-        pairs = held[: len(held) // 2 * 2].reshape(-1, 2)
+        held = _content(self._erased, _MOST_ERASED_BYTES)
+        pairs = np.frombuffer(held[: len(held) - len(held) % _RECORD.size], "<u8").reshape(-1, 2)
         pairs = pairs[pairs[:, 0] < _END_OF_NUMBERS]
         last = int(pairs[:, 0].max(initial=0))
         of_all = int(pairs[pairs[:, 1] == _ALL, 0].max(initial=0))
@@ -139,26 +138,37 @@ class RecoveryFiles:
         return self._directory / _ERASED
 
     def _append(self, records: bytes) -> None:
-        if len(_content(self._erased)) < _RECORD.size:
+        size = _size(self._erased)
+        size -= size % _RECORD.size  # a killed process may have left a part of a record
+        if not size:
             _write(self._erased, _NO_ERASURE)
             sync_directory(self._directory)
-        size = self._erased.stat().st_size
-        size -= size % _RECORD.size  # a killed process may have left a part of a record
-        if size + len(records) <= _MOST_RECORDS * _RECORD.size:
+            size = _RECORD.size
+        if size + len(records) <= _MOST_ERASED_BYTES:
             write_durably(self._erased, records, size)
             return
-        held = self._erased.read_bytes()[:size] + records
-        kept = held[-_KEPT_RECORDS * _RECORD.size :]
+        held = _content(self._erased, size) + records
+        kept = held[-_KEPT_BYTES:]
         before = max(number for number, _ in _RECORD.iter_unpack(held[: -len(kept)]))
         write_durably(self._erased, _RECORD.pack(before, _ALL), 0)  # first: it covers the records that are overwritten
         write_durably(self._erased, kept, _RECORD.size)
         os.truncate(self._erased, _RECORD.size + len(kept))
 
 
-def _content(path: Path) -> bytes:
-    """Return the first MiB of a file; nothing if it is missing."""
+def _size(path: Path) -> int:
+    """Return the bytes of a file; 0 if it is missing."""
+    with suppress(FileNotFoundError):
+        return path.lstat().st_size
+    return 0
+
+
+def _content(path: Path, at_most: int) -> bytes:
+    """Return the first bytes of a file; nothing if it is missing.
+
+    :raises OSError: it cannot be read, or is no regular file.
+    """
     with suppress(FileNotFoundError), os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
-        return file.read(_MOST_IDENTITY_BYTES)
+        return file.read(at_most)
     return b""
 
 

@@ -435,7 +435,15 @@ class SegmentFiles:
                 names = os.listdir(self._directory())
         except FileNotFoundError:
             return []
-        return [int(name[:8]) for name in names if name[8:] == ".seg" and name[:8].isdecimal()]
+        numbers = map(segment_number, names)
+        return [number for number in numbers if number is not None]
+
+
+def segment_number(name: str) -> int | None:
+    """Return the number of the segment with this file name; None if it is no segment's."""
+    digits, dot, ending = name.partition(".")
+    is_segment = len(digits) == 8 and digits.isascii() and digits.isdecimal() and dot + ending == ".seg"
+    return int(digits) if is_segment else None
 
 
 def _is_deleted(fd: int) -> bool:

@@ -104,19 +104,24 @@ def test_release_free_read_only_store_raises(backend: LmdbBackend, url: StoreUrl
         reader.release_free()
 
 
-def test_release_free_scattered_small_packs_returns_space(tmp_path: Path) -> None:
-    """More free extents than one transaction turns into holes."""
-    with closing(LmdbBackend.open(StoreUrl.parse(f"lmdb://{tmp_path}/large?capacity=1GiB"))) as backend:
-        namespace = backend.open_namespace(Identity.of({"model": "holes"})).id
-        packs = [sample_pack(namespace, seed, blocks=1, block_bytes=4096) for seed in range(1200)]
-        for start in range(0, len(packs), 100):
-            backend.commit(namespace, CommitBatch(packs[start : start + 100]))
-        backend.commit(namespace, CommitBatch(deletions=[pack.pack_id for pack in packs[::2]]))
-        assert backend.free_space().pieces > 500
-        backend.release_free()
-        assert backend.free_space().payload_bytes == 0
-        assert segments_on_disk(backend) <= stored(packs[1::2]) + SLACK
-        check(backend, namespace, packs[1::2])
+@pytest.fixture
+def scattered(backend: LmdbBackend, namespace: bytes) -> list[PackWriter]:
+    """Small packs with free extents between them, more than one transaction turns into holes."""
+    packs = [sample_pack(namespace, seed, blocks=1, block_bytes=4096) for seed in range(1200)]
+    for start in range(0, len(packs), 100):
+        backend.commit(namespace, CommitBatch(packs[start : start + 100]))
+    backend.commit(namespace, CommitBatch(deletions=[pack.pack_id for pack in packs[::2]]))
+    assert backend.free_space().pieces > 500
+    return packs[1::2]
+
+
+def test_release_free_scattered_small_packs_returns_space(
+    backend: LmdbBackend, namespace: bytes, scattered: list[PackWriter]
+) -> None:
+    backend.release_free()
+    assert backend.free_space().payload_bytes == 0
+    assert segments_on_disk(backend) <= stored(scattered) + SLACK
+    check(backend, namespace, scattered)
 
 
 def test_set_policy_lower_capacity_evicts_and_frees_disk_before_it_returns(
@@ -145,23 +150,18 @@ def test_set_policy_lower_capacity_evicts_and_frees_disk_before_it_returns(
         check(other, space, [pack for pack in packs + more if pack.pack_id in held])
 
 
-def test_set_policy_lower_capacity_of_scattered_free_space_frees_disk_and_refuses_no_commit(tmp_path: Path) -> None:
-    """More free extents must become holes than one transaction turns into holes."""
-    with closing(LmdbBackend.open(StoreUrl.parse(f"lmdb://{tmp_path}/large?capacity=1GiB"))) as backend:
-        namespace = backend.open_namespace(Identity.of({"model": "holes"})).id
-        packs = [sample_pack(namespace, seed, blocks=1, block_bytes=4096) for seed in range(1200)]
-        for start in range(0, len(packs), 100):
-            backend.commit(namespace, CommitBatch(packs[start : start + 100]))
-        backend.commit(namespace, CommitBatch(deletions=[pack.pack_id for pack in packs[::2]]))
-        backend.set_policy(replace(backend.policy(), capacity=8 << 20))
+def test_set_policy_lower_capacity_of_scattered_free_space_frees_disk_and_refuses_no_commit(
+    backend: LmdbBackend, namespace: bytes, scattered: list[PackWriter]
+) -> None:
+    backend.set_policy(replace(backend.policy(), capacity=8 << 20))
+    assert backend.stats().disk_bytes <= 8 << 20
+    more = [sample_pack(namespace, seed, blocks=1, block_bytes=4096) for seed in range(2000, 2100)]
+    for pack in more:
+        backend.commit(namespace, CommitBatch([pack]))
         assert backend.stats().disk_bytes <= 8 << 20
-        more = [sample_pack(namespace, seed, blocks=1, block_bytes=4096) for seed in range(2000, 2100)]
-        for pack in more:
-            backend.commit(namespace, CommitBatch([pack]))
-            assert backend.stats().disk_bytes <= 8 << 20
-        held = set(tables(backend, namespace))
-        assert {pack.pack_id for pack in more} <= held
-        check(backend, namespace, [pack for pack in [*packs[1::2], *more] if pack.pack_id in held])
+    held = set(tables(backend, namespace))
+    assert {pack.pack_id for pack in more} <= held
+    check(backend, namespace, [pack for pack in [*scattered, *more] if pack.pack_id in held])
 
 
 def test_commit_aborted_after_it_filled_a_hole_gives_the_space_back(backend: LmdbBackend, namespace: bytes) -> None:

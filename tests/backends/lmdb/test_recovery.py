@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from persistkv.errors import StoreError
 from persistkv_lmdb import recovery
 from persistkv_lmdb.recovery import RecoveryFiles
 
@@ -54,11 +55,40 @@ def test_erase_after_a_part_of_a_record_continues(files: RecoveryFiles, tmp_path
     assert found.covers(name(2), 1)
 
 
+def test_erasures_with_an_impossible_number_are_skipped(files: RecoveryFiles, tmp_path: Path) -> None:
+    files.erase([name(1)], 1)
+    with (tmp_path / "segments" / "erased").open("ab") as file:
+        file.write(b"\xff" * 16)
+    found = files.erasures()
+    assert found.last == 1
+    assert found.covers(name(1), 0)
+    assert not found.covers(name(2), 0)
+
+
+def test_erase_into_a_link_raises_and_leaves_its_target_unchanged(files: RecoveryFiles, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"content " * 100)
+    (tmp_path / "segments" / "erased").symlink_to(victim)
+    with pytest.raises(StoreError, match="symbolic link"):
+        files.erase([name(1)], 1)
+    files.describe(bytes(16), ROW, GENERATION)
+    assert victim.read_bytes() == b"content " * 100
+
+
+def test_erase_and_erasures_of_a_fifo_raise_at_once(files: RecoveryFiles, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "segments" / "erased")
+    with pytest.raises(StoreError, match="no regular file"):
+        files.erase([name(1)], 1)
+    files.describe(bytes(16), ROW, GENERATION)
+    with pytest.raises(OSError, match="no regular file"):
+        files.erasures()
+
+
 def test_erase_beyond_the_limit_covers_all_older_packs(
     files: RecoveryFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recovery, "_MOST_RECORDS", 10)
-    monkeypatch.setattr(recovery, "_KEPT_RECORDS", 5)
+    monkeypatch.setattr(recovery, "_MOST_ERASED_BYTES", 10 * 16)
+    monkeypatch.setattr(recovery, "_KEPT_BYTES", 5 * 16)
     for number in range(1, 31):
         files.erase([name(number)], number)
         assert (tmp_path / "segments" / "erased").stat().st_size <= 10 * 16

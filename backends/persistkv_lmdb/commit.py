@@ -65,6 +65,9 @@ from persistkv_lmdb.layout import Transaction, encode_tail, read_erasures, read_
 from persistkv_lmdb.segments import Extent
 
 _EVICTED_AT_ONCE = 32  # packs and manifests that one transaction evicts or deletes, in about 3 ms: other engines wait
+_DROPPED_AT_ONCE = 128
+"""Manifests of a shared pack that one transaction deletes. With 32, the deletion takes twice as long; with 512, other
+engines wait twice as long (``benchmarks.maintenance``)."""
 _EVICTED_A_PACK = 2  # packs and manifests that a transaction may evict for each pack that it adds
 _TRANSACTIONS = 128
 """Maximum number of transactions that evict for one batch and one entry of ``_MORE``."""
@@ -121,7 +124,7 @@ class BatchCommit:
         :raises StaleError: another commit has followed ``CommitBatch.seen``; the batch was not written.
         :raises StoreFullError: the batch does not fit and was not written; ``write_after_eviction`` makes room for it.
         """
-        self._drop_shared_manifests(_EVICTED_AT_ONCE)
+        self._drop_shared_manifests(_DROPPED_AT_ONCE)
         for _ in range(_PLACINGS):
             for pack in self._batch.packs if self._attempted else ():
                 if pack.pack_id not in self._placed:  # another process may have stored it since
@@ -330,7 +333,7 @@ class BatchCommit:
                 return self.write()
             for more in _MORE:
                 self._goal = None
-                self._repeat(partial(self._evict_some, more), _TRANSACTIONS)
+                self._repeat(partial(self._evict_some, more), self._at_once, _TRANSACTIONS)
                 environment.age()
                 seen = environment.wait_for_readers(self._freed_by, _PATIENCE_S)
                 try:
@@ -343,13 +346,14 @@ class BatchCommit:
         finally:
             del full  # its traceback references it, and would keep the rows of the batch alive
 
-    def _repeat(self, step: Callable[[int], bool], most: int = _NO_LIMIT) -> None:
+    def _repeat(self, step: Callable[[int], bool], at_once: int, most: int = _NO_LIMIT) -> None:
         """Call ``step`` until it returns False. If the disk is too full for a transaction, retry with one deletion.
 
         :param step: runs one transaction with at most the given number of deletions; returns whether more are needed.
+        :param at_once: maximum number of deletions of a transaction; ``most``: maximum number of transactions.
         :raises StoreFullError: not even one deletion fits.
         """
-        at_most = self._at_once
+        at_most = at_once
         for _ in range(most):
             try:
                 if not step(at_most):
@@ -360,7 +364,7 @@ class BatchCommit:
                 at_most = 1  # a full disk has no pages for a larger transaction: deletions need some, too
                 self._environment.age()
             else:
-                at_most = min(4 * at_most, self._at_once)
+                at_most = min(4 * at_most, at_once)
 
     def _begin(self, transaction: Transaction, *, as_it_is: bool = False) -> tuple[CatalogTransaction, Room]:
         """Return the catalogue of a write transaction, and the part of the capacity that it may use (``Room``)."""
@@ -399,7 +403,7 @@ class BatchCommit:
         """
         for pack_ids, alone in ((self._batch.deletions, False), (self._batch.bad, True)):
             for pack_id in self._shared(pack_ids, shared_by) if pack_ids else ():
-                self._repeat(partial(self._drop_some, pack_id, alone))
+                self._repeat(partial(self._drop_some, pack_id, alone), _DROPPED_AT_ONCE)
 
     def _shared(self, pack_ids: Sequence[bytes], shared_by: int) -> list[bytes]:
         with self._environment.transaction() as rows:

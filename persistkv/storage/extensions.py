@@ -268,7 +268,8 @@ class SupportsPolicy(Protocol):
         store evicts what exceeds a lower capacity, and returns the disk space, before this call returns.
 
         :raises ConfigurationError: a value is out of range, or the placement differs; nothing changed.
-        :raises StoreError: the store is open read-only, or the medium failed; nothing changed.
+        :raises StoreError: the store is open read-only (nothing changed), or the medium failed. ``policy`` tells
+            whether the values were recorded; then later commits evict the rest.
         """
 
 

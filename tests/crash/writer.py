@@ -15,6 +15,7 @@ import random
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 from persistkv.config import StoreUrl
@@ -74,8 +75,8 @@ def work(backend: Backend, first: int, seed: int, commits: int | None = None) ->
     """Commit until the process is killed, or ``commits`` times. Pack numbers start at ``first``."""
     draw = random.Random(seed)
     namespace = with_retries(lambda: backend.open_namespace(IDENTITY)).id
-    cursor, held = with_retries(lambda: _all_packs(backend, namespace))
-    report(done=[], evicted=[], cursor=cursor.hex(), held=[pack_id.hex() for pack_id in held])
+    seen, held = with_retries(lambda: _all_packs(backend, namespace))
+    report(done=[], evicted=[], cursor=seen.hex(), held=[pack_id.hex() for pack_id in held])
     was_empty, failures = not held, 0
     gone: set[bytes] = set()
     while commits is None or commits > 0:
@@ -108,10 +109,12 @@ def work(backend: Backend, first: int, seed: int, commits: int | None = None) ->
         held = [pack_id for pack_id in [*held, *(pack.pack_id for pack in packs)] if pack_id not in gone]
         found = {}
         if failures:  # failed commits may have been applied, and may have evicted packs
+            gone |= with_retries(partial(_removed_since, backend, namespace, seen))
             _, held = with_retries(lambda: _all_packs(backend, namespace))
             found = {"held": [pack_id.hex() for pack_id in held]}
             failures = 0
-        report(done=numbers, evicted=[pack_id.hex() for pack_id in gone], cursor=result.cursor.hex(), **found)
+        seen = result.cursor
+        report(done=numbers, evicted=[pack_id.hex() for pack_id in gone], cursor=seen.hex(), **found)
         gone.clear()
         if draw.random() < _RELEASES and isinstance(backend, SupportsFreeSpace):
             with suppress(StoreError):
@@ -127,6 +130,10 @@ def _use_once(backend: Backend, number: int) -> set[bytes]:
     deleted = backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))
     removed = [*stored.evicted, *deleted.evicted]
     return {table.pack_id for table in removed if table.namespace != namespace}
+
+
+def _removed_since(backend: Backend, namespace: bytes, cursor: bytes) -> set[bytes]:
+    return set(backend.changes(namespace, cursor).removed)
 
 
 def _all_packs(backend: Backend, namespace: bytes) -> tuple[bytes, list[bytes]]:

@@ -367,6 +367,7 @@ def _refuse_remote(store: Path) -> None:
     if kind is not None and not files.is_on_read_only_file_system(existing):
         expected = (
             f"a directory on a local disk; this one is on {kind}, where LMDB's locks and memory map do not work. Hosts "
-            "share a bucket instead (s3://BUCKET/PREFIX); a file system that is mounted read-only is read"
+            "share a directory or a bucket instead (file://PATH, s3://BUCKET/PREFIX); a file system that is mounted "
+            "read-only is read"
         )
         raise ConfigurationError("url", f"lmdb://{store}", expected)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,6 +22,7 @@ import xxhash
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptStoreError
+from persistkv.storage.catalog.lmdb_rows import LmdbRows
 from persistkv.storage.catalog.rows import META, TABLES, Rows
 from persistkv.storage.extensions import Policy
 from persistkv.storage.format.codec import Buffer
@@ -67,40 +68,8 @@ class OtherReleaseError(CorruptStoreError):
     """The store was written by another release, in another format."""
 
 
-class Transaction(Rows):
-    """One running LMDB transaction; tables are LMDB databases. Returned buffers are valid until its next change of a
-    row, or its end.
-    """
-
-    def __init__(self, txn: lmdb.Transaction[memoryview], databases: Mapping[str, _Database]) -> None:
-        self.txn = txn
-        self._databases = databases
-
-    def get(self, table: str, key: bytes) -> Buffer | None:
-        return self.txn.get(key, db=self._databases[table])
-
-    def put(self, table: str, key: bytes, value: Buffer) -> None:
-        self.txn.put(key, value, db=self._databases[table])
-
-    def delete(self, table: str, key: bytes) -> bool:
-        return self.txn.delete(key, db=self._databases[table])
-
-    def range(self, table: str, start: bytes) -> Iterator[tuple[Buffer, Buffer]]:
-        cursor = self.cursor(table)
-        if cursor.set_range(start):
-            yield from cursor.iternext()
-
-    def first(self, table: str, start: bytes) -> bytes | None:
-        """As in ``Rows``. No cursor stays open, so the caller may change rows next."""
-        with self.cursor(table) as cursor:
-            return bytes(cursor.key()) if cursor.set_range(start) else None
-
-    def cursor(self, table: str) -> lmdb.Cursor[memoryview]:
-        return self.txn.cursor(self._databases[table])
-
-    def count(self, table: str) -> int:
-        """Return the number of rows of a table."""
-        return int(self.txn.stat(self._databases[table])["entries"])
+class Transaction(LmdbRows):
+    """One running LMDB transaction of a local store."""
 
     def used_bytes(self) -> int:
         """Return the bytes of the pages of ``data.mdb`` that this transaction's snapshot uses, without free pages."""

@@ -52,6 +52,7 @@ _DRIFT = 0.01  # per elapsed second: chrony and adjtime slew the wall clock by u
 _LATEST_S = float(1 << 40)  # seconds since the epoch; far beyond any clock
 _SKEW_S = 1.0  # seconds: a larger change of ``StoreClock.skew`` is recorded
 _MAX_PINS = (1 << 32) - 1
+_MOMENTS_PER_S = 1_000_000  # of ``EvictionOrder.timed``: two uses within a microsecond are one moment
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CLOCK_ROW = b"clock"
 _CLOCK = struct.Struct("<Qddd16sdd")
@@ -178,6 +179,7 @@ class EvictionOrder:
 
     def __init__(self, rows: Rows, at: float | None = None) -> None:
         self._rows = rows
+        self._commutes = False
         moment, before = read_clock(rows)
         self.moment = moment + 1
         clock = before.advanced(Reading.now()) if at is None else StoreClock(at, Reading.now())
@@ -186,9 +188,26 @@ class EvictionOrder:
         """Set by the caller: whether this transaction is a moment. If not, the next one may have the same number."""
         self._clock_changed = clock.at.boot != before.at.boot or abs(clock.skew - before.skew) > _SKEW_S
 
+    @classmethod
+    def timed(cls, rows: Rows) -> EvictionOrder:
+        """Return the order of a catalogue whose uses carry their own times, so that they commute: see ``set_time``."""
+        order = cls.__new__(cls)
+        order._rows = rows
+        order._commutes = True
+        order.counts = order._clock_changed = False
+        order.set_time(0.0)
+        return order
+
+    def set_time(self, at: float) -> None:
+        """Set the time of the next uses, in seconds since the epoch. Of several uses of a pack, the latest counts."""
+        self.moment = int(at * _MOMENTS_PER_S)
+        self._clock = StoreClock(at, Reading(at, 0.0, b""))
+
     @property
     def time(self) -> float:
-        """The store's time in this transaction: seconds since the epoch, later than every recorded use."""
+        """The store's time in this transaction: seconds since the epoch, later than every recorded use; with
+        ``timed``, the time that was set.
+        """
         return self._clock.time
 
     def add_pack(self, name: bytes, depth: int, pins: int) -> None:
@@ -202,7 +221,10 @@ class EvictionOrder:
         """
         if (use := self.use(name)) is None:
             return False
-        used = use._replace(moment=self.moment, time=self.time, named=max(use.named, named))
+        moment, time = self.moment, self.time
+        if self._commutes:  # uses arrive in any order; else a later one is a damaged one, and is reset
+            moment, time = max(use.moment, moment), max(use.time, time)
+        used = use._replace(moment=moment, time=time, named=max(use.named, named))
         if used != use:
             self.put(name, used, use)
         return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple, TypeVar
 
@@ -190,10 +190,18 @@ class NamespaceState:
         return self.generation + self.sequence.to_bytes(8, "big")
 
     def encode(self) -> bytes:
-        generation, *counts = astuple(self)
+        # In the order of the fields. ``dataclasses.astuple`` would copy each value deeply, for each pack.
+        counts = (
+            self.sequence,
+            self.packs,
+            self.blocks,
+            self.requests,
+            self.raw_bytes,
+            self.stored_bytes,
+        )
         if min(counts) < 0:
             raise CorruptStoreError(f"namespace state: a count of {min(counts)}")
-        return _STATE.pack(generation, *counts)
+        return _STATE.pack(self.generation, *counts)
 
     @classmethod
     def decode(cls, row: Buffer) -> NamespaceState:

@@ -89,6 +89,7 @@ class CatalogTransaction:
     :param namespace: id of the namespace to which the pack ids of all methods belong.
     :param keep: names of packs and manifests that are not evicted.
     :param at: present time in seconds since the epoch; None: the time of the store's own clock.
+    :param order: the eviction order, of the same rows; None: the order of the store's own clock, or of ``at``.
     :param opened: namespaces, by id, that this transaction may begin. A namespace begins with its first content, and
         ends with its last: ``finish`` writes or deletes its rows. None: the driver keeps the rows of namespaces itself.
     :raises StoreError: the row of the namespace's totals or of the clock is damaged. Without ``opened``: or there is no
@@ -103,12 +104,15 @@ class CatalogTransaction:
         keep: Collection[bytes] = (),
         at: float | None = None,
         opened: Mapping[bytes, Namespace] | None = None,
+        order: EvictionOrder | None = None,
     ) -> None:
         self.evicted: list[PackTable] = []
         """Tables of the packs that this transaction has removed, in all namespaces, except those whose table is
         damaged."""
         self.ended: list[bytes] = []
         """Ids of the namespaces that ``finish`` has deleted: they have lost their last content."""
+        self.dropped: list[bytes] = []
+        """Names of the manifests that this transaction has deleted, those that it has replaced included."""
         self.grew = False
         """Whether this transaction has written a pack or manifest."""
         self._payloads = payloads
@@ -116,7 +120,7 @@ class CatalogTransaction:
         self._namespace = namespace
         self._keep = keep
         self._opened = opened
-        self._order = EvictionOrder(rows, at)
+        self._order = order or EvictionOrder(rows, at)
         self._states: dict[bytes, NamespaceState] = {}
         self._before: dict[bytes, bytes] = {}
         self._state = self._state_of(namespace)
@@ -218,6 +222,11 @@ class CatalogTransaction:
             if unused and pack not in self._keep and not self._is_named(pack):
                 self._delete_pack(pack)
 
+    def discard(self, pack_ids: Iterable[bytes]) -> None:
+        """Delete packs alone: the manifests that name them, and the packs after them, are kept."""
+        for pack_id in pack_ids:
+            self._delete_pack(self._namespace + pack_id)
+
     def drop_manifests(self, names: Iterable[bytes]) -> None:
         """Delete manifests, and keep their packs."""
         for name in names:
@@ -274,6 +283,8 @@ class CatalogTransaction:
         self._rows.put(PACKS, name, SEQUENCE.pack(self._state.sequence) + pack.table.encode())
         depth = min((frame.depth for frame in pack.table.frames), default=UNKNOWN_DEPTH)
         self._order.add_pack(name, depth, self._pins_of(name))
+        if named := self._named_by(name):  # in a shared store, a manifest may arrive before its packs
+            self._order.touch(name, named)
         self._state.count(pack.table, 1)
 
     def _remove(self, name: bytes, row: Use | Chain) -> None:
@@ -350,6 +361,7 @@ class CatalogTransaction:
         namespace, digest = name[:ID_BYTES], name[ID_BYTES:]
         if self._rows.delete(MANIFESTS, name):
             self._state_of(namespace).requests -= 1
+            self.dropped.append(name)
         self._rows.delete(MANIFEST_KEYS, name)
         chain = self._order.chain(name)  # also without its head, in a damaged store
         if chain is None:
@@ -367,8 +379,19 @@ class CatalogTransaction:
         chains = (self._order.chain(manifest) for manifest in manifests_of(self._rows, pack))
         return sum(chain is not None and chain.pinned for chain in chains)
 
+    def _named_by(self, pack: bytes) -> int:
+        """Return ``Use.named`` of a pack, from the manifests that name it."""
+        found = 0
+        for manifest in manifests_of(self._rows, pack):
+            if (chain := self._order.chain(manifest)) is not None:
+                found = max(found, NAMED_LOW if chain.flags & LOW else NAMED)
+        return found
+
     def _pin(self, manifest_id: str, pinned: bool) -> None:
-        name = manifest_row(self._namespace, manifest_id)
+        self.pin(manifest_row(self._namespace, manifest_id), pinned)
+
+    def pin(self, name: bytes, pinned: bool) -> None:
+        """Pin or unpin a manifest, and the packs that it names. A name that is not held is ignored."""
         chain = self._order.chain(name)
         if chain is None or chain.pinned == pinned:
             return

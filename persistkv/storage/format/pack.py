@@ -178,6 +178,37 @@ def table_lengths(data: Buffer) -> tuple[int, int]:
     return raw, payload
 
 
+class TableHead(NamedTuple):
+    """What a catalogue needs of an encoded table, unverified: for many tables at once."""
+
+    start: int
+    """Offset of the table in the data."""
+    namespace: bytes
+    pack_id: bytes
+    block_count: int
+    raw_length: int
+    payload_length: int
+    depth: int
+    """The smallest ``Frame.depth``; UNKNOWN_DEPTH if there is no frame."""
+
+
+def table_head(data: bytes) -> TableHead | None:
+    """Return the head of the table that ends ``data``, unverified; None if it is malformed."""
+    if len(data) < TRAILER_BYTES:
+        return None
+    length, _, magic = _TRAILER.unpack_from(data, len(data) - TRAILER_BYTES)
+    start = len(data) - TRAILER_BYTES - length
+    if magic != _MAGIC or length < _HEADER.size or start < 0:
+        return None
+    version, _, frames, blocks, codec, payload, raw, namespace, name = _HEADER.unpack_from(data, start)
+    frames_at = start + _HEADER.size + codec
+    frames_end = frames_at + frames * _FRAME.size
+    if version != PACK_VERSION or frames_end > len(data):
+        return None
+    depth = min((frame[3] for frame in _FRAME.iter_unpack(data[frames_at:frames_end])), default=UNKNOWN_DEPTH)
+    return TableHead(start, namespace, name, blocks, raw, payload, depth)
+
+
 class PackTable(msgspec.Struct, frozen=True):
     """Everything in a pack except its payload. A catalogue stores one per pack."""
 

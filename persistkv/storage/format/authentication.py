@@ -1,9 +1,8 @@
-"""Authentication of a bucket's content with HMAC-SHA256 and a key that the engines of a store share.
+"""Authentication of a shared store's content with HMAC-SHA256 and a key that its engines share.
 
 1. The bytes of a frame are served only with their tag. It covers the bytes, their place in the pack, and the pack's
    whole table: identity (as namespace), keys, codec, checksums.
-2. The head, identities, notes, commits, feed objects, snapshots with their segments, and keys of manifests are accepted
-   only with their tag. It covers their kind and name, so that none can replace another. Statuses of engines have none.
+2. Other objects are accepted only with their tag. It covers their namespace and name, so that none can replace another.
 
 Without a key nothing is authenticated: there are no tags.
 """
@@ -11,22 +10,13 @@ Without a key nothing is authenticated: there are no tags.
 from __future__ import annotations
 
 import hmac
-import logging
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import sha256
-from typing import TypeVar
 
 from persistkv.errors import CorruptPackError
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import PackTable
-from persistkv_s3.client.bucket import Bucket
-from persistkv_s3.client.transport import ObjectMissingError
-from persistkv_s3.feed.format import Names, belongs, unseal
-
-T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
 
 TAG_BYTES = 32
 _DERIVED_FOR = b"persistkv s3 authentication 1"
@@ -47,7 +37,7 @@ class Authenticator:
     def signed(self, namespace: bytes, name: str, pieces: Sequence[Buffer]) -> list[Buffer]:
         """Return the pieces of an object, followed by its authentication tag if there is a key.
 
-        :param namespace: id of the object's namespace; ``NO_NAMESPACE`` for the head and for identities.
+        :param namespace: id of the object's namespace; 16 zero bytes for objects of the whole store.
         :param name: name that the tag covers.
         """
         return [*pieces, self._object_tag(namespace, name, pieces)] if self._key else [*pieces]
@@ -104,50 +94,6 @@ class Authenticator:
         for part in parts:
             mac.update(part)
         return mac.digest()
-
-
-class SignedObjects:
-    """Reads and writes whole objects of one namespace, with their authentication tags. Thread-safe.
-
-    :param names: constructs the S3 keys. Their ``namespace`` is ``NO_NAMESPACE`` for objects of the whole store.
-    """
-
-    def __init__(self, bucket: Bucket, names: Names, authenticator: Authenticator) -> None:
-        self.bucket = bucket
-        self.names = names
-        self.authenticator = authenticator
-
-    def put(self, name: str, pieces: Sequence[Buffer], *, condition: str | None = None) -> None:
-        """Write the object with a name, which the tag covers; see ``Bucket.put``."""
-        signed = self.authenticator.signed(self.names.namespace, name, pieces)
-        self.bucket.put(self.names.base + name, signed, condition=condition)
-
-    def get(self, name: str, limit: int, key: str = "") -> memoryview:
-        """Download and verify an object of at most ``limit`` bytes; return it without its authentication tag.
-
-        :param name: name that the tag covers, and the object's name unless its S3 key is given, too.
-        :raises ObjectMissingError: there is no such object.
-        :raises CorruptPackError: the object is too large, or not written with the key.
-        """
-        data = self.bucket.get(key or self.names.base + name, limit)
-        return self.authenticator.opened(self.names.namespace, name, data)
-
-    def record(self, name: str, kind: type[T], limit: int, *, key: str = "", may_be_missing: bool = False) -> T | None:
-        """Return a sealed record; None, with a warning, if it is unreadable or belongs under another name. See ``get``.
-
-        :param may_be_missing: return None for a missing object instead of raising ``ObjectMissingError``.
-        """
-        try:
-            record = unseal(self.get(name, limit, key), kind)
-            if belongs(record, name):
-                return record
-            raise CorruptPackError(kind.__name__, "content of another name")
-        except CorruptPackError as error:
-            logger.warning("%s is unreadable (%s)", key or self.names.base + name, error)
-        except ObjectMissingError:
-            if not may_be_missing:
-                raise
-        return None
 
 
 def slices(buffers: Iterable[Buffer], ranges: Iterable[tuple[int, int]]) -> Iterator[list[memoryview]]:

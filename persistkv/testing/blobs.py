@@ -1,0 +1,328 @@
+"""A medium in memory, and a wrapper that injects faults into any medium."""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+
+from persistkv.errors import StoreError
+from persistkv.storage.blobs import (
+    BlobInfo,
+    BlobMissingError,
+    Blobs,
+    UnavailableError,
+    check_name,
+    check_prefix,
+)
+from persistkv.storage.format.codec import Buffer
+
+METHODS = ("put", "read", "delete", "list")
+"""Methods that can have faults."""
+
+
+class MemoryBlobs(Blobs):
+    """Blobs in the memory of this process, for tests.
+
+    Several handles can share a medium: ``handle`` opens another one, as another machine would.
+
+    :param clock: the medium's clock, in seconds since the epoch.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self.clock = clock
+        self._lock = threading.Lock()
+        self._held: dict[str, tuple[bytes, float]] = {}
+        self._closed = False
+
+    def handle(self) -> MemoryBlobs:
+        """Return another open handle of the same medium, also after ``close``."""
+        other = MemoryBlobs(self.clock)
+        other._lock, other._held = self._lock, self._held
+        return other
+
+    def put(self, name: str, pieces: Sequence[Buffer]) -> float:
+        check_name(name)
+        self._check_open()
+        data = b"".join(pieces)
+        with self._lock:
+            now = self.clock()
+            self._held[name] = (data, now)
+        return now
+
+    def read(self, name: str, offset: int, length: int, buffers: Iterable[memoryview]) -> int:
+        check_name(name)
+        self._check_open()
+        with self._lock:
+            data, _ = self._held.get(name, (None, 0.0))
+        if data is None:
+            raise BlobMissingError(f"{name} does not exist")
+        count = 0
+        for buffer in buffers:
+            part = data[offset + count : offset + count + buffer.nbytes]
+            buffer.cast("B")[: len(part)] = part
+            count += len(part)
+            if len(part) < buffer.nbytes:
+                break
+        return count
+
+    def delete(self, names: Sequence[str]) -> None:
+        for name in names:
+            check_name(name)
+        self._check_open()
+        with self._lock:
+            for name in names:
+                self._held.pop(name, None)
+
+    def list(self, prefix: str, after: str = "") -> Iterator[BlobInfo]:
+        check_prefix(prefix)
+        self._check_open()
+        with self._lock:
+            listed = [
+                BlobInfo(name, len(data), written)
+                for name, (data, written) in self._held.items()
+                if name.startswith(prefix) and name > after
+            ]
+        return iter(sorted(listed))
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreError("the blobs in memory are closed")
+
+
+class FaultyBlobs(Blobs):
+    """Wrapper of a medium that injects faults into its calls.
+
+    Faults can be added at any time, from any thread:
+
+        blobs = FaultyBlobs(MemoryBlobs())
+        blobs.fail("put", UnavailableError("no reply"), times=1)  # the next put writes nothing
+        blobs.fail("put", UnavailableError("no reply"), after=True)  # puts take effect, and fail
+        blobs.postpone("delete")  # deletions fail, and take effect in ``run_postponed``
+        blobs.before("read", lambda name: time.sleep(5))  # reads are slow
+        blobs.split_lists(between=lambda: other.put("a/b", [b"data"]))  # lists are no snapshots
+        blobs.clear_faults()
+
+    A method is ``put``, ``read``, ``delete`` or ``list``. The subject of a call, which conditions and functions
+    receive, is a name, the prefix of a list, or the names of a deletion, separated by spaces.
+    """
+
+    def __init__(self, inner: Blobs) -> None:
+        self.inner = inner
+        self.calls: list[tuple[str, str]] = []
+        """All calls, failed ones included, in order: method and subject."""
+        self._before: dict[str, list[Callable[[str], object]]] = defaultdict(list)
+        self._after: dict[str, list[Callable[[str], object]]] = defaultdict(list)
+        self._between: Callable[[], object] | None = None
+        self._postponed: list[Callable[[], object]] = []
+        self._lock = threading.Lock()
+
+    @property
+    def latency_s(self) -> float:  # type: ignore[override]
+        return self.inner.latency_s
+
+    @property
+    def connections(self) -> int:  # type: ignore[override]
+        return self.inner.connections
+
+    # Faults
+
+    def before(self, method: str, call: Callable[[str], object]) -> None:
+        """Run ``call(subject)`` before each call of the method; if it raises, the call has no effect."""
+        _check(method)
+        self._before[method].append(call)
+
+    def after(self, method: str, call: Callable[[str], object]) -> None:
+        """Run ``call(subject)`` after the effect of each call; if it raises, the call fails."""
+        _check(method)
+        self._after[method].append(call)
+
+    def fail(
+        self,
+        method: str,
+        error: Exception,
+        *,
+        times: int | None = None,
+        after: bool = False,
+        only: Callable[[str], bool] | None = None,
+    ) -> None:
+        """Let calls of a method fail.
+
+        :param error: each call raises a copy: its traceback references the buffers of the call.
+        :param times: number of calls that fail; None: all, until ``clear_faults``.
+        :param after: whether the calls take effect before they fail: the reply is lost.
+        :param only: condition on the subject.
+        """
+        is_due = _Countdown(times, only)
+
+        def raise_if_due(subject: str) -> None:
+            if is_due(subject):
+                raise copy(error)
+
+        add = self.after if after else self.before
+        add(method, raise_if_due)
+
+    def delay(self, method: str, seconds: float, *, times: int | None = None) -> None:
+        """Delay calls of a method before they take effect."""
+        is_due = _Countdown(times, None)
+
+        def sleep_if_due(subject: str) -> None:
+            if is_due(subject):
+                time.sleep(seconds)
+
+        self.before(method, sleep_if_due)
+
+    def postpone(
+        self,
+        method: str,
+        *,
+        times: int | None = None,
+        only: Callable[[str], bool] | None = None,
+    ) -> None:
+        """Let ``put`` or ``delete`` raise ``UnavailableError``, and take effect in ``run_postponed``."""
+        if method not in ("put", "delete"):
+            raise ValueError(f"{method} has no effect that could be postponed")
+        is_due = _Countdown(times, only)
+
+        def raise_if_due(subject: str) -> None:
+            if is_due(subject):
+                raise _PostponedError(f"{method} of {subject}: no reply")
+
+        self.before(method, raise_if_due)
+
+    def run_postponed(self) -> int:
+        """Execute the postponed calls in their order; return their number. They have no faults."""
+        with self._lock:
+            postponed, self._postponed = self._postponed, []
+        for execute in postponed:
+            execute()
+        return len(postponed)
+
+    def split_lists(self, between: Callable[[], object] = lambda: None) -> None:
+        """Let lists consist of two halves that are read at different times.
+
+        The change of a blob in between is visible in the second half only. Checksums of the names
+        distribute them (``in_first_half``).
+
+        :param between: called after the first half was read.
+        """
+        self._between = between
+
+    def clear_faults(self, method: str | None = None) -> None:
+        """Remove all faults of a method; None: of all methods. Postponed calls remain."""
+        for faults in (self._before, self._after):
+            if method is None:
+                faults.clear()
+            else:
+                faults.pop(method, None)
+        if method in (None, "list"):
+            self._between = None
+
+    # Blobs
+
+    def put(self, name: str, pieces: Sequence[Buffer]) -> float:
+        try:
+            self._begin("put", name)
+        except _PostponedError as error:
+            data = b"".join(pieces)
+            self._postpone(lambda: self.inner.put(name, [data]))
+            raise UnavailableError(str(error)) from None
+        written = self.inner.put(name, pieces)
+        self._end("put", name)
+        return written
+
+    def read(self, name: str, offset: int, length: int, buffers: Iterable[memoryview]) -> int:
+        self._begin("read", name)
+        count = self.inner.read(name, offset, length, buffers)
+        self._end("read", name)
+        return count
+
+    def delete(self, names: Sequence[str]) -> None:
+        names = tuple(names)
+        subject = " ".join(names)
+        try:
+            self._begin("delete", subject)
+        except _PostponedError as error:
+            self._postpone(lambda: self.inner.delete(names))
+            raise UnavailableError(str(error)) from None
+        self.inner.delete(names)
+        self._end("delete", subject)
+
+    def list(self, prefix: str, after: str = "") -> Iterator[BlobInfo]:
+        self._begin("list", prefix)
+        between = self._between
+        if between is None:
+            listed = self.inner.list(prefix, after)
+        else:
+            first = [info for info in self.inner.list(prefix, after) if in_first_half(info.name)]
+            between()
+            again = self.inner.list(prefix, after)
+            second = [info for info in again if not in_first_half(info.name)]
+            listed = iter(sorted(first + second))
+        return self._finish_list(listed, prefix)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def requests(self) -> Mapping[str, int]:
+        return self.inner.requests()
+
+    def state(self) -> str:
+        return self.inner.state()
+
+    def _finish_list(self, listed: Iterator[BlobInfo], prefix: str) -> Iterator[BlobInfo]:
+        yield from listed
+        self._end("list", prefix)
+
+    def _begin(self, method: str, subject: str) -> None:
+        self.calls.append((method, subject))
+        for fault in list(self._before[method]):
+            fault(subject)
+
+    def _end(self, method: str, subject: str) -> None:
+        for fault in list(self._after[method]):
+            fault(subject)
+
+    def _postpone(self, execute: Callable[[], object]) -> None:
+        with self._lock:
+            self._postponed.append(execute)
+
+
+def in_first_half(name: str) -> bool:
+    """Return whether ``FaultyBlobs.split_lists`` reads a name before the call in between."""
+    return zlib.crc32(name.encode()) % 2 == 0
+
+
+class _PostponedError(Exception):
+    """The call takes effect later."""
+
+
+class _Countdown:
+    """Condition of a fault: it is met by the first calls that ``only`` accepts. Thread-safe."""
+
+    def __init__(self, times: int | None, only: Callable[[str], bool] | None) -> None:
+        self._left = times
+        self._only = only
+        self._lock = threading.Lock()
+
+    def __call__(self, subject: str) -> bool:
+        if self._only is not None and not self._only(subject):
+            return False
+        with self._lock:
+            if self._left is None:
+                return True
+            if self._left == 0:
+                return False
+            self._left -= 1
+            return True
+
+
+def _check(method: str) -> None:
+    if method not in METHODS:
+        raise ValueError(f"media have no method {method!r}")

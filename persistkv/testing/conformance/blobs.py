@@ -1,0 +1,479 @@
+"""Conformance suite of media, as one test class.
+
+A medium's tests subclass it. They define how a handle is opened, and a way around the code under test:
+
+    class TestMyBlobs(BlobsConformance):
+        @pytest.fixture
+        def opener(self, tmp_path):
+            return partial(MyBlobs, tmp_path / "medium")
+
+        @pytest.fixture
+        def raw(self, tmp_path):
+            return MyRawBlobs(tmp_path / "medium")  # the medium's own client
+
+Each test starts with an empty medium.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import ClassVar
+
+import pytest
+
+from persistkv.errors import StoreError
+from persistkv.storage.blobs import MAX_NAME, BlobInfo, BlobMissingError, Blobs
+
+_KIB = 1 << 10
+_MIB = 1 << 20
+_PATIENCE_S = 60
+_ROUNDING_S = 1.0  # times may be rounded down to a second
+
+_ORDER = ("a-b", "a-b-c/d", "a-c/x", "a/b", "a/c-d", "a/c/e", "a0", "a1/x", "ab")
+"""Names in ascending order: as in ASCII, ``-`` comes before ``/``, and both before digits and letters."""
+
+_INVALID = (
+    "",
+    "/",
+    "/a",
+    "a/",
+    "a//b",
+    ".",
+    "..",
+    "../a",
+    "a/../b",
+    "a/./b",
+    "a.b",
+    "A",
+    "a_b",
+    "a b",
+    "a\n",
+    "a\x00b",
+    "ä",
+    "a" * (MAX_NAME + 1),
+)
+
+
+class RawBlobs(ABC):
+    """A medium's own client, without the code under test. Handles may be open meanwhile."""
+
+    @abstractmethod
+    def get(self, name: str) -> bytes:
+        """Return the bytes of a blob."""
+
+    @abstractmethod
+    def put(self, name: str, data: bytes) -> None:
+        """Write a blob, or replace it."""
+
+    @abstractmethod
+    def names(self) -> Sequence[str]:
+        """Return the names of all blobs."""
+
+
+class BlobsConformance:
+    """Tests of the contract in ``persistkv.storage.blobs``; subclasses override ``opener`` and ``raw``."""
+
+    crosses_processes: ClassVar[bool] = True
+    """Whether other processes can open the medium. ``opener`` must be picklable then."""
+    large_listing: ClassVar[int] = 3000
+    """Number of blobs in the test of a listing of several pages."""
+
+    @pytest.fixture
+    def opener(self) -> Callable[[], Blobs]:
+        """Return a function that opens a handle of the test's medium. The suite closes handles."""
+        raise NotImplementedError("a subclass of BlobsConformance overrides the fixture opener")
+
+    @pytest.fixture
+    def raw(self) -> RawBlobs:
+        """Access to the test's medium without the code under test."""
+        raise NotImplementedError("a subclass of BlobsConformance overrides the fixture raw")
+
+    @pytest.fixture
+    def blobs(self, opener: Callable[[], Blobs]) -> Iterator[Blobs]:
+        """An open handle of the test's medium."""
+        with closing(opener()) as blobs:
+            yield blobs
+
+    # put
+
+    def test_put_stores_concatenated_pieces(self, blobs: Blobs, raw: RawBlobs) -> None:
+        pieces = (b"one", bytearray(b"two"), memoryview(b"three"), b"", memoryview(bytearray(b"four")))
+        blobs.put("a/b-1", pieces)
+        assert raw.get("a/b-1") == b"onetwothreefour"
+        assert list(raw.names()) == ["a/b-1"]
+
+    @pytest.mark.parametrize("pieces", [[], [b""], [b"", b""]], ids=["none", "empty", "two-empty"])
+    def test_put_empty_blob_exists(self, blobs: Blobs, raw: RawBlobs, pieces: list[bytes]) -> None:
+        blobs.put("empty", pieces)
+        assert raw.get("empty") == b""
+        assert _read(blobs, "empty", 0, 10) == b""
+        assert [(info.name, info.size) for info in blobs.list("")] == [("empty", 0)]
+
+    def test_put_many_small_pieces_stores_all(self, blobs: Blobs, raw: RawBlobs) -> None:
+        pieces = [number.to_bytes(3, "little") for number in range(5000)]
+        blobs.put("many", pieces)
+        assert raw.get("many") == b"".join(pieces)
+
+    def test_put_large_pieces_stores_all(self, blobs: Blobs, raw: RawBlobs) -> None:
+        large = bytes(range(256)) * (5 * 4 * _KIB)
+        blobs.put("large", [large, b"between", memoryview(large)[1:]])
+        assert raw.get("large") == large + b"between" + large[1:]
+
+    def test_put_keeps_no_reference_to_pieces(self, blobs: Blobs) -> None:
+        piece = bytearray(b"before")
+        blobs.put("a", [piece])
+        piece[:] = b"after!"
+        assert _read(blobs, "a", 0, 6) == b"before"
+
+    def test_put_existing_name_replaces_blob(self, blobs: Blobs, raw: RawBlobs) -> None:
+        blobs.put("a/b", [b"a long old value"])
+        blobs.put("a/b", [b"new"])
+        assert raw.get("a/b") == b"new"
+        assert [(info.name, info.size) for info in blobs.list("")] == [("a/b", 3)]
+
+    def test_put_longest_names_are_stored(self, blobs: Blobs, raw: RawBlobs) -> None:
+        names = ["a" * MAX_NAME, "b/" * (MAX_NAME // 2 - 1) + "bc", "0-9/--/-"]
+        for name in names:
+            blobs.put(name, [name.encode()])
+        assert [info.name for info in blobs.list("")] == sorted(names)
+        for name in names:
+            assert _read(blobs, name, 0, MAX_NAME) == name.encode()
+        blobs.delete(names)
+        assert not list(raw.names())
+
+    @pytest.mark.parametrize("name", _INVALID, ids=repr)
+    def test_methods_invalid_name_raises_value_error(self, blobs: Blobs, raw: RawBlobs, name: str) -> None:
+        with pytest.raises(ValueError, match="name"):
+            blobs.put(name, [b"data"])
+        with pytest.raises(ValueError, match="name"):
+            _read(blobs, name, 0, 1)
+        blobs.put("valid", [b"data"])
+        with pytest.raises(ValueError, match="name"):
+            blobs.delete(["valid", name])
+        assert list(raw.names()) == ["valid"]
+
+    @pytest.mark.parametrize("prefix", ["a", "/", "a//", "/a/", "A/", "../", "a/b"])
+    def test_list_invalid_prefix_raises_value_error(self, blobs: Blobs, prefix: str) -> None:
+        with pytest.raises(ValueError, match="prefix"):
+            list(blobs.list(prefix))
+
+    def test_put_is_visible_to_another_handle(self, blobs: Blobs, opener: Callable[[], Blobs]) -> None:
+        with closing(opener()) as other:
+            with pytest.raises(BlobMissingError):
+                _read(other, "a/b", 0, 1)
+            assert not list(other.list(""))
+
+            blobs.put("a/b", [b"data"])
+            assert _read(other, "a/b", 0, 10) == b"data"
+            assert [info.name for info in other.list("a/")] == ["a/b"]
+
+            other.put("a/b", [b"changed"])
+            assert _read(blobs, "a/b", 0, 10) == b"changed"
+
+            other.delete(["a/b"])
+            with pytest.raises(BlobMissingError):
+                _read(blobs, "a/b", 0, 1)
+
+    def test_put_is_visible_to_another_process(self, blobs: Blobs, opener: Callable[[], Blobs]) -> None:
+        if not self.crosses_processes:
+            pytest.skip("the medium belongs to one process")
+        blobs.put("a/from-here", [b"here"])
+        process = multiprocessing.get_context("spawn").Process(
+            target=_copy_in_process, args=(opener, "a/from-here", "a/from-there")
+        )
+        process.start()
+        process.join(_PATIENCE_S)
+        assert process.exitcode == 0
+        assert _read(blobs, "a/from-there", 0, 10) == b"here"
+        assert [info.name for info in blobs.list("a/")] == ["a/from-here", "a/from-there"]
+
+    def test_put_remains_after_close(self, blobs: Blobs, opener: Callable[[], Blobs]) -> None:
+        blobs.put("a", [b"data"])
+        blobs.close()
+        with closing(opener()) as other:
+            assert _read(other, "a", 0, 10) == b"data"
+
+    def test_put_replacing_under_reader_gives_whole_blobs(self, blobs: Blobs) -> None:
+        versions = [bytes([number]) * (256 * _KIB + number) for number in (1, 2)]
+        blobs.put("latest", [versions[0]])
+        ended = threading.Event()
+
+        def replace() -> None:
+            for round_number in range(60):
+                whole = memoryview(versions[round_number % 2])
+                blobs.put("latest", [whole[: 100 * _KIB], whole[100 * _KIB :]])
+
+        with ThreadPoolExecutor(1) as writer:
+            writing = writer.submit(replace)
+            writing.add_done_callback(lambda _: ended.set())
+            while not ended.is_set():
+                assert _read(blobs, "latest", 0, 256 * _KIB + 10, step=32 * _KIB) in versions
+                sizes = {info.size for info in blobs.list("")}
+                assert sizes <= {len(version) for version in versions}
+            writing.result()
+
+    def test_put_returns_time_not_before_listed_time(self, blobs: Blobs) -> None:
+        for name in ("a", "b/c", "a"):
+            returned = blobs.put(name, [b"data"])
+            listed = {info.name: info.time for info in blobs.list("")}
+            assert listed[name] <= returned + _ROUNDING_S
+            assert returned - listed[name] < _PATIENCE_S
+
+    def test_put_times_ascend(self, blobs: Blobs, opener: Callable[[], Blobs]) -> None:
+        with closing(opener()) as other:
+            first = blobs.put("a", [b"data"])
+            time.sleep(2 * _ROUNDING_S + 0.1)
+            second = other.put("b", [b"data"])
+        assert second > first
+        a, b = blobs.list("")
+        assert b.time > a.time
+        assert b.time > first - _ROUNDING_S
+
+    # read
+
+    @pytest.mark.parametrize(("offset", "length"), [(0, 10), (0, 1000), (1, 1), (990, 10), (3, 500)])
+    def test_read_range_returns_its_bytes(self, blobs: Blobs, offset: int, length: int) -> None:
+        content = bytes(number % 251 for number in range(1000))
+        blobs.put("a/b", [content])
+        assert _read(blobs, "a/b", offset, length) == content[offset : offset + length]
+        assert _read(blobs, "a/b", offset, length, step=7) == content[offset : offset + length]
+
+    @pytest.mark.parametrize("offset", [0, 4, 9])
+    def test_read_beyond_end_returns_fewer_bytes(self, blobs: Blobs, offset: int) -> None:
+        blobs.put("a", [b"0123456789"])
+        assert _read(blobs, "a", offset, 100, step=3) == b"0123456789"[offset:]
+
+    @pytest.mark.parametrize("offset", [10, 11, 1 << 40])
+    def test_read_at_or_after_end_returns_no_bytes(self, blobs: Blobs, offset: int) -> None:
+        blobs.put("a", [b"0123456789"])
+        buffer = bytearray(b"untouched")
+        assert blobs.read("a", offset, len(buffer), [memoryview(buffer)]) == 0
+        assert buffer == b"untouched"
+
+    def test_read_large_blob_fills_all_buffers(self, blobs: Blobs, raw: RawBlobs) -> None:
+        content = bytes(range(256)) * (33 * 4 * _KIB)
+        raw.put("large", content)
+        found = bytearray(len(content) - 1)
+        views = [memoryview(found)[: 20 * _MIB], memoryview(found)[20 * _MIB :]]
+        assert blobs.read("large", 1, len(found), views) == len(found)
+        assert found == content[1:]
+
+    def test_read_takes_next_buffer_when_previous_is_full(self, blobs: Blobs) -> None:
+        content = bytes(number % 251 for number in range(300 * _KIB))
+        blobs.put("a", [content])
+        exhausted = False
+
+        def buffers() -> Iterator[memoryview]:
+            nonlocal exhausted
+            end = 5
+            for length in (1, 100 * _KIB, 0, 4096, 64 * _KIB, 10):
+                buffer = bytearray(length)
+                yield memoryview(buffer)
+                assert buffer == content[end : end + length]
+                end += length
+            exhausted = True
+
+        assert blobs.read("a", 5, 1 + 164 * _KIB + 4106, buffers()) == 1 + 100 * _KIB + 4096 + 64 * _KIB + 10
+        assert exhausted
+
+    def test_read_short_blob_takes_no_buffer_after_partial_one(self, blobs: Blobs) -> None:
+        blobs.put("a", [b"0123456789"])
+        buffers = [bytearray(4) for _ in range(5)]
+        taken = []
+
+        def views() -> Iterator[memoryview]:
+            for number, buffer in enumerate(buffers):
+                taken.append(number)
+                yield memoryview(buffer)
+
+        assert blobs.read("a", 0, 20, views()) == 10
+        assert b"".join(buffers[:3])[:10] == b"0123456789"
+        assert taken == [0, 1, 2]
+
+    def test_read_error_of_iterator_is_raised(self, blobs: Blobs) -> None:
+        blobs.put("a", [bytes(100 * _KIB)])
+
+        def buffers() -> Iterator[memoryview]:
+            yield memoryview(bytearray(4096))
+            raise OSError("raised by the caller")
+
+        for _ in range(20):  # more often than the medium has connections
+            with pytest.raises(OSError, match="raised by the caller"):
+                blobs.read("a", 0, 100 * _KIB, buffers())
+        assert _read(blobs, "a", 0, 5) == bytes(5)
+
+    def test_read_missing_blob_raises(self, blobs: Blobs) -> None:
+        blobs.put("a/b", [b"data"])
+        for name in ("b", "a/c", "c/b", "c/d/e"):
+            with pytest.raises(BlobMissingError):
+                _read(blobs, name, 0, 1)
+
+    # delete
+
+    def test_delete_removes_named_blobs_only(self, blobs: Blobs, raw: RawBlobs) -> None:
+        for name in _ORDER:
+            blobs.put(name, [b"data"])
+        blobs.delete(["a/b", "a-b"])
+        assert sorted(raw.names()) == [name for name in _ORDER if name not in ("a/b", "a-b")]
+        with pytest.raises(BlobMissingError):
+            _read(blobs, "a/b", 0, 1)
+
+    def test_delete_missing_names_is_ignored(self, blobs: Blobs, raw: RawBlobs) -> None:
+        blobs.put("a/b", [b"data"])
+        blobs.put("c", [b"data"])
+        blobs.delete([])
+        blobs.delete(["x", "a/x", "x/y/z", "a/b", "a/b"])
+        blobs.delete(["a/b"])
+        assert list(raw.names()) == ["c"]
+
+    def test_delete_many_names_removes_all(self, blobs: Blobs, raw: RawBlobs) -> None:
+        held = [f"packs/{number}" for number in range(20)]
+        for name in held:
+            raw.put(name, b"data")
+        blobs.delete([*(f"packs/missing-{number}" for number in range(2100)), *held])
+        assert not list(raw.names())
+
+    def test_put_after_delete_stores_blob(self, blobs: Blobs) -> None:
+        for content in (b"one", b"two"):
+            blobs.put("a/b/c", [content])
+            assert _read(blobs, "a/b/c", 0, 10) == content
+            blobs.delete(["a/b/c"])
+            assert not list(blobs.list(""))
+
+    # list
+
+    def test_list_empty_medium_is_empty(self, blobs: Blobs) -> None:
+        assert list(blobs.list("")) == []
+        assert list(blobs.list("a/b/")) == []
+
+    def test_list_ascends_by_full_name(self, blobs: Blobs, raw: RawBlobs) -> None:
+        for number, name in enumerate(reversed(_ORDER)):
+            raw.put(name, bytes(number))
+        listed = list(blobs.list(""))
+        assert [info.name for info in listed] == list(_ORDER)
+        assert [info.size for info in listed] == list(reversed(range(len(_ORDER))))
+        assert all(isinstance(info, BlobInfo) for info in listed)
+
+    @pytest.mark.parametrize("prefix", ["a/", "a/c/", "a-c/", "b/", "a/b/", "a0/"])
+    def test_list_prefix_selects_names(self, blobs: Blobs, raw: RawBlobs, prefix: str) -> None:
+        for name in _ORDER:
+            raw.put(name, b"data")
+        expected = [name for name in _ORDER if name.startswith(prefix)]
+        assert [info.name for info in blobs.list(prefix)] == expected
+
+    @pytest.mark.parametrize("prefix", ["", "a/", "a-b-c/"])
+    def test_list_after_excludes_smaller_and_equal_names(self, blobs: Blobs, raw: RawBlobs, prefix: str) -> None:
+        for name in _ORDER:
+            raw.put(name, b"data")
+        others = ("0", "a", "a-b-c", "a-b-c/", "a/", "a/bb", "a/c", "a/c/", "a/d", "zz")
+        for after in (*_ORDER, *others):
+            expected = [name for name in _ORDER if name.startswith(prefix) and name > after]
+            assert [info.name for info in blobs.list(prefix, after)] == expected, after
+
+    def test_list_many_names_is_complete(self, blobs: Blobs, raw: RawBlobs) -> None:
+        names = [f"packs/{number % 7}/{number}" for number in range(self.large_listing)]
+        with ThreadPoolExecutor(8) as writers:
+            list(writers.map(lambda name: raw.put(name, b"x"), names))
+        names.sort()
+        assert [info.name for info in blobs.list("")] == names
+        middle = names[len(names) // 2]
+        assert [info.name for info in blobs.list("packs/", middle)] == names[len(names) // 2 + 1 :]
+
+    def test_list_during_changes_includes_durable_blobs(self, blobs: Blobs, opener: Callable[[], Blobs]) -> None:
+        durable = {f"{number % 3}/{number}" for number in range(120)}
+        for name in durable:
+            blobs.put(name, [b"data"])
+        ended = threading.Event()
+
+        def change(thread: int) -> None:
+            number = 0
+            with closing(opener()) as other:
+                while not ended.is_set():
+                    name = f"{number % 3}/{thread}-{number}"
+                    other.put(name, [b"data"])
+                    assert name in {info.name for info in other.list(name.partition("/")[0] + "/")}
+                    other.delete([name])
+                    number += 1
+
+        with ThreadPoolExecutor(4) as changers:
+            changing = [changers.submit(change, thread) for thread in range(4)]
+            try:
+                for _ in range(20):
+                    listed = [info.name for info in blobs.list("")]
+                    assert listed == sorted(set(listed))
+                    assert durable <= set(listed)
+            finally:
+                ended.set()
+            for changer in changing:
+                changer.result(_PATIENCE_S)
+
+    def test_list_blob_deleted_during_iteration_continues(self, blobs: Blobs, raw: RawBlobs) -> None:
+        names = [f"{number % 3}/{number:02}" for number in range(30)]
+        for name in names:
+            raw.put(name, b"data")
+        listed = []
+        for info in blobs.list(""):
+            listed.append(info.name)
+            blobs.delete([name for name in names if name.endswith("5")])
+        assert set(listed) >= {name for name in names if not name.endswith("5")}
+
+    # all methods
+
+    def test_methods_64_threads_succeed(self, blobs: Blobs) -> None:
+        together = threading.Barrier(64)
+
+        def use(number: int) -> None:
+            together.wait(_PATIENCE_S)
+            mine = [f"{number}/{index}" for index in range(3)]
+            for name in mine:
+                blobs.put(name, [name.encode(), bytes(10 * _KIB)])
+            assert [info.name for info in blobs.list(f"{number}/")] == mine
+            for name in mine:
+                assert _read(blobs, name, 0, len(name)) == name.encode()
+            blobs.delete(mine[1:])
+            assert [info.name for info in blobs.list(f"{number}/")] == mine[:1]
+
+        with ThreadPoolExecutor(64) as threads:
+            for done in [threads.submit(use, number) for number in range(64)]:
+                done.result(_PATIENCE_S)
+        assert len(list(blobs.list(""))) == 64
+
+    def test_methods_after_close_raise(self, blobs: Blobs) -> None:
+        blobs.put("a", [b"data"])
+        blobs.close()
+        blobs.close()
+        with pytest.raises(StoreError):
+            blobs.put("a", [b"data"])
+        with pytest.raises(StoreError):
+            _read(blobs, "a", 0, 1)
+        with pytest.raises(StoreError):
+            blobs.delete(["a"])
+        with pytest.raises(StoreError):
+            list(blobs.list(""))
+
+    def test_attributes_of_open_medium_have_valid_values(self, blobs: Blobs) -> None:
+        blobs.put("a", [b"data"])
+        assert blobs.latency_s >= 0
+        assert blobs.connections >= 1
+        assert blobs.state() == "closed"
+        assert all(count >= 0 for count in blobs.requests().values())
+
+
+def _read(blobs: Blobs, name: str, offset: int, length: int, step: int = 0) -> bytes:
+    """Return up to ``length`` bytes, read into buffers of ``step`` bytes; 0: into one buffer."""
+    found = bytearray(length)
+    view = memoryview(found)
+    step = step or length
+    count = blobs.read(name, offset, length, (view[at : at + step] for at in range(0, length, step)))
+    return bytes(found[:count])
+
+
+def _copy_in_process(opener: Callable[[], Blobs], source: str, target: str) -> None:
+    with closing(opener()) as blobs:
+        blobs.put(target, [_read(blobs, source, 0, 100)])

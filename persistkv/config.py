@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -155,18 +155,24 @@ class StoreUrl:
         return cls(parts.scheme, location, options)
 
 
-def convert_options(kind: type[OptionsT], options: Mapping[str, Any], *, where: str) -> OptionsT:
+def convert_options(
+    kind: type[OptionsT],
+    options: Mapping[str, Any],
+    *,
+    where: str,
+    others: Iterable[str] = (),
+) -> OptionsT:
     """Build the typed options ``kind`` from untyped ones; strings are converted to numbers and flags.
 
     :param where: owner of the options, for errors, such as ``offloading``.
+    :param others: options in the same place that are not part of ``kind``, for errors about unknown ones.
     :raises ConfigurationError: if an option is unknown, missing or invalid; the error contains ``where`` and its name.
     """
     known = {f.encode_name: f for f in msgspec.structs.fields(kind)}
     for name in options:
         if name not in known:
-            raise ConfigurationError(
-                f"{where} option {name}", options[name], f"one of {', '.join(sorted(known)) or 'none'}"
-            )
+            names = ", ".join(sorted({*known, *others}))
+            raise ConfigurationError(f"{where} option {name}", options[name], f"one of {names or 'none'}")
     for name, option in known.items():
         if option.required and name not in options:
             raise MissingOptionError(f"{where} option {name}", "a value: there is no default")

@@ -219,6 +219,31 @@ class SupportsCounters(Protocol):
 
 
 @dataclass(frozen=True)
+class MergeState:
+    """Commits of a namespace that no object of the index includes yet, and who merges them."""
+
+    waiting: int
+    """Number of commits in the inbox."""
+    oldest: float | None
+    """When the oldest of them was written: seconds since the epoch; None: there is none."""
+    merged_by: str | None
+    """Random name of the handle that merged last, in hexadecimal; None: it is not known."""
+    merged_at: float | None
+    """When it did: seconds since the epoch."""
+
+
+@runtime_checkable
+class SupportsMergeState(Protocol):
+    """A shared store, whose engines merge their commits into an index."""
+
+    def merge_state(self, namespace: bytes) -> MergeState:
+        """Return the state of a namespace's inbox.
+
+        :raises StoreError: the medium failed.
+        """
+
+
+@dataclass(frozen=True)
 class Policy:
     """Retention policy of a store. Recorded when the store is created; options in a URL do not change it later."""
 
@@ -317,8 +342,8 @@ class Rebuilt:
     """Bytes of the payload files."""
     skipped: Mapping[str, int]
     """Reason → number of traces of packs that the new catalogue does not contain."""
-    capacity: int
-    """Capacity that the new catalogue records."""
+    capacity: int | None
+    """Capacity that the new catalogue records; None: no bound."""
     damaged: str | None
     """Directory of the damaged catalogue, which was renamed; None: there was none."""
 

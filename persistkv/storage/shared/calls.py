@@ -1,0 +1,151 @@
+"""Concurrent calls of a medium, and its time as their replies show it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import wait
+from typing import TypeVar
+
+from persistkv.errors import CorruptPackError
+from persistkv.storage.blobs import BlobInfo, BlobMissingError, Blobs, UnavailableError
+from persistkv.storage.executor import ThreadPool
+from persistkv.storage.format.authentication import Authenticator
+from persistkv.storage.format.codec import Buffer
+from persistkv.storage.shared.clock import Clock, ServerTime
+from persistkv.storage.shared.format import MAX_SMALL_BYTES, StoreNames, seal, unseal
+
+_FIRST_BYTES = 16 << 10  # 16 KiB: of the buffer for a blob of unknown length
+_MOST_LISTS = 20  # in a row that differ: other engines write meanwhile
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+class Calls:
+    """Runs calls concurrently, at most ``connections`` at a time, in daemon threads of its own.
+
+    :param connections: 1: calls run in the caller's thread.
+    """
+
+    def __init__(self, connections: int, name: str) -> None:
+        self._connections = connections
+        self._pool = None if connections == 1 else ThreadPool(connections, name)
+
+    def all(self, call: Callable[[A], R], things: Iterable[A]) -> list[R]:
+        """Call ``call`` with each thing; return the results in order.
+
+        All calls have ended when it returns or raises the error of the first thing whose call failed. KeyboardInterrupt
+        is raised at once: queued calls never start.
+        """
+        todo = list(things)
+        if self._pool is None or len(todo) <= 1:
+            return [call(thing) for thing in todo]
+        pool = self._pool
+        futures = [pool.submit(call, thing) for thing in todo]
+        try:
+            wait(futures)  # no call uses the caller's memory after the return
+        finally:
+            for future in futures:
+                future.cancel()
+        return [future.result() for future in futures]
+
+    def each(self, call: Callable[[A], R], things: Sequence[A]) -> Iterator[tuple[A, R]]:
+        """Yield each thing with the result of ``call``, in order; ``connections`` things at a time are in memory."""
+        for start in range(0, len(things), self._connections):
+            some = things[start : start + self._connections]
+            yield from zip(some, self.all(call, some), strict=True)
+
+    def close(self) -> None:
+        """End the threads; calls that hang are left behind. Idempotent."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+
+
+class Medium:
+    """A shared medium as one handle uses it: sealed objects, separate threads for loads and for everything else.
+
+    :param blobs: closed with this object.
+    :param authenticator: of the store's key.
+    """
+
+    def __init__(self, blobs: Blobs, authenticator: Authenticator, clock: Clock) -> None:
+        self.blobs = blobs
+        self.authenticator = authenticator
+        self.clock = clock
+        self.names = StoreNames(authenticator.key_id)
+        self.time = ServerTime(clock)
+        self.loads = Calls(blobs.connections, "persistkv-shared-load")
+        self.uploads = Calls(blobs.connections, "persistkv-shared-upload")
+        self.maintenance = Calls(blobs.connections, "persistkv-shared-index")
+
+    def put(self, name: str, pieces: Sequence[Buffer]) -> float:
+        """See ``Blobs.put``."""
+        written = self.blobs.put(name, pieces)
+        self.time.learn(written)
+        return written
+
+    def put_sealed(self, name: str, body: bytes, namespace: bytes) -> BlobInfo:
+        """Write an object, sealed under its name; see ``Blobs.put``."""
+        data = seal(name, body, self.authenticator, namespace)
+        return BlobInfo(name, len(data), self.put(name, [data]))
+
+    def whole(self, name: str, limit: int) -> bytearray:
+        """Return the content of a blob of at most ``limit`` bytes.
+
+        :raises BlobMissingError: there is no such blob.
+        :raises CorruptPackError: it is larger.
+        """
+        buffers: list[bytearray] = []
+
+        def grow() -> Iterator[memoryview]:
+            """Yield buffers of growing length: the limit is often much larger than the blob."""
+            left = limit + 1
+            while left:
+                buffers.append(bytearray(min(left, _FIRST_BYTES << len(buffers))))
+                left -= len(buffers[-1])
+                yield memoryview(buffers[-1])
+
+        length = self.blobs.read(name, 0, limit + 1, grow())
+        if length > limit:
+            raise CorruptPackError(name, f"it has more than {limit} bytes")
+        whole = bytearray().join(buffers)
+        del whole[length:]
+        return whole
+
+    def sealed(self, name: str, namespace: bytes, limit: int = MAX_SMALL_BYTES) -> bytes:
+        """Return the body of a sealed object.
+
+        :raises BlobMissingError: there is no such blob.
+        :raises CorruptPackError: it is damaged, too large, or not written with the key; ``NewerFormatError``: it was
+            written by a newer release.
+        """
+        return unseal(name, self.whole(name, limit), self.authenticator, namespace)
+
+    def listed(self, prefix: str, *, settled: bool = False) -> list[BlobInfo]:
+        """Return the blobs whose names start with ``prefix``.
+
+        :param settled: repeat the list until two in a row are equal: a single one is no snapshot.
+        """
+        found = list(self.blobs.list(prefix))
+        self.time.learn_least(max((info.time for info in found), default=0.0))
+        if not settled:
+            return found
+        for _ in range(_MOST_LISTS):
+            before, found = found, list(self.blobs.list(prefix))
+            if [info.name for info in found] == [info.name for info in before]:
+                return found
+        raise UnavailableError(f"{prefix}: {_MOST_LISTS} lists in a row differ")
+
+    def exists(self, name: str) -> bool:
+        """Return whether there is a blob with this name."""
+        try:
+            self.blobs.read(name, 0, 1, iter([memoryview(bytearray(1))]))
+        except BlobMissingError:
+            return False
+        return True
+
+    def close(self) -> None:
+        self.loads.close()
+        self.uploads.close()
+        self.maintenance.close()
+        self.blobs.close()

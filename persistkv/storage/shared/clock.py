@@ -1,0 +1,69 @@
+"""Time, randomness and locks of one handle of a shared store. A simulation replaces them."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from contextlib import AbstractContextManager
+
+ROUNDING_S = 1.0  # media may round their times to a second
+
+
+class Clock:
+    """The machine's clocks, random numbers and locks."""
+
+    random: random.Random = random.SystemRandom()
+    """Source of jitter and of the random part of names. It must not repeat after a restored snapshot of the machine:
+    the default reads the operating system's source."""
+
+    def monotonic(self) -> float:
+        """Return seconds since some moment; the clock never jumps."""
+        return time.monotonic()
+
+    def wall(self) -> float:
+        """Return the machine's idea of the time, in seconds since the epoch. It may be wrong."""
+        return time.time()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def lock(self) -> AbstractContextManager[object]:
+        """Return a new reentrant lock."""
+        return threading.RLock()
+
+
+class ServerTime:
+    """The medium's clock, as its replies have shown it. Thread-safe.
+
+    Media round their times to a second. The estimate therefore moves backwards only by more than that: then the
+    medium's own clock did, or a reply was late.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._seen: tuple[float, float] | None = None  # time of the newest reply, monotonic time of its arrival
+
+    @property
+    def known(self) -> bool:
+        """Whether the medium has told its time."""
+        return self._seen is not None
+
+    def learn(self, server_time: float) -> None:
+        """Record a time that the medium has reported in the reply to a call that has just returned."""
+        estimate = self.now()
+        if server_time < estimate <= server_time + ROUNDING_S:
+            server_time = estimate
+        self._seen = (server_time, self._clock.monotonic())
+
+    def learn_least(self, server_time: float) -> None:
+        """Record a time that has passed on the medium's clock: that of a blob in a list."""
+        if server_time > self.now():
+            self.learn(server_time)
+
+    def now(self) -> float:
+        """Return the medium's time in seconds since the epoch; 0 if it has never told it."""
+        if self._seen is None:
+            return 0.0
+        server_time, arrived = self._seen
+        return server_time + self._clock.monotonic() - arrived

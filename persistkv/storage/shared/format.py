@@ -1,0 +1,392 @@
+"""Objects of a shared store's index, and the names of all blobs. docs/shared.md specifies both.
+
+**The index is a set.** A *delta* lists what was added, used and removed. The content of a namespace is the union of the
+deltas of all its index objects, in any order, each applied any number of times: names of packs are unique, times merge
+by maximum, requests by their newest version. An object that *includes* others contains all that they contain.
+
+An index object is sealed: a magic number, the number of the format, the body, and a checksum of all of these and of the
+object's name. With a key, an authentication tag replaces the checksum. An object of a newer format is never included
+in another one, and never deleted.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from random import Random
+from typing import NamedTuple
+
+import msgspec
+import xxhash
+
+from persistkv.errors import CorruptPackError
+from persistkv.storage.format.authentication import Authenticator
+from persistkv.storage.format.codec import Buffer
+from persistkv.storage.format.pack import ID_BYTES
+
+FORMAT_VERSION = 1
+NONCE_BYTES = 16  # random bytes in each name: 128 bits
+NAME_BYTES = ID_BYTES + NONCE_BYTES  # of a pack's blob: pack id and nonce
+MAX_OBJECT_BYTES = 32 << 20  # 32 MiB: readers skip larger index objects, so writers write none
+MAX_SMALL_BYTES = 256 << 10  # 256 KiB: identities, policy, notes, statuses, ``latest``
+MAX_VERSION = 1 << 62
+LATEST_TIME = float(1 << 40)  # seconds since the epoch; far beyond any clock
+
+_HEADER = struct.Struct("<8sI")
+_MAGIC = b"PKVINDEX"
+_CHECKSUM_BYTES = 16
+_HEX = re.compile(r"[0-9a-f]{32}")
+_PACK = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})")
+_INDEX = re.compile(r"([0-9a-f]{8})-([0-9a-f]{12})-[0-9a-f]{32}")
+
+
+class NewerFormatError(CorruptPackError):
+    """The object was written by a newer release, in a format that this release does not read."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__("format", f"version {version}; this release reads {FORMAT_VERSION}")
+
+
+class PackEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A pack that was added."""
+
+    pack_id: bytes
+    nonce: bytes
+    """Drawn when the pack was uploaded. Pack id and nonce are the name of its blob, which is never used again."""
+    body: bytes
+    """Authentication tags if there is a key, then the encoded table."""
+    time: float
+    """Of its last use, on the medium's clock: seconds since the epoch."""
+
+    @property
+    def name(self) -> bytes:
+        return self.pack_id + self.nonce
+
+
+class ManifestEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A request that was written. The newest version of a request counts."""
+
+    digest: bytes
+    """Of the request's id, 16 bytes."""
+    version: int
+    time: float
+    head: bytes
+    """The encoded ``RequestManifest``."""
+    packs: bytes
+    """Concatenated ids of the packs that hold the request, from the beginning of the context on."""
+    keys: bytes
+    """Random part of the name of the blob with the request's keys."""
+    offset: int
+    length: int
+    """Place of the keys in that blob, the authentication tag included."""
+
+
+class Dropped(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A request that was deleted: all its versions up to this one."""
+
+    digest: bytes
+    version: int
+    time: float
+
+
+class Pin(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A request that was pinned or unpinned. Versions are those of the request's manifest."""
+
+    digest: bytes
+    version: int
+    pinned: bool
+
+
+class Use(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Packs that were used at one time."""
+
+    time: float
+    packs: bytes
+    """Concatenated pack ids."""
+
+
+class Tombstone(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """End of a pack for good: its name is never used again."""
+
+    name: bytes
+    time: float
+
+
+class Delta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Content of every index object. A new field needs a new ``FORMAT_VERSION``."""
+
+    packs: Sequence[PackEntry] = ()
+    uses: Sequence[Use] = ()
+    removed: Sequence[Tombstone] = ()
+    manifests: Sequence[ManifestEntry] = ()
+    dropped: Sequence[Dropped] = ()
+    pins: Sequence[Pin] = ()
+    includes: Sequence[str] = ()
+    """Names of index objects whose whole content this one contains, together with ``parts``."""
+    parts: Sequence[str] = ()
+    """Names of index objects that belong to the same base. Each is an object of its own. Readers must read it, unless
+    they have read everything in ``includes``."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it changes nothing."""
+        content = (self.packs, self.uses, self.removed, self.manifests, self.dropped, self.pins)
+        return not any(content)
+
+    def clamped(self, latest: float) -> Delta:
+        """Return the delta with all times limited to that of the object that carries it. A writer with a wrong clock
+        can then not make its packs older or younger than they are.
+        """
+        replace = msgspec.structs.replace
+        return Delta(
+            [replace(entry, time=min(entry.time, latest)) for entry in self.packs],
+            [replace(use, time=min(use.time, latest)) for use in self.uses],
+            [replace(tombstone, time=min(tombstone.time, latest)) for tombstone in self.removed],
+            [replace(entry, time=min(entry.time, latest)) for entry in self.manifests],
+            [replace(dropped, time=min(dropped.time, latest)) for dropped in self.dropped],
+            self.pins,
+            self.includes,
+            self.parts,
+        )
+
+
+class Latest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Content of ``latest``: a hint for readers, overwritten by each merge and never trusted."""
+
+    writer: bytes
+    """Random name of the handle that merged last."""
+    time: float
+    """On the medium's clock."""
+    recent: Sequence[tuple[str, int]]
+    """Names and sizes in bytes of index objects that were written recently, newest last."""
+    backlog: int = 0
+    """Commits that the last merge left in the inbox."""
+
+
+def union(deltas: Iterable[Delta], includes: Sequence[str]) -> Delta:
+    """Return a delta that contains the content of several, and includes the objects with these names."""
+    found = list(deltas)
+    return Delta(
+        [entry for delta in found for entry in delta.packs],
+        [use for delta in found for use in delta.uses],
+        [tombstone for delta in found for tombstone in delta.removed],
+        [entry for delta in found for entry in delta.manifests],
+        [dropped for delta in found for dropped in delta.dropped],
+        [pin for delta in found for pin in delta.pins],
+        includes,
+    )
+
+
+def seal(name: str, body: bytes, authenticator: Authenticator, namespace: bytes) -> bytes:
+    """Return the bytes of the object ``name``."""
+    content = _HEADER.pack(_MAGIC, FORMAT_VERSION) + body
+    signed = b"".join(authenticator.signed(namespace, name, [content]))
+    return signed if authenticator.key_id else content + _checksum(name, content)
+
+
+def unseal(name: str, data: Buffer, authenticator: Authenticator, namespace: bytes) -> bytes:
+    """Return the body of the object ``name``.
+
+    :raises CorruptPackError: it is damaged, belongs under another name, or was not written with the key.
+    :raises NewerFormatError: it was written by a newer release.
+    """
+    view = memoryview(data)
+    if authenticator.key_id:
+        content = bytes(authenticator.opened(namespace, name, view))
+    else:
+        content = bytes(view[: max(0, len(view) - _CHECKSUM_BYTES)])
+        if bytes(view[len(content) :]) != _checksum(name, content):
+            raise CorruptPackError("index object", "its checksum does not match")
+    if len(content) < _HEADER.size:
+        raise CorruptPackError("index object", f"{len(content)} bytes")
+    magic, version = _HEADER.unpack_from(content)
+    if magic != _MAGIC:
+        raise CorruptPackError("index object", "it is something else")
+    if version > FORMAT_VERSION:
+        raise NewerFormatError(version)
+    return content[_HEADER.size :]
+
+
+def encode_delta(delta: Delta) -> bytes:
+    return _ENCODER.encode(delta)
+
+
+def decode_delta(body: bytes) -> Delta:
+    """Decode the body of an index object.
+
+    :raises CorruptPackError: it is malformed, or a length, version or time is out of range.
+    """
+    try:
+        delta = _DECODER.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptPackError("index object", str(error)) from None
+    _check(delta)
+    return delta
+
+
+def encode_latest(latest: Latest) -> bytes:
+    return _ENCODER.encode(latest)
+
+
+def decode_latest(body: bytes) -> Latest:
+    """:raises CorruptPackError: it is malformed."""
+    try:
+        return _LATEST_DECODER.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptPackError("latest", str(error)) from None
+
+
+def split_ids(joined: bytes) -> list[bytes]:
+    """Return the pack ids in their concatenation."""
+    return [joined[start : start + ID_BYTES] for start in range(0, len(joined), ID_BYTES)]
+
+
+def _checksum(name: str, content: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(name.encode() + b"\0" + content)
+
+
+def _check(delta: Delta) -> None:
+    for entry in delta.packs:
+        _check_length("pack id", entry.pack_id, ID_BYTES)
+        _check_length("nonce", entry.nonce, NONCE_BYTES)
+        _check_time(entry.time)
+    for use in delta.uses:
+        if len(use.packs) % ID_BYTES:
+            raise CorruptPackError("use", f"{len(use.packs)} bytes of pack ids")
+        _check_time(use.time)
+    for tombstone in delta.removed:
+        _check_length("name", tombstone.name, NAME_BYTES)
+        _check_time(tombstone.time)
+    for manifest in delta.manifests:
+        _check_length("digest", manifest.digest, ID_BYTES)
+        _check_length("keys", manifest.keys, NONCE_BYTES)
+        if len(manifest.packs) % ID_BYTES:
+            raise CorruptPackError("manifest", f"{len(manifest.packs)} bytes of pack ids")
+        if not 0 <= manifest.offset <= MAX_VERSION or not 0 <= manifest.length <= MAX_OBJECT_BYTES:
+            raise CorruptPackError("manifest", f"keys of {manifest.length} bytes")
+        _check_time(manifest.time)
+    for dropped in delta.dropped:
+        _check_length("digest", dropped.digest, ID_BYTES)
+        _check_time(dropped.time)
+    for pin in delta.pins:
+        _check_length("digest", pin.digest, ID_BYTES)
+    versions = [manifest.version for manifest in delta.manifests]
+    versions += [dropped.version for dropped in delta.dropped]
+    versions += [pin.version for pin in delta.pins]
+    for version in versions:
+        if not 0 < version <= MAX_VERSION:
+            raise CorruptPackError("version", str(version))
+
+
+def _check_length(field: str, value: bytes, length: int) -> None:
+    if len(value) != length:
+        raise CorruptPackError(field, f"{len(value)} bytes instead of {length}")
+
+
+def _check_time(time: float) -> None:
+    if not (math.isfinite(time) and 0 <= time <= LATEST_TIME):
+        raise CorruptPackError("time", str(time))
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Delta)
+_LATEST_DECODER = msgspec.msgpack.Decoder(Latest)
+
+
+class IndexName(NamedTuple):
+    """Parts of the name of an object in ``index/``."""
+
+    level: int
+    """1 for a segment of commits; more than the level of every object that it includes."""
+    time: float
+    """Of its writing, on the medium's clock: seconds since the epoch."""
+
+
+@lru_cache(maxsize=4096)  # each look at ``latest`` asks for the same names
+def _parse_index(name: str) -> IndexName | None:
+    found = _INDEX.fullmatch(name)
+    return None if found is None else IndexName(int(found[1], 16), int(found[2], 16) / 1000)
+
+
+class Names:
+    """Names of the blobs of one namespace's index. One index exists per namespace and key.
+
+    :param key_id: ``Authenticator.key_id``; empty without a key.
+    """
+
+    def __init__(self, namespace: bytes, key_id: str = "") -> None:
+        self.base = f"{namespace.hex()}-{key_id or 'plain'}/"
+        self.inbox = f"{self.base}inbox/"
+        self.index = f"{self.base}index/"
+        self.packs = f"{self.base}packs/"
+        self.keys = f"{self.base}keys/"
+        self.latest = f"{self.base}latest"
+        self.swept = f"{self.base}swept"
+
+    def pack(self, name: bytes) -> str:
+        """Return the name of the blob of a pack, whose pack id and nonce are ``name``."""
+        return f"{self.packs}{name[:ID_BYTES].hex()}-{name[ID_BYTES:].hex()}"
+
+    def pack_name(self, blob: str) -> bytes | None:
+        """Return pack id and nonce in the name of a pack's blob; None: it is no such name."""
+        found = _PACK.fullmatch(blob.removeprefix(self.packs))
+        return None if found is None else bytes.fromhex(found[1] + found[2])
+
+    def keys_blob(self, nonce: bytes) -> str:
+        return f"{self.keys}{nonce.hex()}"
+
+    def keys_nonce(self, blob: str) -> bytes | None:
+        """Return the nonce in the name of a blob with the keys of requests; None: it is no such name."""
+        found = _HEX.fullmatch(blob.removeprefix(self.keys))
+        return None if found is None else bytes.fromhex(found[0])
+
+    def new_commit(self, random: Random) -> str:
+        return f"{self.inbox}{random.randbytes(NONCE_BYTES).hex()}"
+
+    def new_index(self, level: int, time: float, random: Random) -> str:
+        milliseconds = min(max(0, int(1000 * time)), (1 << 48) - 1)
+        return f"{self.index}{level:08x}-{milliseconds:012x}-{random.randbytes(NONCE_BYTES).hex()}"
+
+    def index_name(self, blob: str) -> IndexName | None:
+        """Return the parts of the name of an object in ``index/``; None: it is no such name."""
+        return _parse_index(blob.removeprefix(self.index))
+
+    def is_commit(self, blob: str) -> bool:
+        return blob.startswith(self.inbox) and _HEX.fullmatch(blob[len(self.inbox) :]) is not None
+
+    def is_object(self, blob: str) -> bool:
+        """Return whether a name is that of a commit or of an object in ``index/``."""
+        return self.is_commit(blob) or (blob.startswith(self.index) and self.index_name(blob) is not None)
+
+
+class StoreNames:
+    """Names of the blobs that belong to no namespace's index. Stores with different keys share a medium, but nothing
+    else: what one of them writes is junk to the others.
+
+    :param key_id: ``Authenticator.key_id``; empty without a key.
+    """
+
+    def __init__(self, key_id: str = "") -> None:
+        base = key_id or "plain"
+        self.policy = f"{base}/policy"
+        self.identities = f"{base}/identities/"
+        self.totals = f"{base}/totals/"
+        self.statuses = f"{base}/status/"
+        self._notes = f"{base}/notes/"
+
+    def identity(self, namespace: bytes) -> str:
+        return f"{self.identities}{namespace.hex()}"
+
+    def parse_identity(self, blob: str) -> bytes | None:
+        """Return the namespace id in the name of an identity; None: it is no such name."""
+        found = _HEX.fullmatch(blob.removeprefix(self.identities))
+        return None if found is None else bytes.fromhex(found[0])
+
+    def note(self, namespace: bytes, name: str) -> str:
+        return f"{self._notes}{namespace.hex()}/{name.lower()}"
+
+
+NO_NAMESPACE = bytes(ID_BYTES)  # of blobs that belong to no namespace, in authentication tags

@@ -1,0 +1,206 @@
+"""Commits of one handle to one namespace.
+
+1. Packs are uploaded in parallel, together with one blob that holds the keys of the requests. Nothing names them yet.
+2. One object in the inbox describes the whole commit. Its durable write is the commit.
+3. The writer applies it to its replica at once. A merge shows it to other engines.
+
+A commit is acknowledged only if, after its last request, less than 12 hours have passed since its first, on the
+medium's clock: a sweep deletes blobs that nothing names after 24 hours. If the outcome of a request stays unknown, the
+commit is not acknowledged; it may appear all the same, under names that no other commit has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from persistkv.errors import StoreError
+from persistkv.storage.backend import CommitBatch, CommitResult, ManifestWrite
+from persistkv.storage.catalog.rows import manifest_row
+from persistkv.storage.format.manifest import encode_manifest
+from persistkv.storage.format.pack import ID_BYTES
+from persistkv.storage.shared.calls import Medium
+from persistkv.storage.shared.clock import ROUNDING_S
+from persistkv.storage.shared.format import (
+    LATEST_TIME,
+    MAX_OBJECT_BYTES,
+    Delta,
+    ManifestEntry,
+    Names,
+    PackEntry,
+    Pin,
+    Tombstone,
+    Use,
+    encode_delta,
+    union,
+)
+from persistkv.storage.shared.index import IndexReader
+from persistkv.storage.shared.merge import Merger
+from persistkv.storage.shared.packs import PackBlobs, Upload
+from persistkv.storage.shared.replica import Plan, Replica
+
+_MOST_COMMIT_S = 12 * 3600.0  # 12 hours
+_MOST_BODY_BYTES = MAX_OBJECT_BYTES // 4  # of a commit: a merge writes several into one object
+_TOMBSTONE_S = 3600.0  # until the blobs of removed packs are deleted: engines may still read them
+
+
+class Inbox:
+    """Writer of commits, see the top of this file. Only one thread at a time may commit.
+
+    :param touch_s: time after which the next use publishes the waiting uses in a commit of their own.
+    """
+
+    def __init__(
+        self,
+        medium: Medium,
+        names: Names,
+        replica: Replica,
+        packs: PackBlobs,
+        reader: IndexReader,
+        merger: Merger,
+        touch_s: float,
+    ) -> None:
+        self._medium = medium
+        self._names = names
+        self._replica = replica
+        self._packs = packs
+        self._reader = reader
+        self._merger = merger
+        self._clock = medium.clock
+        self._touch_s = touch_s
+        self._uses: dict[bytes, float] = {}
+        """Unpublished uses, oldest first: pack id → time on the medium's clock."""
+        self._lost: dict[bytes, float] = {}
+        """Packs whose blobs are missing, and whose tombstones are unpublished: name → time."""
+        self._published_at = self._clock.monotonic()
+
+    def commit(self, batch: CommitBatch) -> CommitResult:
+        """See ``Backend.commit``."""
+        plan = self._replica.plan(batch)
+        if batch.seen is not None and plan.cursor != batch.seen:
+            return CommitResult(batch.seen, stale=True)
+        missing = {pack.pack_id for pack in plan.missing}
+        used = [*batch.touches]
+        used += [pack.pack_id for pack in batch.packs if pack.pack_id not in missing]
+        removals = plan.removals
+        changes = plan.missing or batch.manifests or plan.pins
+        if not (changes or removals.packs or removals.manifests):
+            self._touch(used)
+            return CommitResult(plan.cursor)
+        began = self._medium.time.now() or LATEST_TIME
+        started = self._clock.monotonic()
+        upload = self._packs.upload(plan.missing, batch.manifests, batch.memory)
+        self._check_age(self._clock.monotonic() - started)  # the packs may be gone: it does not even name them
+        delta = self._delta(batch, plan, upload, used)
+        before, after = self._publish(delta, min(began, upload.first))
+        blobs = [self._names.pack(name) for name in removals.packs]
+        self._merger.delete_later(blobs, _TOMBSTONE_S)
+        cursor = after if before == plan.cursor else plan.cursor
+        return CommitResult(cursor, removals.tables)
+
+    def _delta(
+        self,
+        batch: CommitBatch,
+        plan: Plan,
+        upload: Upload,
+        used: Sequence[bytes],
+    ) -> Delta:
+        """Return the content of a commit."""
+        now = self._medium.time.now() or LATEST_TIME
+        added = [PackEntry(entry.pack_id, entry.nonce, entry.body, now) for entry in upload.entries]
+        named = [pack_id for write in batch.manifests for pack_id in write.packs]
+        uses: list[Use] = []
+        if used or named:
+            uses.append(Use(now, b"".join(dict.fromkeys([*used, *named]))))
+        removed = self._merger.tombstones(plan.removals)
+        digests = [self._digest(write) for write in batch.manifests]
+        versions = self._replica.versions([*digests, *(digest for digest, _ in plan.pins)])
+        manifests: list[ManifestEntry] = []
+        for write, digest, place in zip(batch.manifests, digests, upload.places, strict=True):
+            versions[digest] += 1
+            manifests.append(
+                ManifestEntry(
+                    digest,
+                    versions[digest],
+                    now,
+                    encode_manifest(write.manifest),
+                    b"".join(dict.fromkeys(write.packs)),
+                    place.nonce,
+                    place.offset,
+                    place.length,
+                )
+            )
+        pins: list[Pin] = []
+        for digest, pinned in plan.pins:
+            versions[digest] += 1
+            pins.append(Pin(digest, versions[digest], pinned))
+        content = Delta(added, uses, manifests=manifests, pins=pins)
+        return union([content, removed], ())
+
+    def _digest(self, write: ManifestWrite) -> bytes:
+        return manifest_row(self._replica.namespace, write.manifest.id)[ID_BYTES:]
+
+    def _publish(self, delta: Delta, first: float) -> tuple[bytes, bytes]:
+        """Write a commit to the inbox, with the waiting uses, and apply it; return the cursors before and after.
+
+        :param first: time of the first request, on the medium's clock, or later than any if there was none.
+        :raises StoreError: the commit is too large, took over 12 hours, or was perhaps not written.
+        """
+        uses, lost = dict(self._uses), dict(self._lost)
+        waiting = Delta(
+            uses=[Use(time, b"".join(ids)) for time, ids in groupby(uses, key=uses.__getitem__)],
+            removed=[Tombstone(name, time) for name, time in lost.items()],
+        )
+        delta = union([delta, waiting], ())
+        body = encode_delta(delta)
+        if len(body) > _MOST_BODY_BYTES:
+            raise StoreError(f"a commit with {len(body)} bytes of key tables: commit fewer packs at once")
+        name = self._names.new_commit(self._clock.random)
+        publishing = self._reader.publishing
+        publishing.add(name)
+        try:
+            written = self._medium.put_sealed(name, body, self._replica.namespace).time
+            self._check_age(written - first)
+            delta = delta.clamped(written + ROUNDING_S)
+            cursors = self._replica.apply([(name, delta)])
+        finally:
+            publishing.discard(name)
+        now = self._clock.monotonic()
+        self._merger.own[name] = (now, delta)
+        self._merger.turns.committed(now)
+        self._published_at = now
+        for pack_id, time in uses.items():
+            if self._uses.get(pack_id) == time:
+                del self._uses[pack_id]
+        for pack in lost:
+            self._lost.pop(pack, None)
+        return cursors
+
+    def _check_age(self, seconds: float) -> None:
+        if seconds > _MOST_COMMIT_S:
+            raise StoreError("the commit took more than 12 hours and does not count")
+
+    # Uses
+
+    def _touch(self, pack_ids: Sequence[bytes]) -> None:
+        """Record a use of packs, for the next commit. Publish uses that have waited for long."""
+        held = self._replica.blobs(pack_ids)
+        now = self._medium.time.now()
+        for pack_id in held:
+            self._uses.pop(pack_id, None)
+            self._uses[pack_id] = now
+        if self._uses and self._clock.monotonic() - self._published_at >= self._touch_s:
+            self.write_uses()
+
+    def write_uses(self) -> None:
+        """Publish waiting uses and tombstones in a commit of their own. If it fails, they keep waiting."""
+        if self._uses or self._lost:
+            self._publish(Delta(), LATEST_TIME)
+
+    def lose(self, name: bytes) -> None:
+        """Remove a pack whose blob is missing: now from the replica, with the next commit from the index. Any thread
+        may call this.
+        """
+        now = self._medium.time.now() or LATEST_TIME
+        self._lost[name] = now
+        self._replica.apply([("", Delta(removed=[Tombstone(name, now)]))])

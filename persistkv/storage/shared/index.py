@@ -1,0 +1,253 @@
+"""Reading of one namespace's index into the replica.
+
+1. An object is read unless the replica contains it: because it was read, or because an object that was read includes
+   it.
+2. An object that is missing is included elsewhere: the lists are read again. One that two lists in a row show and that
+   is missing both times is damage: it is skipped, reported, and tried again after a minute.
+3. Opening reads the inbox first, then the index: a commit that is merged meanwhile appears in the index.
+4. Objects that cannot be read cost only themselves. They are never included in others, and never deleted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from typing import NamedTuple
+
+from persistkv.errors import CorruptPackError
+from persistkv.storage.blobs import BlobInfo, BlobMissingError
+from persistkv.storage.shared.calls import Medium
+from persistkv.storage.shared.format import (
+    MAX_OBJECT_BYTES,
+    Delta,
+    Latest,
+    Names,
+    NewerFormatError,
+    decode_delta,
+    decode_latest,
+)
+from persistkv.storage.shared.replica import Replica
+
+logger = logging.getLogger(__name__)
+
+_TRIES = 4  # reads of the lists, if objects that they show are missing
+_RETRY_S = 60.0  # until an object that could not be read is tried again
+_FORGET_S = 3600.0  # until the name of an object is forgotten that no list shows
+_FORGET_COMMIT_S = 600.0  # until that of an included commit is: its object was deleted at once
+_KNOWN_NAMES = 64  # recent objects of the index, for ``latest``
+
+
+class Unreadable(NamedTuple):
+    """An object of the index that cannot be read at present."""
+
+    reason: str
+    retry_at: float
+    """Monotonic time."""
+    is_newer: bool
+    """Whether a newer release has written it."""
+
+
+class IndexReader:
+    """Reader of the index of one namespace. Only one thread at a time may use it.
+
+    :param names: of the namespace's blobs.
+    """
+
+    def __init__(self, medium: Medium, names: Names, replica: Replica) -> None:
+        self._medium = medium
+        self._names = names
+        self._replica = replica
+        self._clock = medium.clock
+        self.unreadable: dict[str, Unreadable] = {}
+        """Objects that were listed and could not be read, by name."""
+        self.listed: dict[str, BlobInfo] = {}
+        """Objects of the index that the last list has shown, by name."""
+        self.publishing: set[str] = set()
+        """Commits that this handle is writing: it applies them itself, so that its cursor covers them."""
+        self.recent: list[BlobInfo] = []
+        """Objects of the index that were read or written recently, newest last."""
+        self._gone: set[str] = set()
+        """Missing objects that ``latest`` names: an old version of it may name objects that were deleted long ago."""
+        self._shown_at: dict[str, float] = dict.fromkeys(replica.contained, self._clock.monotonic())
+
+    def open(self) -> list[BlobInfo]:
+        """Read the whole index; return the list of the inbox.
+
+        :raises StoreError: the medium or the replica failed; what was read before stays read.
+        """
+        return self._read(with_inbox=True, settled=True)
+
+    def refresh(self, *, with_inbox: bool = False, settled: bool = False) -> list[BlobInfo]:
+        """Read what is new. Errors are as in ``open``."""
+        return self._read(with_inbox=with_inbox, settled=settled)
+
+    def follow(self) -> Latest | None:
+        """Read the objects that ``latest`` names; return it, or None if there is none that can be read.
+
+        Objects that are missing were included in others meanwhile: then the index is listed.
+        """
+        try:
+            latest = decode_latest(self._medium.sealed(self._names.latest, self._replica.namespace))
+        except (BlobMissingError, CorruptPackError):
+            return None
+        new: list[BlobInfo] = []
+        for name, size in latest.recent:
+            if self._names.index_name(name) is not None and name not in self._gone:
+                new.append(BlobInfo(name, size, 0.0))
+        missing = self.read_objects(new)
+        if missing:
+            self.refresh()
+        self._gone.intersection_update(name for name, _ in latest.recent)
+        self._gone.update(missing)
+        return latest
+
+    def read_objects(self, infos: Iterable[BlobInfo], *, is_inbox: bool = False) -> list[str]:
+        """Read objects into the replica, unless it contains them; return the names of missing ones.
+
+        :param is_inbox: they are commits: their times are limited to those of their objects.
+        """
+        todo = self._in_order([info for info in infos if self._is_new(info.name)])
+        missing: list[str] = []
+        at_once = 1
+        while todo:
+            some = self._of_one_level(todo[:at_once])
+            del todo[: len(some)]
+            found = self._medium.maintenance.all(self._fetch, some)
+            objects: list[tuple[str, Delta]] = []
+            for info, delta in zip(some, found, strict=True):
+                if delta is None:
+                    missing.append(info.name)
+                elif isinstance(delta, Unreadable):
+                    self._report(info.name, delta)
+                else:
+                    objects.append((info.name, delta.clamped(info.time) if is_inbox else delta))
+            self.apply(objects)
+            read = {name for name, _ in objects}
+            self.remember([info for info in some if info.name in read])
+            todo = [info for info in todo if info.name not in self._replica.contained]
+            at_once = self._medium.blobs.connections
+        return missing
+
+    def _of_one_level(self, infos: Sequence[BlobInfo]) -> list[BlobInfo]:
+        """Return the first objects, up to a change of the level: after the last object of a base, its parts may not be
+        needed.
+        """
+        first = self._level(infos[0].name)
+        return list(takewhile(lambda info: self._level(info.name) == first, infos))
+
+    def _level(self, name: str) -> int:
+        found = self._names.index_name(name)
+        return 0 if found is None else found.level
+
+    def _in_order(self, infos: Sequence[BlobInfo]) -> list[BlobInfo]:
+        """Return objects in the order of reading. The newest first: it includes others, which need not be read then.
+
+        A reader that lacks only a few segments reads them before a base that includes them: then it need not read the
+        parts of the base, which are the whole index.
+        """
+        newest_first = sorted(infos, key=lambda info: info.name, reverse=True)
+        segments: list[BlobInfo] = []
+        bases: list[BlobInfo] = []
+        for info in newest_first:
+            (bases if self._level(info.name) > 1 else segments).append(info)
+        if not self._replica.contained or len(segments) > _KNOWN_NAMES:
+            return newest_first
+        return segments + bases
+
+    def fetch_commit(self, info: BlobInfo) -> Delta | None:
+        """Return the content of a commit, with its times limited to that of its object; None if it is missing or
+        cannot be read. Any thread may call this.
+        """
+        found = self._fetch(info)
+        if isinstance(found, Unreadable):
+            self._report(info.name, found)
+            return None
+        return None if found is None else found.clamped(info.time)
+
+    def apply(self, objects: Sequence[tuple[str, Delta]]) -> None:
+        """Add objects that were read or written to the replica."""
+        if not objects:
+            return
+        parts: list[str] = []
+        for _, delta in objects:
+            if delta.parts and self._replica.contained.keys() >= set(delta.includes):
+                parts += delta.parts  # nothing in them is new
+        self._replica.apply(objects)
+        self._replica.mark_contained(parts)
+        now = self._clock.monotonic()
+        for name, delta in objects:
+            self.unreadable.pop(name, None)
+            for contained in (name, *delta.includes, *parts):
+                self._shown_at[contained] = now
+
+    def remember(self, infos: Iterable[BlobInfo]) -> None:
+        """Record objects of the index that were read or written, for ``latest``."""
+        self.recent += [info for info in infos if self._names.index_name(info.name) is not None]
+        del self.recent[:-_KNOWN_NAMES]
+
+    def _read(self, *, with_inbox: bool, settled: bool) -> list[BlobInfo]:
+        inbox: list[BlobInfo] = []
+        missing: list[str] = []
+        for _ in range(_TRIES):
+            before, missing = missing, []
+            if with_inbox:
+                inbox = self._medium.listed(self._names.inbox, settled=settled)
+                missing += self.read_objects(inbox, is_inbox=True)
+            index = self._medium.listed(self._names.index, settled=settled)
+            self._note_list(index)
+            missing += self.read_objects(index)
+            if not missing:
+                return inbox
+            for name in set(missing) & set(before):
+                self._report(name, self._unreadable("it is listed and missing"))
+        return inbox
+
+    def _is_new(self, name: str) -> bool:
+        """Return whether an object is to be read: it is part of the index, not contained, and not known to be bad."""
+        if name in self._replica.contained or name in self.publishing:
+            return False
+        if not self._names.is_object(name):
+            return False
+        bad = self.unreadable.get(name)
+        return bad is None or self._clock.monotonic() >= bad.retry_at
+
+    def _fetch(self, info: BlobInfo) -> Delta | Unreadable | None:
+        if info.size > MAX_OBJECT_BYTES:
+            return self._unreadable(f"it has {info.size} bytes")
+        try:
+            body = self._medium.sealed(info.name, self._replica.namespace, info.size)
+            return decode_delta(body)
+        except BlobMissingError:
+            return None
+        except NewerFormatError as error:
+            return self._unreadable(str(error))._replace(is_newer=True)
+        except CorruptPackError as error:
+            return self._unreadable(str(error))
+
+    def _unreadable(self, reason: str) -> Unreadable:
+        return Unreadable(reason, self._clock.monotonic() + _RETRY_S, is_newer=False)
+
+    def _report(self, name: str, bad: Unreadable) -> None:
+        if name not in self.unreadable:
+            logger.warning("%s does not read (%s): what it alone names is missed", name, bad.reason)
+        self.unreadable[name] = bad
+
+    def _note_list(self, infos: Sequence[BlobInfo]) -> None:
+        """Remember a list of the index, and forget names that no list has shown for a while."""
+        now = self._clock.monotonic()
+        self.listed = {info.name: info for info in infos if self._names.is_object(info.name)}
+        self._shown_at.update(dict.fromkeys(self.listed, now))
+        old: list[str] = []
+        for name in self._replica.contained:
+            after_s = _FORGET_COMMIT_S if self._names.is_commit(name) else _FORGET_S
+            if now - self._shown_at.setdefault(name, now) > after_s:
+                old.append(name)
+        if old:
+            self._replica.forget(old)
+        for name in old:
+            self._shown_at.pop(name, None)
+        gone = [name for name in self.unreadable if name not in self.listed]
+        for name in gone:
+            if not self._names.is_commit(name):
+                del self.unreadable[name]

@@ -1,0 +1,461 @@
+"""Merging of one namespace's index: segments, bases, evictions, and the deletion of what is no longer needed.
+
+1. A *segment* includes commits: their contents and names, and the evictions that they require. Then the commits are
+   deleted. An object may be deleted whenever a durable object includes it, now or after any pause.
+2. A *base* includes all objects of the index that its writer has read. They are deleted ten minutes later: a slow
+   reader must be able to finish.
+3. Any engine may merge at any time, and two may merge the same commits: that only costs requests. Who does is a matter
+   of cost (``Turns``).
+4. The work of one merge is bounded in commits, bytes and evictions. What is left is merged at once, in the next one.
+5. The blobs of removed packs are deleted an hour after their tombstone: engines may still read them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from persistkv.errors import StoreError
+from persistkv.storage.blobs import BlobInfo
+from persistkv.storage.shared.calls import Medium
+from persistkv.storage.shared.format import (
+    LATEST_TIME,
+    NONCE_BYTES,
+    Delta,
+    Dropped,
+    IndexName,
+    Latest,
+    Names,
+    Tombstone,
+    encode_delta,
+    encode_latest,
+    union,
+)
+from persistkv.storage.shared.index import IndexReader
+from persistkv.storage.shared.replica import Removals, Replica
+
+logger = logging.getLogger(__name__)
+
+MOST_COMMITS = 1000  # per merge
+_MOST_BYTES = 8 << 20  # 8 MiB of commits per merge
+_MOST_EVICTED = 4096  # packs and requests per merge
+_PART_BYTES = 16 << 20  # 16 MiB: of a base
+_LEAST_BASE_BYTES = 256 << 10  # 256 KiB of segments: fewer are not worth a base
+_MOST_SEGMENTS = 64  # that no base includes: a new reader reads all of them
+_STALE_S = 3600.0  # a merge or base whose first list is older is abandoned
+_EVICTION_STALE_S = 30.0  # evictions that were planned before are planned again
+_INCLUDED_S = 600.0  # until the objects that a base includes are deleted
+_TOMBSTONE_S = 3600.0  # until the blobs of removed packs are deleted
+_TOMBSTONES_KEPT_S = 7 * 86_400.0  # seven days: until a base drops a tombstone
+_OTHERS_BASE_S = 300.0  # until another engine than the last merger writes a base
+_REFUSED_S, _LONGEST_REFUSED_S = 5.0, 600.0  # after a deletion that failed: until the next one
+_ANNOUNCED_S = 15.0  # after a segment was written: as long as it is checked that ``latest`` names it
+_MOST_DUE = 10_000  # deletions that wait; the sweep does the rest
+
+_AGAIN_S = 2.0  # after a merge: until the same engine merges again
+_QUIET_S = 2.5  # the same, if its last list was empty
+_ALONE_S = 10.0  # the same, if it has found only its own commits for a while
+_COMPANY_S = 60.0  # after a commit of another engine was found: until this one counts as alone
+_FAILED_S = 1.0  # doubled for each merge that failed: pause after it
+# Longer than a pause and the time until others have seen the merge, or engines merge what is merged already.
+_WAIT_S, _JITTER_S = 3.5, 1.0  # until an engine merges its own commits
+_OLD_S = 10.0  # age of a commit that anybody may merge
+_LONGEST_PAUSE_S = 60.0  # between merges that fail
+_ACTIVE_S = 60.0  # an engine that has committed within this time merges regularly
+
+
+class Limits(NamedTuple):
+    """What a merge enforces."""
+
+    capacity: int | None
+    """Bytes that this namespace may take; None: no bound."""
+    ttl_s: float | None
+    horizon: float = -math.inf
+    """Content that was last used before this time is evicted: the store as a whole exceeds its capacity."""
+
+
+class Turns:
+    """Decides when one engine merges an index. Times are monotonic.
+
+    :param jitter: returns a random number from 0 to 1.
+    """
+
+    def __init__(self, jitter: Callable[[], float]) -> None:
+        self._random = jitter
+        self._jitter_s = _JITTER_S * jitter()
+        self._merged_at = -math.inf
+        self._committed_at = -math.inf
+        self._is_last = False  # whether this engine has written ``latest``
+        self._found = True  # whether its last list showed commits
+        self._company_at = -math.inf  # when its list showed commits of others
+        self._left = False  # whether its last merge left commits
+        self._failures = 0  # merges in a row that have not ended
+        self._old_at = math.inf  # when to look whether old commits are still there
+
+    def committed(self, now: float) -> None:
+        """Record that this engine has committed."""
+        self._committed_at = now
+
+    def began(self, now: float) -> None:
+        """Record that this engine begins to merge. Until ``ended``, it counts as failed."""
+        self._merged_at = now
+        self._failures += 1
+        self._old_at = math.inf
+
+    def ended(self, *, found: bool, others: bool, left: bool) -> None:
+        """Record whether the merge has found commits in the inbox, also those of others, and whether it left some."""
+        self._failures = 0
+        if others:
+            self._company_at = self._merged_at
+        self._is_last = self._is_last or found
+        self._found, self._left = found, left
+
+    def followed(self, *, is_own: bool) -> None:
+        """Record who has written ``latest``."""
+        self._is_last = is_own
+
+    def look_soon(self, now: float) -> None:
+        """Record that there may be work that nobody does: old commits, or content that exceeds the limits. A thousand
+        engines may notice it at once: each looks again after a random pause.
+        """
+        if self._old_at == math.inf:
+            self._old_at = now + _OLD_S * self._random()
+
+    def due_at(self, now: float, oldest_own: float | None) -> float:
+        """Return when to merge next; infinity: not before something happens.
+
+        :param oldest_own: when the oldest own commit was acknowledged that no segment includes; None: there is none.
+        """
+        due = self._old_at
+        if self._left:
+            due = min(due, self._merged_at)
+        if oldest_own is not None:
+            due = min(due, max(oldest_own + _WAIT_S + self._jitter_s, self._merged_at + _AGAIN_S))
+        if self._is_last and now - self._committed_at < _ACTIVE_S:
+            due = min(due, self._merged_at + self._regular_pause_s(now))
+        if self._failures:
+            pause_s = min(_FAILED_S * 2.0**self._failures, _LONGEST_PAUSE_S)
+            due = max(due, self._merged_at + pause_s)
+        return due
+
+    def _regular_pause_s(self, now: float) -> float:
+        """Return the seconds between merges of the engine that merges for all. Alone, it merges its own commits when
+        they have waited, and others that begin to commit merge theirs.
+        """
+        if now - self._company_at > _COMPANY_S:
+            return _ALONE_S
+        return _AGAIN_S if self._found else _QUIET_S
+
+
+class Merger:
+    """Merges the index of one namespace. Only one thread at a time may call its methods."""
+
+    def __init__(self, medium: Medium, names: Names, replica: Replica, reader: IndexReader) -> None:
+        self._medium = medium
+        self._names = names
+        self._replica = replica
+        self._reader = reader
+        self._clock = medium.clock
+        self.writer = self._clock.random.randbytes(NONCE_BYTES)
+        """Random name of this handle in ``latest``."""
+        self.turns = Turns(self._clock.random.random)
+        self.own: dict[str, tuple[float, Delta]] = {}
+        """Own commits that no segment includes: name → monotonic time of the acknowledgement, content."""
+        self.backlog = 0
+        """Commits that the last list of the inbox has shown."""
+        self.last_writer = b""
+        """Who has written ``latest``."""
+        self.last_merge = 0.0
+        """When ``latest`` was written, by its own account: time on the medium's clock."""
+        self._written: deque[tuple[float, str]] = deque()
+        """Objects of the index that this handle has written recently: monotonic time, name."""
+        self._base_wanted_at = math.inf
+        self._delete_from = -math.inf  # monotonic time until which deletions are not tried: they have failed
+        self._delete_pause_s = _REFUSED_S
+        self._due: deque[tuple[float, list[str]]] = deque()  # (monotonic time, blobs to delete)
+
+    # Turns
+
+    def due_at(self) -> float:
+        """Return the monotonic time of the next merge, base or deletion."""
+        deletion = self._due[0][0] if self._due else math.inf
+        merge = self.turns.due_at(self._clock.monotonic(), self._oldest_own())
+        return min(merge, self._base_wanted_at, deletion)
+
+    def is_merge_due(self) -> bool:
+        """Return whether the next ``step`` merges."""
+        now = self._clock.monotonic()
+        return now >= self.turns.due_at(now, self._oldest_own())
+
+    def step(self, limits: Limits) -> None:
+        """Merge, write a base, and delete blobs, as far as they are due."""
+        now = self._clock.monotonic()
+        if self.is_merge_due():
+            self.merge(limits)
+        if now >= self._base_wanted_at:
+            self.write_base()
+        self.delete_due()
+
+    def _oldest_own(self) -> float | None:
+        """Return when the oldest own commit was acknowledged that no segment includes; None: there is none."""
+        for name in list(self.own):
+            if self._replica.contained.get(name):
+                self.own.pop(name, None)
+        return min((time for time, _ in list(self.own.values())), default=None)
+
+    def _forget_own(self, listed: set[str], began: float) -> None:
+        """Forget own commits that a list lacks which began after they were acknowledged: they were included elsewhere.
+        A suspended engine may never read the segment that includes them, only a base that includes the segment.
+        """
+        for name, (acknowledged, _) in list(self.own.items()):
+            if acknowledged < began and name not in listed:
+                self.own.pop(name, None)
+
+    def followed(self, latest: Latest | None) -> None:
+        """Record what ``latest`` says. Write it again if it lacks an own segment: of two engines that merge at once,
+        one replaces what the other has written.
+
+        :raises StoreError: the medium failed.
+        """
+        if latest is not None:
+            self.last_writer = latest.writer
+            self.last_merge = latest.time
+            self.turns.followed(is_own=latest.writer == self.writer)
+            if self._is_missing_in(latest):
+                self._announce()
+        self._plan_base()
+
+    def _is_missing_in(self, latest: Latest) -> bool:
+        """Return whether ``latest`` lacks an object that this handle has written recently, and none includes."""
+        now = self._clock.monotonic()
+        while self._written and now - self._written[0][0] > _ANNOUNCED_S:
+            self._written.popleft()
+        named = {name for name, _ in latest.recent}
+        missing = [name for _, name in self._written if name not in named]
+        return any(not self._replica.contained.get(name, True) for name in missing)
+
+    def check_limits(self, limits: Limits) -> None:
+        """Plan a merge if content has expired or exceeds the capacity: also without commits."""
+        removals = self._plan_eviction(limits)
+        if removals.packs or removals.manifests:
+            self.turns.look_soon(self._clock.monotonic())
+
+    # Merges
+
+    def merge(self, limits: Limits) -> None:
+        """Merge the commits in the inbox into a segment, with the evictions that are necessary.
+
+        :raises StoreError: the medium failed; a later merge does the rest.
+        """
+        began = self._clock.monotonic()
+        self.turns.began(began)
+        listed = self._medium.listed(self._names.inbox)
+        commits = [info for info in listed if self._names.is_commit(info.name)]
+        self._forget_own({info.name for info in commits}, began)
+        included = [info.name for info in commits if self._replica.contained.get(info.name)]
+        todo = [info for info in commits if self._is_new(info.name)]
+        self.backlog = len(todo)
+        some = _bounded(todo)
+        deltas = self._read(some)
+        others = any(name not in self.own for name in deltas)
+        planned = self._clock.monotonic()
+        removals = self._plan_eviction(limits)
+        segment = union([*deltas.values(), self.tombstones(removals)], list(deltas))
+        if not segment.is_empty or segment.includes:
+            self._publish(segment, began, planned)
+            self.delete_later([self._names.pack(name) for name in removals.packs], _TOMBSTONE_S)
+        self._delete([*included, *deltas])
+        is_full = len(removals.packs) + len(removals.manifests) >= _MOST_EVICTED
+        self.turns.ended(found=bool(deltas), others=others, left=is_full or len(todo) > len(some))
+        self._plan_base()
+
+    def _is_new(self, name: str) -> bool:
+        is_included = self._replica.contained.get(name, False)
+        is_waiting = name in self._reader.unreadable or name in self._reader.publishing
+        return not is_included and not is_waiting
+
+    def _read(self, infos: Sequence[BlobInfo]) -> dict[str, Delta]:
+        """Return the content of commits by name, and add it to the replica. Those that are missing or unreadable are
+        left out.
+        """
+        found: dict[str, Delta] = {}
+        others: list[BlobInfo] = []
+        for info in infos:
+            own = self.own.get(info.name)
+            if own is None:
+                others.append(info)
+            else:
+                found[info.name] = own[1].clamped(info.time)
+        for info, delta in self._medium.maintenance.each(self._reader.fetch_commit, others):
+            if delta is not None:
+                found[info.name] = delta
+        new = [item for item in found.items() if item[0] not in self._replica.contained]
+        self._reader.apply(new)
+        return found
+
+    def _plan_eviction(self, limits: Limits) -> Removals:
+        excess = 0
+        if limits.capacity is not None:
+            excess = max(0, self._replica.disk_bytes() - limits.capacity)
+        now = self._expiry_time()
+        return self._replica.plan_eviction(now, limits.ttl_s, excess, limits.horizon, _MOST_EVICTED)
+
+    def _expiry_time(self) -> float:
+        """Return the medium's time if the machine's clock confirms it; else 0: nothing expires."""
+        now = self._medium.time.now()
+        agrees = abs(now - self._clock.wall()) < _STALE_S
+        return now if agrees else 0.0
+
+    def tombstones(self, removals: Removals) -> Delta:
+        """Return a delta that removes packs and requests."""
+        now = self._medium.time.now() or LATEST_TIME
+        versions = self._replica.versions(removals.manifests)
+        dropped = [Dropped(digest, version, now) for digest, version in versions.items() if version]
+        return Delta(removed=[Tombstone(name, now) for name in removals.packs], dropped=dropped)
+
+    def _publish(self, segment: Delta, began: float, planned: float) -> None:
+        """Write a segment, apply it, and announce it in ``latest``.
+
+        :raises StoreError: it was not written, or too late; nothing was applied.
+        """
+        name = self._names.new_index(1, self._medium.time.now(), self._clock.random)
+        body = encode_delta(segment)
+        now = self._clock.monotonic()
+        if now - began > _STALE_S or now - planned > _EVICTION_STALE_S:
+            raise StoreError(f"{self._names.base}: the process was paused; the merge is begun anew")
+        written = self._medium.put_sealed(name, body, self._replica.namespace)
+        self._reader.apply([(name, segment)])
+        self._note_written(written)
+        self._announce()
+
+    def _note_written(self, info: BlobInfo) -> None:
+        self._reader.listed[info.name] = info
+        self._reader.remember([info])
+        self._written.append((self._clock.monotonic(), info.name))
+
+    def _announce(self) -> None:
+        time = self._medium.time.now()
+        recent: list[tuple[str, int]] = []
+        for info in self._reader.recent:
+            is_included = self._replica.contained.get(info.name, True)
+            if not is_included or info.name in self._reader.listed:  # else it was deleted
+                recent.append((info.name, info.size))
+        latest = Latest(self.writer, time, recent, self.backlog)
+        self._medium.put_sealed(self._names.latest, encode_latest(latest), self._replica.namespace)
+        self.last_writer = self.writer
+
+    # Bases
+
+    def _plan_base(self) -> None:
+        """Plan a base if the segments that none includes are many, or large against the last base."""
+        base, segments = self._base_and_segments()
+        total = sum(info.size for info in segments)
+        is_wanted = len(segments) >= 2 and (len(segments) > _MOST_SEGMENTS or total > max(_LEAST_BASE_BYTES, base // 4))
+        if not is_wanted:
+            self._base_wanted_at = math.inf
+        elif self._base_wanted_at == math.inf:
+            is_turn = self.last_writer == self.writer
+            pause_s = 0.0 if is_turn else _OTHERS_BASE_S * (1 + self._clock.random.random())
+            self._base_wanted_at = self._clock.monotonic() + pause_s
+
+    def _base_and_segments(self) -> tuple[int, list[BlobInfo]]:
+        """Return the bytes of the objects of the last base, and the listed objects that are segments."""
+        base = 0
+        segments: list[BlobInfo] = []
+        for name, info in self._reader.listed.items():
+            found = self._names.index_name(name)
+            if found is None or self._replica.contained.get(name, True):
+                continue  # included in another one, or not read
+            if found.level > 1:
+                base += info.size
+            else:
+                segments.append(info)
+        return base, segments
+
+    def write_base(self) -> None:
+        """Write a base: an object that includes all listed objects of the index that were read.
+
+        :raises StoreError: the medium failed; the index is as before, perhaps with some parts of the base more.
+        """
+        began = self._clock.monotonic()
+        self._base_wanted_at = math.inf
+        self._reader.refresh(settled=True)
+        listed = [name for name in self._reader.listed if name in self._replica.contained]
+        if len(listed) < 2:
+            return
+        self._replica.purge(self._medium.time.now() - _TOMBSTONES_KEPT_S)
+        level = 1 + max(self._index_name(name).level for name in listed)
+        parts: list[str] = []
+        waiting: Delta | None = None
+        for part in self._replica.dump(_PART_BYTES):
+            if waiting is not None:
+                parts.append(self._write_part(level, waiting, began))
+            waiting = part
+        assert waiting is not None
+        # Its level is higher, so that readers meet it before the parts, which they may not need.
+        last = msgspec.structs.replace(waiting, includes=listed, parts=parts)
+        self._write_part(level + 1, last, began)
+        self.delete_later(listed, _INCLUDED_S)
+        self._announce()
+
+    def _write_part(self, level: int, part: Delta, began: float) -> str:
+        name = self._names.new_index(level, self._medium.time.now(), self._clock.random)
+        body = encode_delta(part)
+        if self._clock.monotonic() - began > _STALE_S:
+            raise StoreError(f"{self._names.base}: a base took more than an hour; it is begun anew")
+        written = self._medium.put_sealed(name, body, self._replica.namespace)
+        self._reader.apply([(name, Delta(includes=part.includes))])
+        self._note_written(written)
+        return name
+
+    def _index_name(self, name: str) -> IndexName:
+        found = self._names.index_name(name)
+        assert found is not None, name
+        return found
+
+    # Deletions
+
+    def delete_later(self, blobs: list[str], after_s: float) -> None:
+        """Delete blobs after a while. The sweep deletes packs that this handle does not."""
+        if blobs and len(self._due) < _MOST_DUE:
+            self._due.append((self._clock.monotonic() + after_s, blobs))
+            self._due = deque(sorted(self._due))
+
+    def delete_due(self) -> None:
+        """Delete the blobs whose time has come. What fails is left to the sweep."""
+        now = self._clock.monotonic()
+        blobs: list[str] = []
+        while self._due and self._due[0][0] <= now:
+            blobs += self._due.popleft()[1]
+        self._delete(blobs)
+
+    def _delete(self, blobs: list[str]) -> None:
+        """Delete blobs that nobody needs. What fails is left to later merges and to the sweep."""
+        now = self._clock.monotonic()
+        if not blobs or now < self._delete_from:
+            return
+        try:
+            self._medium.blobs.delete(blobs)
+            self._delete_pause_s = _REFUSED_S
+        except StoreError as error:
+            self._delete_from = now + self._delete_pause_s
+            self._delete_pause_s = min(2 * self._delete_pause_s, _LONGEST_REFUSED_S)
+            text = "%s: %d blobs were not deleted (%s): they take space until a later attempt"
+            logger.warning(text, self._names.base, len(blobs), error)
+
+
+def _bounded(infos: Sequence[BlobInfo]) -> list[BlobInfo]:
+    """Return the first of the commits, in random order of their names, up to the bounds of one merge."""
+    found: list[BlobInfo] = []
+    length = 0
+    for info in infos[:MOST_COMMITS]:
+        length += info.size
+        if found and length > _MOST_BYTES:
+            break
+        found.append(info)
+    return found

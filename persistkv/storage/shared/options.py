@@ -1,0 +1,104 @@
+"""Options of a shared store that do not depend on its medium."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from persistkv.config import convert_options, parse_duration, parse_size
+from persistkv.errors import ConfigurationError, FileError
+from persistkv.storage.extensions import Policy
+
+_SECRET_BYTES = 32
+_DURATIONS = ("refresh", "touch", "ttl", "status")
+_MAY_BE_ZERO = ("refresh", "touch")
+
+
+class SharedOptions(msgspec.Struct, frozen=True):
+    """Options of an opened store. docs/shared.md describes them. Durations (``…_s``) are in seconds, the capacity is in
+    bytes.
+    """
+
+    read_only: bool = False
+    refresh_s: float = msgspec.field(default=1.0, name="refresh")
+    """Seconds between two looks at the commits of other engines. 0: the store is also searched at every commit and
+    every query of changes, requests or totals."""
+    touch_s: float = msgspec.field(default=600.0, name="touch")
+    """After this time, the next use publishes the waiting uses in a commit of their own; so does the closing of the
+    store."""
+    capacity: int | None = None
+    ttl_s: float | None = msgspec.field(default=None, name="ttl")
+    status_s: float | None = msgspec.field(default=None, name="status")
+    """Seconds between status rows of an engine; None: engines publish no status."""
+    key_file: str | None = None
+    """The key in it has at least 32 bytes; surrounding white space is ignored."""
+    key_env: str | None = None
+    cache: str | bool | None = None
+    """Directory of the replicas of the index; False: a temporary directory; None: ``~/.cache/persistkv``."""
+
+    def __post_init__(self) -> None:
+        if self.key_file is not None and self.key_env is not None:
+            raise ConfigurationError("key_env", self.key_env, "a file or a variable, not both")
+
+    @property
+    def policy(self) -> Policy:
+        """Capacity and ttl of a new store."""
+        return Policy(self.capacity, self.ttl_s)
+
+    def secret(self) -> bytes:
+        """Return the key that authenticates the store; empty: no authentication. Errors do not reveal it."""
+        if self.key_file is not None:
+            name, value = "key_file", self.key_file
+            try:
+                found = Path(value).read_bytes().strip()
+            except OSError as error:
+                raise FileError("read", Path(value), error) from None
+        elif self.key_env is not None:
+            name, value = "key_env", self.key_env
+            found = os.environ.get(value, "").encode().strip()
+        else:
+            return b""
+        if len(found) < _SECRET_BYTES:
+            expected = f"{_SECRET_BYTES} bytes or more there, such as openssl rand -hex 32 prints; found {len(found)}"
+            raise ConfigurationError(name, value, expected)
+        return found
+
+    def cache_directory(self) -> Path | None:
+        """Return the directory of the replicas; None: use a temporary one."""
+        if self.cache is False:
+            return None
+        if isinstance(self.cache, str):
+            return Path(self.cache)
+        try:
+            parent = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        except RuntimeError:
+            return None
+        return Path(parent) / "persistkv" / "shared"
+
+
+SHARED_NAMES = frozenset(field.encode_name for field in msgspec.structs.fields(SharedOptions))
+"""Names of the options in a URL."""
+
+
+def parse_shared(options: Mapping[str, str], where: str) -> tuple[SharedOptions, dict[str, str]]:
+    """Return the options of the store, and the others, which are those of its medium.
+
+    :param where: scheme of the URL, for errors.
+    :raises ConfigurationError: a value is invalid.
+    """
+    values: dict[str, str | int | float] = {}
+    rest: dict[str, str] = {}
+    for name, value in options.items():
+        if name not in SHARED_NAMES:
+            rest[name] = value
+        elif name == "capacity":
+            values[name] = parse_size(value, name=f"{where} option capacity")
+        elif name in _DURATIONS:
+            is_zero = name in _MAY_BE_ZERO and value == "0s"
+            values[name] = 0.0 if is_zero else parse_duration(value, name=f"{where} option {name}")
+        else:
+            values[name] = value
+    return convert_options(SharedOptions, values, where=where), rest

@@ -1,0 +1,127 @@
+"""Finds packs that the index does not name, by their own tables, and names them again.
+
+Index objects may be lost: deleted by an operator, or damaged. Each pack's blob ends with its table, which says what it
+contains. Packs that have a tombstone stay deleted. Requests, labels and pins are lost with the index objects.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from persistkv.errors import CorruptPackError
+from persistkv.storage.blobs import BlobInfo, BlobMissingError
+from persistkv.storage.format.pack import TRAILER_BYTES, PackTable
+from persistkv.storage.shared.calls import Medium
+from persistkv.storage.shared.format import (
+    MAX_OBJECT_BYTES,
+    NONCE_BYTES,
+    Delta,
+    Names,
+    PackEntry,
+    encode_delta,
+)
+from persistkv.storage.shared.replica import Replica
+
+_TAIL_BYTES = 64 << 10  # 64 KiB: most tables are shorter, and are read with one call
+_COMMIT_BYTES = 4 << 20  # 4 MiB of tables per commit
+
+
+class FoundPack(NamedTuple):
+    """A pack that the index did not name."""
+
+    entry: PackEntry
+    table: PackTable
+    size: int
+    """Bytes of its blob."""
+
+
+class Rebuilder:
+    """Rebuilds the index of one namespace.
+
+    :param replica: has read what is left of the index.
+    :param progress: called with the bytes of the blobs that were examined, and with all of them.
+    """
+
+    def __init__(self, medium: Medium, names: Names, replica: Replica, progress: Callable[[int, int], None]) -> None:
+        self._medium = medium
+        self._names = names
+        self._replica = replica
+        self._progress = progress
+        self.skipped: Counter[str] = Counter()
+        """Reason → number of blobs that are not packs of the namespace, or stay deleted."""
+
+    def rebuild(self) -> list[FoundPack]:
+        """Commit all packs that the index does not name; return them.
+
+        :raises StoreError: the medium failed; packs that were committed before stay.
+        """
+        found: list[FoundPack] = []
+        waiting: list[PackEntry] = []
+        for pack in self._unnamed():
+            found.append(pack)
+            waiting.append(pack.entry)
+            if sum(len(entry.body) for entry in waiting) >= _COMMIT_BYTES:
+                self._commit(waiting)
+                waiting = []
+        if waiting:
+            self._commit(waiting)
+        return found
+
+    def _unnamed(self) -> Iterator[FoundPack]:
+        names: dict[bytes, BlobInfo] = {}
+        for info in self._medium.listed(self._names.packs):
+            name = self._names.pack_name(info.name)
+            if name is None:
+                self.skipped["blobs that are no packs"] += 1
+            else:
+                names[name] = info
+        for name in self._replica.live_names(names):
+            del names[name]
+        for name in self._replica.ended_names(names):
+            del names[name]
+            self.skipped["deleted packs"] += 1
+        total = sum(info.size for info in names.values())
+        done = 0
+        for info, body in self._medium.maintenance.each(self._tail, list(names.values())):
+            done += info.size
+            self._progress(done, total)
+            name = self._names.pack_name(info.name)
+            if body is None or name is None:
+                self.skipped["blobs without a readable table"] += 1
+                continue
+            table = PackTable.parse(body)
+            if (table.namespace, table.pack_id) != (self._replica.namespace, name[:-NONCE_BYTES]):
+                self.skipped["packs of another place"] += 1
+                continue
+            entry = PackEntry(table.pack_id, name[-NONCE_BYTES:], body, info.time)
+            yield FoundPack(entry, table, info.size)
+
+    def _tail(self, info: BlobInfo) -> bytes | None:
+        """Return what follows the payload of a pack: tags, and the encoded table; None: they do not read."""
+        length = min(info.size, _TAIL_BYTES)
+        try:
+            tail = self._read(info, length)
+            table = int.from_bytes(tail[-TRAILER_BYTES:][:8], "little") + TRAILER_BYTES
+            if length < table <= min(info.size, MAX_OBJECT_BYTES):
+                tail = self._read(info, table)
+            payload = PackTable.parse(tail).payload_length
+            following = info.size - payload
+            if not 0 < following <= MAX_OBJECT_BYTES:
+                return None
+            return self._read(info, following) if following > len(tail) else tail[-following:]
+        except (CorruptPackError, BlobMissingError):
+            return None
+
+    def _read(self, info: BlobInfo, length: int) -> bytes:
+        buffer = bytearray(length)
+        with memoryview(buffer) as view:
+            done = self._medium.blobs.read(info.name, info.size - length, length, iter([view]))
+        return bytes(buffer[:done])
+
+    def _commit(self, entries: Sequence[PackEntry]) -> None:
+        name = self._names.new_commit(self._medium.clock.random)
+        delta = Delta(packs=list(entries))
+        self._medium.put_sealed(name, encode_delta(delta), self._replica.namespace)
+        self._replica.apply([(name, delta)])

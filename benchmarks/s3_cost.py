@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.rig import show
 from benchmarks.s3_proxy import CountingProxy
-from benchmarks.s3_rig import make_bucket, pack_of, server
+from benchmarks.s3_rig import make_bucket, open_alone, pack_of, server
 from benchmarks.store_rig import Rig, fresh_keys
 from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.memory.rows import Rows
@@ -28,8 +28,6 @@ from persistkv.storage.records import RequestEnd, StoreOptions
 from persistkv.storage.store import Store
 from persistkv.testing.samples import sample_manifest
 from persistkv_s3 import S3Backend
-from persistkv_s3.client.boto import BotoClient
-from persistkv_s3.options import parse_url
 
 TOKENS_PER_BLOCK = 16
 MOST_BESIDE_PACKS = 2
@@ -57,12 +55,6 @@ def sample_memory(num_bytes: int) -> memoryview:
     values = np.random.default_rng(0).standard_normal(1 << 20, dtype=np.float32)
     tile = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
     return memoryview(np.tile(tile, -(-num_bytes // len(tile)))[:num_bytes].data)
-
-
-def open_alone(url: str) -> S3Backend:
-    """Open a store without its background work, whose requests depend on time: ``benchmarks.s3_fleet`` counts them."""
-    place, options = parse_url(StoreUrl.parse(url))
-    return S3Backend(place, options, BotoClient(place, options), background=False)
 
 
 def count_request(url: str, proxy: CountingProxy, model: Model, codec: str, tokens: int) -> list[str]:
@@ -171,11 +163,11 @@ def main() -> None:
         packs, per_commit = arguments.packs, arguments.per_commit
         fill(url("open", directory), packs, per_commit, arguments.blocks)
         commits = -(-packs // per_commit)
-        each = f"a commit without its packs: mean of {commits:,}, snapshots included"
+        each = f"a commit without its packs: mean of {commits:,}, with merges"
         rows = [
             [each, f"{(proxy.take() - packs) / commits:.2f}", "", ""],
             count_open(url("open"), proxy, packs, ""),
-            count_open(url("open", directory), proxy, packs, ", local catalogue present"),
+            count_open(url("open", directory), proxy, packs, ", replica present"),
             count_idle(url("open"), proxy, arguments.refreshes),
         ]
         show("Requests of an engine", ["", "requests", "at most", ""], rows)

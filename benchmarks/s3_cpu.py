@@ -13,22 +13,17 @@ import argparse
 import os
 import resource
 import statistics
-import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.rig import show
-from benchmarks.s3_rig import make_bucket, pack_of, plain_client, server
-from persistkv.config import StoreUrl
+from benchmarks.s3_rig import make_bucket, open_alone, pack_of, plain_client, server
 from persistkv.memory.rows import ByteArray
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.storage.identity import Identity
-from persistkv_s3 import S3Backend
 
 PACK_BYTES = 16 << 20  # 16 MiB
 BLOCK_BYTES = 256 << 10  # 256 KiB
@@ -36,36 +31,27 @@ PUT_TARGET, GET_TARGET = 0.6, 0.8  # CPU seconds per GB
 
 
 def cpu_s() -> float:
-    """Return the CPU seconds of this process in all threads but the leader's."""
+    """Return the CPU seconds of this process in all threads."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime - leader_cpu_s()
-
-
-def leader_cpu_s() -> float:
-    """Return the CPU seconds of the thread that merges the commits of all engines into the feed; 0 if there is none."""
-    ids = [thread.native_id for thread in threading.enumerate() if thread.name == "persistkv-s3-feed"]
-    return sum(int(Path(f"/proc/self/task/{one}/schedstat").read_text().split()[0]) for one in ids) / 1e9
+    return used.ru_utime + used.ru_stime
 
 
 def cpu_per_gb(work: Callable[[], object], num_bytes: int) -> float:
-    """Return the CPU seconds of ``work`` per GB, without the leader's."""
+    """Return the CPU seconds of ``work`` per GB."""
     before = cpu_s()
     work()
     return (cpu_s() - before) / (num_bytes / 1e9)
 
 
-def ours(url: str, blocks: ByteArray, num_bytes: int, key: bool, leader: list[float]) -> tuple[float, float]:
-    """Measure the driver: commit packs one by one, and read them into existing memory.
-
-    :param leader: the leader's CPU seconds per second are appended.
-    """
-    options = "unsigned_payload=yes&refresh=1h" + "&key_env=PERSISTKV_BENCHMARK_KEY" * key
-    backend = S3Backend.open(StoreUrl.parse(f"{url}&{options}"))
+def ours(url: str, blocks: ByteArray, num_bytes: int, key: bool) -> tuple[float, float]:
+    """Measure the store without its background work: commit packs one by one, and read them into existing memory."""
+    options = "&unsigned_payload=yes"
+    if key:
+        options += "&key_env=PERSISTKV_BENCHMARK_KEY"
+    backend = open_alone(f"{url}{options}")
     namespace = backend.open_namespace(Identity.of({"benchmark": "cpu"})).id
     packs = [pack_of(namespace, blocks) for _ in range(num_bytes // PACK_BYTES)]
-    began, before = time.monotonic(), leader_cpu_s()
     put = cpu_per_gb(lambda: [backend.commit(namespace, CommitBatch([pack])) for pack in packs], num_bytes)
-    leader.append((leader_cpu_s() - before) / (time.monotonic() - began))
     into = memoryview(bytearray(PACK_BYTES))
     spans = [[ReadSpan(pack.pack_id, 0, [into])] for pack in packs]
     got = cpu_per_gb(lambda: [backend.read(namespace, span) for span in spans], num_bytes)
@@ -100,14 +86,13 @@ def main() -> None:
     num_bytes = max(PACK_BYTES, (arguments.mib << 20) // PACK_BYTES * PACK_BYTES)
     blocks = np.random.default_rng(1).integers(0, 256, (PACK_BYTES // BLOCK_BYTES, BLOCK_BYTES), dtype=np.uint8)
     figures: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    leader: list[float] = []
     with server(arguments.endpoint) as endpoint:
         for number in range(arguments.rounds):
             bucket = make_bucket(endpoint)
             url = f"s3://{bucket}/cpu{number}?endpoint_url={endpoint}&cache=no"
             client = plain_client(endpoint)
-            figures["16 MiB packs, persistkv"].append(ours(url, blocks, num_bytes, False, leader))
-            figures["the same, authenticated with a key"].append(ours(url, blocks, num_bytes, True, leader))
+            figures["16 MiB packs, persistkv"].append(ours(url, blocks, num_bytes, key=False))
+            figures["the same, authenticated with a key"].append(ours(url, blocks, num_bytes, key=True))
             figures["16 MiB objects, plain boto3"].append(plain(client, bucket, blocks, PACK_BYTES, num_bytes))
             figures["256 KiB objects, plain boto3"].append(plain(client, bucket, blocks, BLOCK_BYTES, num_bytes // 4))
             client.close()
@@ -116,9 +101,6 @@ def main() -> None:
     where = "moto" if arguments.endpoint is None else arguments.endpoint
     title = f"Client CPU, seconds per GB, against {where}: medians of {arguments.rounds}"
     show(title, ["", "put", "got", f"<= {PUT_TARGET} and {GET_TARGET}"], rows)
-    print(
-        f"not included: the leader, one engine of all, takes {statistics.median(leader) * 1e3:.0f} ms of CPU per second"
-    )
 
 
 if __name__ == "__main__":

@@ -15,9 +15,11 @@ from typing import Any
 import boto3
 
 from benchmarks.store_rig import fresh_keys
+from persistkv.config import StoreUrl
 from persistkv.memory.rows import ByteArray, StagedBlocks
 from persistkv.storage.format.codec import RawCodec
 from persistkv.storage.format.pack_writer import PackWriter, Segment
+from persistkv_s3 import S3Backend
 
 
 @contextmanager
@@ -70,3 +72,11 @@ def pack_of(namespace: bytes, blocks: ByteArray) -> PackWriter:
     """Return a pack of these blocks under new random keys."""
     segment = Segment(0, blocks.shape[1], fresh_keys(len(blocks)), StagedBlocks([blocks]), 0)
     return PackWriter(namespace, RawCodec(), [segment])
+
+
+def open_alone(url: str) -> S3Backend:
+    """Open a store without its background work, whose requests depend on time: ``benchmarks.s3_fleet`` counts them."""
+    parsed = StoreUrl.parse(url)
+    options, rest = S3Backend.split_options(parsed)
+    blobs = S3Backend.open_blobs(parsed, rest, read_only=False)
+    return S3Backend(blobs, options, url, background=False)

@@ -42,7 +42,7 @@ from persistkv.tiering.persistent import PersistentTier
 
 BLOCKS = 256
 BLOCK_BYTES = 64 << 10  # 64 KiB
-TARGET_FILES = {"store": 32, "promote": 21, "open": 32}  # a namespace's first job also writes its identity
+TARGET_FILES = {"store": 33, "promote": 21, "open": 32}  # a namespace's first job also writes its identity
 TARGET_FRAMES = 19
 _TIMEOUT_S = 60.0
 _DEVICE_CALLS = {

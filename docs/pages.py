@@ -24,7 +24,12 @@ logger = logging.getLogger("mkdocs.hooks.pages")
 
 ROOT = Path(__file__).parent.parent
 PAGES = MappingProxyType(
-    {"README.md": "index.md", "backends/persistkv_lmdb/README.md": "lmdb.md", "CHANGELOG.md": "changelog.md"}
+    {
+        "README.md": "index.md",
+        "backends/persistkv_dir/README.md": "dir.md",
+        "backends/persistkv_lmdb/README.md": "lmdb.md",
+        "CHANGELOG.md": "changelog.md",
+    }
 )
 """Files outside docs/, and the pages that they are."""
 STANDS_FOR = MappingProxyType({"backends/persistkv_s3/README.md": "s3.md"})

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import re
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Literal
 from urllib.parse import urlsplit
 
 import msgspec
 
-from persistkv.config import StoreUrl, convert_options, parse_duration, parse_size
-from persistkv.errors import ConfigurationError, FileError, MissingOptionError
-from persistkv.storage.extensions import Policy
+from persistkv.config import StoreUrl, convert_options, parse_duration
+from persistkv.errors import ConfigurationError, MissingOptionError
+from persistkv.storage.shared.options import SHARED_NAMES
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"[A-Za-z0-9!_.*'()\-/]*")
 _MAX_PREFIX = 256
 _ACCOUNT = re.compile(r"[0-9]{12}")
 _CREDENTIAL = re.compile("key|secret|token|password|credential|signature", re.IGNORECASE)
-_SECRET_BYTES = 32
 _ENDPOINT = "https://host:port or http://host:port, without user, path or query"
-_DURATIONS = ("deadline", "slow", "refresh", "touch", "ttl", "grace", "status")
-_MAY_BE_ZERO = ("refresh", "touch")
+_DURATIONS = ("deadline", "slow")
 
 
 class S3Options(msgspec.Struct, frozen=True):
     """Options of an opened store, which ``parse_url`` reads from its URL. docs/s3.md describes them and the default
-    behaviour, here None. Durations (``…_s``) are in seconds, the capacity is in bytes.
+    behaviour, here None. Durations (``…_s``) are in seconds. Those of every shared store are in
+    ``persistkv.storage.shared``.
     """
 
     endpoint_url: str | None = None
@@ -41,27 +39,12 @@ class S3Options(msgspec.Struct, frozen=True):
     sse_kms_key_id: str | None = None
     sse_bucket_key: bool | None = None
     expected_bucket_owner: str | None = None
-    read_only: bool = False
     deadline_s: float = msgspec.field(default=30.0, name="deadline")
     """For one operation (upload, download, page of a listing), including retries. The last attempt may exceed it by a
     socket timeout: a third of it, at least 1 s."""
     slow_s: float = msgspec.field(default=10.0, name="slow")
-    refresh_s: float = msgspec.field(default=1.0, name="refresh")
-    """0: the store is also searched at every commit and every query of changes, manifests or totals."""
-    touch_s: float = msgspec.field(default=600.0, name="touch")
-    """After this time, the next use publishes the waiting uses in a commit of their own; so does the closing of the
-    store."""
     connections: int = 8
     """From 1 to 64. Concurrent calls share this number of threads."""
-    capacity: int | None = None
-    ttl_s: float | None = msgspec.field(default=None, name="ttl")
-    grace_s: float = msgspec.field(default=3600.0, name="grace")
-    status_s: float | None = msgspec.field(default=None, name="status")
-    key_file: str | None = None
-    """The key in it has at least 32 bytes; surrounding white space is ignored."""
-    key_env: str | None = None
-    cache: str | bool | None = None
-    """Also a temporary directory if there is no home directory."""
 
     def __post_init__(self) -> None:
         if self.endpoint_url is not None:
@@ -71,44 +54,8 @@ class S3Options(msgspec.Struct, frozen=True):
                 raise MissingOptionError(f"s3 option {name}", "sse=aws:kms")
         if self.expected_bucket_owner is not None and not _ACCOUNT.fullmatch(self.expected_bucket_owner):
             raise ConfigurationError("s3 option expected_bucket_owner", self.expected_bucket_owner, "12 digits")
-        if self.key_file is not None and self.key_env is not None:
-            raise ConfigurationError("s3 option key_env", self.key_env, "a file or a variable, not both")
         if not 1 <= self.connections <= 64:
             raise ConfigurationError("s3 option connections", self.connections, "a number from 1 to 64")
-
-    @property
-    def policy(self) -> Policy:
-        """Capacity and ttl of a new store."""
-        return Policy(self.capacity, self.ttl_s)
-
-    def secret(self) -> bytes:
-        """Return the key that authenticates the store; empty: no authentication. Errors do not reveal it."""
-        if self.key_file is not None:
-            name, value = "key_file", self.key_file
-            try:
-                found = Path(value).read_bytes().strip()
-            except OSError as error:
-                raise FileError("read", Path(value), error) from None
-        elif self.key_env is not None:
-            name, value = "key_env", self.key_env
-            found = os.environ.get(value, "").encode().strip()
-        else:
-            return b""
-        if len(found) < _SECRET_BYTES:
-            expected = f"{_SECRET_BYTES} bytes or more there, such as openssl rand -hex 32 prints; found {len(found)}"
-            raise ConfigurationError(f"s3 option {name}", value, expected)
-        return found
-
-    def cache_directory(self) -> Path | None:
-        """Return the directory of the local catalogues; None: use a temporary one."""
-        if self.cache is False:
-            return None
-        if isinstance(self.cache, str):
-            return Path(self.cache)
-        try:
-            return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "persistkv" / "s3"
-        except RuntimeError:
-            return None
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -122,18 +69,19 @@ class Place(msgspec.Struct, frozen=True):
         return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
 
 
-def parse_url(url: StoreUrl) -> tuple[Place, S3Options]:
-    """Return location and options of a store; raise ``ConfigurationError`` with the name of an invalid part."""
-    for name in url.options:
+def parse_url(url: StoreUrl, own: Mapping[str, str] | None = None) -> tuple[Place, S3Options]:
+    """Return location and options of a bucket; raise ``ConfigurationError`` with the name of an invalid part.
+
+    :param own: the URL's options that concern the bucket; None: all of them do.
+    """
+    given = url.options if own is None else own
+    for name in given:
         if _CREDENTIAL.search(name) and name not in S3Options.__struct_fields__:
             raise ConfigurationError(f"s3 option {name}", "…", "no credentials in URLs: see docs/s3.md, Credentials")
-    values: dict[str, str | int | float] = {**url.options}
+    values: dict[str, str | int | float] = {**given}
     for name in values.keys() & set(_DURATIONS):
-        zero = name in _MAY_BE_ZERO and values[name] == "0s"
-        values[name] = 0.0 if zero else parse_duration(url.options[name], name=f"s3 option {name}")
-    if "capacity" in values:
-        values["capacity"] = parse_size(url.options["capacity"], name="s3 option capacity")
-    options = convert_options(S3Options, values, where="s3")
+        values[name] = parse_duration(given[name], name=f"s3 option {name}")
+    options = convert_options(S3Options, values, where="s3", others=SHARED_NAMES)
     bucket, _, prefix = url.location.partition("/")
     prefix = prefix.strip("/")
     if not _BUCKET.fullmatch(bucket) or ".." in bucket:

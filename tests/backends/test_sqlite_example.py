@@ -1,4 +1,4 @@
-"""The driver in examples/ against the rules of the catalogue; its own tests run the conformance suite."""
+"""The driver in examples/ against the rules of stores; its own tests are those of media."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from persistkv.storage.catalog import LOG_ENTRIES
-from persistkv_sqlite import SqliteBackend
+from persistkv.storage.backend import Backend
+from persistkv.testing.conformance import BackendConformance
+from persistkv_sqlite import SqliteBackend, SqliteBlobs
 from tests.backends.catalogue_rules import CatalogueRules
 from tests.backends.eviction_rules import EvictionRules
+from tests.backends.raw_shared import RawShared
 
 
 @pytest.fixture
@@ -21,18 +23,15 @@ def directory() -> Iterator[Path]:
         yield Path(name)
 
 
-class TestSqliteExample(CatalogueRules, EvictionRules):
+class TestSqliteExample(BackendConformance, CatalogueRules, EvictionRules):
     driver = SqliteBackend
-    changes_kept = LOG_ENTRIES
+    ends_namespaces = False
 
     @pytest.fixture
     def url(self, directory: Path) -> str:
-        return f"sqlite://{directory}/kv.db?capacity=256MiB"
+        return f"sqlite://{directory}/kv.db?refresh=0s&cache={directory}/cache"
 
     @pytest.fixture
-    def small_url(self, directory: Path) -> str:
-        return f"sqlite://{directory}/small.db?capacity=4MiB"
-
-    @pytest.fixture
-    def ttl_url(self, directory: Path) -> str:
-        return f"sqlite://{directory}/aging.db?ttl=1h"
+    def raw(self, directory: Path, backend: Backend) -> RawShared:
+        assert isinstance(backend, SqliteBackend)
+        return RawShared(SqliteBlobs(directory / "kv.db"), backend)

@@ -16,7 +16,7 @@ from persistkv.config import StoreUrl, convert_options, parse_size
 from persistkv.integrations.vllm.metrics import COUNTERS, GAUGES, PREFIX
 from persistkv.integrations.vllm.options import vllm_options
 from persistkv_lmdb.backend import LmdbOptions
-from persistkv_s3.options import parse_url
+from persistkv_s3 import S3Backend
 from persistkv_tools.cli import main
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -77,7 +77,7 @@ def test_deploy_config_tier_options_exist(platform: str) -> None:
         if url.scheme == "lmdb":
             assert convert_options(LmdbOptions, url.options, where="lmdb").policy.capacity
         else:
-            assert parse_url(url)[1].ttl_s
+            assert S3Backend.new_policy(url).ttl_s
 
 
 @pytest.mark.parametrize("platform", COMMANDS)

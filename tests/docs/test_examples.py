@@ -118,6 +118,10 @@ def test_operating_page_store_example_finds_no_problems(
     assert namespace["problems"] == []
 
 
+def test_extending_page_faults_are_injected() -> None:
+    exec(compile(examples("docs/extending.md", "python")[0], "docs/extending.md", "exec"), {})
+
+
 def test_extending_page_tier_configuration_is_accepted() -> None:
     namespace: dict[str, Any] = {}
     exec(compile(examples("docs/extending.md", "python")[-1], "docs/extending.md", "exec"), namespace)

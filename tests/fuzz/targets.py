@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import ConfigurationError, CorruptPackError
 from persistkv.memory.rows import Rows, StagedBlocks
 from persistkv.storage.backend import CommitBatch, ManifestWrite
+from persistkv.storage.catalog.rows import manifest_row
+from persistkv.storage.format.authentication import Authenticator
 from persistkv.storage.format.codec import Codec, PlanesCodec, RawCodec, ZstdCodec, parse_codec
 from persistkv.storage.format.manifest import (
     RequestManifest,
@@ -34,10 +37,26 @@ from persistkv.storage.format.pack import FRAME_BYTES, PackedKeys, PackTable, al
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
+from persistkv.storage.shared.format import (
+    Delta,
+    Dropped,
+    Latest,
+    ManifestEntry,
+    Names,
+    PackEntry,
+    Pin,
+    Tombstone,
+    Use,
+    decode_delta,
+    decode_latest,
+    encode_delta,
+    encode_latest,
+    seal,
+    unseal,
+)
+from persistkv.storage.shared.replica import Replica
 from persistkv.storage.store import Store
 from persistkv.testing.memory import MemoryBackend
-from persistkv_s3.catalogue import Catalogue
-from persistkv_s3.feed.format import Entry, Feed, Head, ManifestRow, NamespaceHead, PackRow, Snapshot, seal, unseal
 from tests.memory_rows import set_payload, set_table_row
 
 BLOCK = 1024
@@ -305,83 +324,84 @@ class CodecTexts(Target):
         return True
 
 
-class S3Feeds(Target):
-    """Feed objects of the S3 driver: a catalogue that applies them must be valid, and all its packs were written."""
+SHARED_NAMES = Names(IDENTITY.digest)
+SHARED_OBJECT = SHARED_NAMES.new_commit(random.Random(0))
+SHARED_HEADER = 12  # bytes of magic number and format
 
-    name = "s3 feed"
+
+def shared_delta(packs: Sequence[PackTable]) -> Delta:
+    """Return a commit of packs and one request."""
+    ids = b"".join(pack.pack_id for pack in packs)
+    digest = manifest_row(IDENTITY.digest, "r")[16:]
+    return Delta(
+        packs=[PackEntry(pack.pack_id, bytes(16), pack.encode(), 1.7e9) for pack in packs],
+        uses=[Use(1.7e9, ids)],
+        removed=[Tombstone(bytes(32), 1.7e9)],
+        manifests=[ManifestEntry(digest, 2, 1.7e9, Manifests.samples[0], ids, bytes(16), 0, 9)],
+        dropped=[Dropped(bytes(16), 1, 1.7e9)],
+        pins=[Pin(digest, 1, pinned=True)],
+        includes=["x"],
+    )
+
+
+def seal_object(data: bytes) -> bytes:
+    """Return an object of the index with a valid header and checksum."""
+    return seal(SHARED_OBJECT, data[SHARED_HEADER:-16], Authenticator(), IDENTITY.digest)
+
+
+class SharedDeltas(Target):
+    """Objects of a shared store's index: a replica that applies one is valid, and all its packs were written."""
+
+    name = "shared delta"
     samples = tuple(
-        seal(
-            Feed(
-                generation=bytes(8),
-                position=1,
-                term=bytes(12),
-                previous=b"",
-                time=1.7e9,
-                merged={bytes(16): 1},
-                entries=[
-                    Entry(
-                        writer=bytes(16),
-                        number=number + 1,
-                        time=1.7e9,
-                        gone=[(bytes(16), bytes(8))],
-                        uses=[pack.pack_id, b""],
-                        packs=[PackRow(pack.pack_id, bytes([number]) * 8, pack.table.encode())],
-                        manifests=[ManifestRow(b"head", pack.pack_id, "keys/x", 0, 9)],
-                        pins=[(f"r{number}", True)],
-                    )
-                    for number, pack in enumerate(packs)
-                ],
-            )
-        )
-        for packs in (PACKS[:1], PACKS)
+        seal(SHARED_OBJECT, encode_delta(shared_delta(packs)), Authenticator(), IDENTITY.digest)
+        for packs in ([pack.table for pack in PACKS[:1]], [pack.table for pack in PACKS])
     )
 
     def check(self, number: int, data: bytes, sealed: bool) -> bool:
+        data = seal_object(data) if sealed else data
         try:
-            feed = unseal(seal_record(data) if sealed else data, Feed)
+            delta = decode_delta(unseal(SHARED_OBJECT, data, Authenticator(), IDENTITY.digest))
         except CorruptPackError:
             return False
+        require(sealed or data in self.samples, "damage passed the checksum")
+        again = encode_delta(delta)
+        require(encode_delta(decode_delta(again)) == again, "an object changes when it is encoded again")
         with tempfile.TemporaryDirectory() as directory:
-            catalogue = Catalogue(Path(directory) / "catalogue", IDENTITY.digest)
-            feed.position = 1
-            catalogue.apply_feed(feed)
-            changes = catalogue.changes(IDENTITY.digest, None)
-            added = list(changes.added)
+            replica = Replica(Path(directory), IDENTITY.digest, map_bytes=64 << 20)
+            replica.apply([(SHARED_OBJECT, delta)])
+            added = list(replica.changes(IDENTITY.digest, None).added)
             for table in added:
-                require(any(table == pack.table for pack in PACKS), "the catalogue has a table that was never written")
-            require(catalogue.states()[0].packs == len(added) and catalogue.disk_bytes() >= 0, "wrong totals")
-            catalogue.close()
+                require(any(table == pack.table for pack in PACKS), "the replica has a table that was never written")
+            require(replica.disk_bytes() >= 0, "wrong totals")
+            list(replica.manifests(IDENTITY.digest))
+            list(replica.dump(part_bytes=1 << 20))
+            replica.close()
         return True
 
 
-class S3Records(Target):
-    """Heads and snapshots of the S3 driver: rejected, or stable when encoded and parsed again."""
+class SharedHints(Target):
+    """The blob ``latest`` of a shared store: rejected, or stable when it is encoded and parsed again."""
 
-    name = "s3 record"
+    name = "shared latest"
     samples = (
-        seal(Head(store=bytes(8), namespaces={bytes(16): NamespaceHead(generation=bytes(8))})),
-        seal(Snapshot(generation=bytes(8), position=9, term=bytes(12), time=1.7e9, base=["segments/a"])),
+        seal(SHARED_OBJECT, encode_latest(Latest(bytes(16), 1.7e9, [])), Authenticator(), IDENTITY.digest),
+        seal(SHARED_OBJECT, encode_latest(Latest(b"w", 1.7e9, [("x", 9)], 3)), Authenticator(), IDENTITY.digest),
     )
 
     def check(self, number: int, data: bytes, sealed: bool) -> bool:
-        data = seal_record(data) if sealed else data
-        read = False
-        for kind in (Head, Snapshot):
-            try:
-                record = unseal(data, kind)
-            except CorruptPackError:
-                continue
-            require(sealed or data in self.samples, "damage passed the checksum")
-            require(unseal(seal(record), kind) == record, "a record changes when it is encoded again")
-            read = True
-        return read
-
-
-def seal_record(data: bytes) -> bytes:
-    """Return a record with a valid checksum."""
-    return data[:1] + xxhash.xxh3_64_intdigest(data[9:]).to_bytes(8, "little") + data[9:]
+        data = seal_object(data) if sealed else data
+        try:
+            latest = decode_latest(unseal(SHARED_OBJECT, data, Authenticator(), IDENTITY.digest))
+        except CorruptPackError:
+            return False
+        require(sealed or data in self.samples, "damage passed the checksum")
+        again = encode_latest(latest)
+        require(encode_latest(decode_latest(again)) == again, "the hint changes when it is encoded again")
+        return True
 
 
 TARGETS: tuple[Target, ...] = (
-    Tables(), Payloads(), Frames(), Manifests(), ManifestKeyLists(), Identities(), CodecTexts(), S3Feeds(), S3Records(),
+    Tables(), Payloads(), Frames(), Manifests(), ManifestKeyLists(), Identities(), CodecTexts(), SharedDeltas(),
+    SharedHints(),
 )  # fmt: skip

@@ -33,9 +33,7 @@ export PERSISTKV_S3_ENDPOINT=http://127.0.0.1:$RGW_PORT PERSISTKV_S3_CEPH=$D
 export AWS_ACCESS_KEY_ID=test AWS_SECRET_ACCESS_KEY=testsecret
 case ${TRIAL:-tests} in
 tests)
-  # the simulation needs no server, and imitates moto where servers differ (ETags with quotes)
-  $PYTHON -m pytest tests/backends/s3 tests/e2e/test_sharing.py --ignore tests/backends/s3/test_histories.py \
-    --ignore tests/backends/s3/test_simulation.py "$@"
+  $PYTHON -m pytest tests/backends/s3 tests/e2e/test_sharing.py "$@"
   $PYTHON -m tests.servers.writers --seconds "${SECONDS_OF_WRITING:-15}"
   ;;
 writers) $PYTHON -m tests.servers.writers --seconds "${SECONDS_OF_WRITING:-120}" "$@" ;;

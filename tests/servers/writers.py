@@ -1,8 +1,8 @@
 """Writers with overlapping requests on one bucket, with readers: python -m tests.servers.writers --seconds 120
 
 All writers store the same shared prefixes at the same time, each followed by blocks of their own. Afterwards a new
-handle reads and compares every block that was reported as durable. Each shared prefix must be in the bucket once, and
-after retention every object must be referenced by an index.
+handle reads and compares every block that was reported as durable. Every pack of the index must have its object, and
+the index must name each block once: two writers that store the same prefix at once upload two objects of one pack.
 
 PERSISTKV_S3_ENDPOINT names the server (make test-writers starts one). Credentials are read from the environment.
 """
@@ -28,11 +28,13 @@ from persistkv.base import make_offload_key
 from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.errors import StoreError
 from persistkv.memory.rows import Rows
+from persistkv.storage.format.pack import ID_BYTES
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreOptions
+from persistkv.storage.shared import SharedBackend
+from persistkv.storage.shared.format import Names
 from persistkv.storage.store import Store
 from persistkv_s3 import S3Backend
-from persistkv_s3.feed.format import Names, parse_pack
 
 BLOCK = 256 << 10
 PREFIX, OWN = 64, 8  # blocks: a pack cut at a fixed depth, and a pack of staged blocks
@@ -137,15 +139,19 @@ def run(url: str, writers: int, readers: int, seconds: float) -> list[Report]:
     return reports
 
 
-def wait_until_merged(backend: S3Backend, client: object, bucket: str) -> None:
-    """Wait until the feed contains all commits."""
+def wait_until_merged(backend: SharedBackend, client: object, bucket: str) -> None:
+    """Wait until the inbox is empty, and read everything."""
     until = time.monotonic() + PATIENCE_S
-    while stored_objects(client, bucket, "store/inbox/"):
+    while left := waiting_commits(client, bucket):
         if time.monotonic() > until:
-            left = stored_objects(client, bucket, "store/inbox/")
             raise TimeoutError(f"{len(left)} commits remain in the inbox: {left[:3]}")
         time.sleep(0.2)
     backend.refresh()
+
+
+def waiting_commits(client: object, bucket: str) -> list[str]:
+    """Return the objects of commits that are not merged."""
+    return [key for key in stored_objects(client, bucket, "store/") if "/inbox/" in key]
 
 
 def stored_objects(client: object, bucket: str, prefix: str) -> list[str]:
@@ -157,8 +163,8 @@ def problems_of(url: str, bucket: str, client: object, reports: list[Report]) ->
     """Return descriptions of all violations in the store."""
     store = open_store(url)
     backend = store.catalogue.backend
-    assert isinstance(backend, S3Backend)
-    last = _key(b"last", 0, 0)  # an engine leads only while it has commits of its own
+    assert isinstance(backend, SharedBackend)
+    last = _key(b"last", 0, 0)  # who commits merges what others left
     store.put("last", [last], [0], [0])
     store.end_request(RequestEnd("last", "last", ([last],), 16, 16))
     store.flush()
@@ -176,11 +182,14 @@ def problems_of(url: str, bucket: str, client: object, reports: list[Report]) ->
     twice = [key for key, count in holders.items() if count > 1]
     if twice:
         problems.append(f"{len(twice)} blocks are in more than one pack")
-    prefix = f"{Names('store/', store.namespace).base}packs/"
-    names = filter(None, map(parse_pack, stored_objects(client, bucket, prefix)))
-    objects = {pack_id for pack_id, _ in names}
+    names = Names(store.namespace)
+    objects: set[bytes] = set()
+    for key in stored_objects(client, bucket, f"store/{names.packs}"):
+        name = names.pack_name(key.removeprefix("store/"))
+        if name is not None:
+            objects.add(name[:ID_BYTES])
     if lost := {table.pack_id for table in tables} - objects:
-        problems.append(f"{len(lost)} packs of the catalogue have no object")
+        problems.append(f"{len(lost)} packs of the index have no object")
     store.close()
     return problems
 

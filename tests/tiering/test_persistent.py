@@ -203,7 +203,7 @@ def test_persistent_tier_host_killed_in_flight_misses_and_restarts(
         ({"url": "lmdb:///tmp/x", "durability": "commit:1s"}, "durability: 'commit:1s'"),
         ({"url": "lmdb:///tmp/x", "io_threads": 0}, "option io_threads: 0 .* an integer >= 1"),
         ({"url": "lmdb:///tmp/x", "staging_bytes": "8MiB"}, "staging_bytes: '8MiB' .* 67108864 bytes or more"),
-        ({"url": "nope://x"}, "url scheme: 'nope' .* one of lmdb, s3"),
+        ({"url": "nope://x"}, "url scheme: 'nope' .* one of file, lmdb, s3"),
         ({"url": "just a path"}, "url: 'just a path'"),
     ],
 )

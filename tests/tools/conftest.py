@@ -33,13 +33,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 @pytest.fixture
-def sqlite_plug_in(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install the example backend, a driver without optional protocols, under the scheme ``sqlite``."""
-    directory = tmp_path_factory.mktemp("plug-in")
-    info = directory / "persistkv_sqlite-1.0.dist-info"
+def plug_ins(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install two drivers: the example ``sqlite``, and ``plain``, which has no optional protocols."""
+    directory = tmp_path_factory.mktemp("plug-ins")
+    info = directory / "drivers-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: persistkv-sqlite\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[persistkv.backends]\nsqlite = persistkv_sqlite:SqliteBackend\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: drivers\nVersion: 1.0\n")
+    drivers = "sqlite = persistkv_sqlite:SqliteBackend\nplain = tests.tools.plain_driver:PlainBackend\n"
+    (info / "entry_points.txt").write_text(f"[persistkv.backends]\n{drivers}")
     monkeypatch.syspath_prepend(directory)
 
 

@@ -4,12 +4,10 @@ import os
 import subprocess
 import sys
 import tempfile
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from persistkv.storage import open_backend
 from persistkv_tools.cli import COMMANDS
 
 NOBODY = 65534
@@ -112,16 +110,14 @@ class TestCliErrors:
         (("replay", "{tmp}/new", "{tmp}/absent"), "cannot read {tmp}/absent: No such file or directory"),
         (("push", "{url}", "{url}"), "another store than the source"),
         (
-            ("set", "sqlite://{tmp}/db", "ttl=7d"),
-            "sqlite://{tmp}/db: the driver of this store does not record a policy",
+            ("set", "plain://db", "ttl=7d"),
+            "plain://db: the driver of this store does not record a policy",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
-def test_command_bad_argument_prints_cause_and_remedy(run, filled, sqlite_plug_in, tmp_path, arguments, sentence):
+def test_command_bad_argument_prints_cause_and_remedy(run, filled, plug_ins, tmp_path, arguments, sentence):
     (tmp_path / "here").write_text("mine")
-    with closing(open_backend(f"sqlite://{tmp_path}/db")):
-        pass
     done = run(*(part.format(url=filled, tmp=tmp_path) for part in arguments))
     one_line_error(done, sentence.format(tmp=tmp_path))
 

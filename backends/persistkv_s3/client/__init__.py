@@ -1,1 +1,1 @@
-"""Requests to an object store: single attempts with boto3, retries, the breaker, threads."""
+"""Requests to an object store: single attempts with boto3, retries, the breaker."""

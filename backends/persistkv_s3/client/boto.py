@@ -2,8 +2,10 @@
 
 1. Bodies are uploaded from the caller's buffers and downloaded into the memory of a sink, without a copy.
 2. An attempt exceeds its deadline by at most one socket timeout: an upload checks it between pieces, and a timer shuts
-   down the connection of a download.
+   down the connection of a download. The search for credentials ends by the deadline, too.
 3. botocore makes no retries of its own: ``bucket`` does.
+4. Exceptions of a sink, whose owner's code may run in it, pass unchanged.
+5. An answer that no S3 server sends, such as the page of a proxy, is an error: never a written object or an empty list.
 """
 
 from __future__ import annotations
@@ -17,27 +19,29 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from email.utils import parsedate_to_datetime
 from ipaddress import ip_address
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
 from persistkv.errors import ConfigurationError, MissingExtraError, StoreError
 from persistkv.storage.extensions import PlainMedium
+from persistkv_s3.client.credentials import DeferredCredentials
 from persistkv_s3.client.transport import (
-    ABSENT,
     Body,
     BrokenError,
-    ConditionFailedError,
     Deadline,
+    KeysRefusedError,
     LateError,
     ListPage,
+    NoCredentialsError,
     ObjectInfo,
     ObjectMissingError,
+    RangeError,
     RefusedError,
     S3Error,
     Sink,
     ThrottledError,
     Transport,
-    UnchangedError,
 )
 from persistkv_s3.options import Place, S3Options
 
@@ -50,7 +54,8 @@ _MOST_S = 30.0
 _THROTTLES = frozenset(
     {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "ServiceUnavailable", "TooManyRequests"}
 )
-_MISSING = frozenset({"NoSuchKey", "404", "NotFound", "InvalidRange", "416"})
+_MISSING = frozenset({"NoSuchKey", "404", "NotFound"})
+_BEYOND_END = frozenset({"InvalidRange", "416"})
 _BROKEN = frozenset({"RequestTimeout", "InternalError", "OperationAborted", "ConditionalRequestConflict", "408", "409"})
 
 
@@ -65,15 +70,10 @@ class BotoClient(Transport):
             SSEKMSKeyId=options.sse_kms_key_id,
             BucketKeyEnabled=options.sse_bucket_key,
         )
-        self._client = make_client(options)
+        self._client, self._credentials = make_client(options)
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        self._ahead_s: float | None = None
-        """Server's clock minus ``time.monotonic`` in seconds, by the dates of answers; None: no answer yet. A greater
-        value replaces it, because dates have whole seconds and answers take time; so does one that is smaller by 5 s or
-        more, because the server's clock was changed."""
         self._client.meta.events.register("before-send.s3", self._count_one)
-        self._client.meta.events.register("after-call.s3", self._compare_clocks)
         server = urlsplit(self._client.meta.endpoint_url)
         self._where = f"{place} at {server.scheme}://{server.netloc.rpartition('@')[2]}"
         self._versions_reported = False
@@ -90,20 +90,9 @@ class BotoClient(Transport):
         with self._lock:
             self._counts[request.method] += 1
 
-    def _compare_clocks(self, parsed: Any, **_: Any) -> None:
-        date = parsed.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
-        with suppress(TypeError, ValueError), self._lock:
-            ahead_s = parsedate_to_datetime(date).timestamp() - time.monotonic()
-            if self._ahead_s is None or not -5.0 < ahead_s - self._ahead_s <= 0.0:
-                self._ahead_s = ahead_s
-
-    def server_time(self) -> float:
-        return time.time() if self._ahead_s is None else time.monotonic() + self._ahead_s
-
-    def put(self, key: str, body: Body, deadline: Deadline, *, condition: str | None = None) -> str:
-        conditions = {} if condition is None else {"IfNoneMatch" if condition == ABSENT else "IfMatch": condition}
-        target = {"Key": key, **conditions, **self._target, **self._encryption}
-        with self._translated("PUT", key, deadline):
+    def put(self, key: str, body: Body, deadline: Deadline) -> float:
+        target = {"Key": key, **self._target, **self._encryption}
+        with self._request("PUT", key, deadline):
             answer = self._client.put_object(Body=body, ContentLength=len(body), **target)
         if "VersionId" in answer and not self._versions_reported:
             self._versions_reported = True
@@ -112,62 +101,91 @@ class BotoClient(Transport):
                 "expires noncurrent versions (docs/s3.md)",
                 self._where,
             )
-        return str(answer.get("ETag", ""))
+        if "ETag" not in answer:
+            raise BrokenError(f"{self._where}: PUT {key}: the answer is not that of an S3 server: it has no ETag")
+        date = _date_of(answer)
+        return time.time() if date is None else date
 
-    def get(
-        self, key: str, start: int | None, stop: int | None, sink: Sink, deadline: Deadline, *, known: str | None = None
-    ) -> str:
-        wanted = {} if known is None else {"IfNoneMatch": known}
-        if start is not None and stop is not None:
-            wanted["Range"] = f"bytes={start}-{stop - 1}"
-        with self._translated("GET", key, deadline):
-            answer = self._client.get_object(**self._target, Key=key, **wanted)
-            with closing(answer["Body"]) as body:
-                size = answer.get("ContentRange", "").rpartition("/")[2]
-                if start is not None and stop is not None and size.isdigit() and int(size) < stop:
-                    raise ObjectMissingError(f"{self._where}: {key} has {size} bytes instead of {stop} or more")
-                sink.expect(answer["ContentLength"])
-                with _cut_off(body, deadline):
-                    _receive(body, sink)
-        return str(answer.get("ETag", ""))
+    def get(self, key: str, start: int, stop: int, sink: Sink, deadline: Deadline) -> None:
+        wanted = f"bytes={start}-{stop - 1}"
+        with self._request("GET", key, deadline):
+            answer = self._client.get_object(**self._target, Key=key, Range=wanted)
+        with closing(answer["Body"]) as body:
+            self._check_range(answer, key, start, stop)
+            sink.expect(answer["ContentLength"], str(answer.get("ETag", "")))
+            with _cut_off(body, deadline):
+                _receive(body, f"{self._where}: GET {key}", sink, deadline)
 
-    def head(self, key: str, deadline: Deadline) -> ObjectInfo:
-        with self._translated("HEAD", key, deadline):
-            found = self._client.head_object(**self._target, Key=key)
-        return ObjectInfo(key, found["ContentLength"], found["LastModified"].timestamp())
+    def _check_range(self, answer: Any, key: str, start: int, stop: int) -> None:
+        """Check that the server sends the requested range up to the end of the object."""
+        found = answer.get("ContentRange", "")
+        size = found.rpartition("/")[2]
+        if not size.isdigit():
+            raise BrokenError(f"{self._where}: GET {key}: the server does not say which range it sends")
+        end = min(int(size), stop)
+        if not found.startswith(f"bytes {start}-{end - 1}/") or answer["ContentLength"] != end - start:
+            raise BrokenError(f"{self._where}: GET {key}: the server sends {found} instead of {start}-{stop - 1}")
 
-    def list(self, prefix: str, page: str | None, deadline: Deadline) -> ListPage:
-        more = {} if page is None else {"ContinuationToken": page}
-        with self._translated("LIST", prefix, deadline):
+    def head(self, key: str, deadline: Deadline) -> None:
+        with self._request("HEAD", key, deadline):
+            self._client.head_object(**self._target, Key=key)
+
+    def list(self, prefix: str, page: str | None, deadline: Deadline, *, after: str = "") -> ListPage:
+        more = _given(ContinuationToken=page, StartAfter=after if page is None and after else None)
+        with self._request("LIST", prefix, deadline):
             answer = self._client.list_objects_v2(**self._target, Prefix=prefix, **more)
-        entries = answer.get("Contents", ())
-        found = [ObjectInfo(entry["Key"], entry["Size"], entry["LastModified"].timestamp()) for entry in entries]
-        return ListPage(found, answer["NextContinuationToken"] if answer.get("IsTruncated") else None)
+        try:
+            found = [
+                ObjectInfo(entry["Key"], entry["Size"], entry["LastModified"].timestamp())
+                for entry in answer.get("Contents", ())
+            ]
+            return ListPage(found, answer["NextContinuationToken"] if answer["IsTruncated"] else None)
+        except KeyError as error:
+            raise BrokenError(f"{self._where}: LIST {prefix}: the answer is no list: it has no {error}") from None
 
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
+        if len(keys) == 1:
+            with suppress(ObjectMissingError), self._request("DELETE", keys[0], deadline):
+                self._client.delete_object(**self._target, Key=keys[0])
+            return
         wanted = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
-        try:
-            with self._translated("DELETE", f"{keys[0]} and {len(keys) - 1} more", deadline):
-                answer = self._client.delete_objects(**self._target, Delete=wanted)
-            for error in answer.get("Errors", ()):
-                raise _of_answer({"Error": error}, f"{self._where}: DELETE {error.get('Key')}")
-        except RefusedError:  # Ceph requires permission to delete the whole bucket for this
-            for key in keys:
-                with self._translated("DELETE", key, deadline):
-                    self._client.delete_object(**self._target, Key=key)
+        with self._request("DELETE", f"{keys[0]} and {len(keys) - 1} more", deadline):
+            answer = self._client.delete_objects(**self._target, Delete=wanted)
+        self._check_deleted(answer.get("Errors", ()))
+
+    def _check_deleted(self, errors: Sequence[Any]) -> None:
+        """Raise an error if some keys of a batch were not deleted: a retryable one rather than a refusal."""
+        refusals = []
+        for entry in errors:
+            error = _of_answer({"Error": entry}, f"{self._where}: DELETE {entry.get('Key')}")
+            if error.retryable:
+                raise error
+            if not isinstance(error, ObjectMissingError):
+                refusals.append(error)
+        if refusals:
+            raise KeysRefusedError(f"{refusals[0]} ({len(refusals)} of the objects of this request)")
 
     def close(self) -> None:
         self._client.close()
 
     @contextmanager
-    def _translated(self, verb: str, key: str, deadline: Deadline) -> Iterator[None]:
-        deadline.check(f"{self._where}: {verb} {key}")
+    def _request(self, verb: str, key: str, deadline: Deadline) -> Iterator[None]:
+        """Ensure credentials for the request that is made inside, and translate its errors."""
+        what = f"{self._where}: {verb} {key}"
+        with self._translated(f"{what}: search for credentials", deadline):
+            self._credentials.ensure(deadline, what)
+        with self._translated(what, deadline):
+            yield
+
+    @contextmanager
+    def _translated(self, what: str, deadline: Deadline) -> Iterator[None]:
+        deadline.check(what)
         try:
             yield
         except StoreError:
             raise
         except Exception as error:
-            raise _ours(error, f"{self._where}: {verb} {key}", deadline) from None
+            raise _ours(error, what, deadline) from None
 
 
 class PlainBucket(BotoClient, PlainMedium):
@@ -180,13 +198,13 @@ class PlainBucket(BotoClient, PlainMedium):
 
     def write(self, buffers: Sequence[memoryview]) -> None:
         key = f"{self._place.prefix}plain-{len(self._written)}"
-        with self._translated("PUT", key, Deadline(self._deadline_s)):
+        with self._request("PUT", key, Deadline(self._deadline_s)):
             self._client.put_object(Key=key, Body=b"".join(buffers), **self._target, **self._encryption)
         self._written.append(key)
 
     def read(self, buffers: Sequence[memoryview]) -> None:
         key = self._written[-1]
-        with self._translated("GET", key, Deadline(self._deadline_s)):
+        with self._request("GET", key, Deadline(self._deadline_s)):
             found = memoryview(self._client.get_object(**self._target, Key=key)["Body"].read())
         for buffer in buffers:
             buffer[:], found = found[: len(buffer)], found[len(buffer) :]
@@ -213,12 +231,25 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _receive(body: Any, sink: Sink) -> None:
+def _receive(body: Any, what: str, sink: Sink, deadline: Deadline) -> None:
+    """Write a body to a sink; ``what`` names the request in errors. Exceptions of the sink pass unchanged."""
     while len(room := sink.room()):
-        count = body.readinto(room[:_READ_BYTES])
+        try:
+            count = body.readinto(room[:_READ_BYTES])
+        except Exception as error:
+            raise _ours(error, what, deadline) from None
         if not count:
-            raise BrokenError("the body broke off")
+            raise BrokenError(f"{what}: the body broke off")
         sink.advance(count)
+
+
+def _date_of(answer: Any) -> float | None:
+    """Return the ``Date`` of an answer in seconds since the epoch; None if it has none that is valid."""
+    date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
+    try:
+        return parsedate_to_datetime(date).timestamp()
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 @contextmanager
@@ -241,14 +272,23 @@ def _cut_off(body: Any, deadline: Deadline) -> Iterator[None]:
 def _ours(error: Exception, what: str, deadline: Deadline) -> S3Error:
     """Translate an error of the request ``what``. The result has no cause, which could hold request headers."""
     from botocore import exceptions as boto
+    from botocore.parsers import ResponseParserError
 
     if isinstance(error, boto.ClientError):
         return _of_answer(error.response, what)
     if deadline.remaining <= 0:
         return LateError(f"{what} took longer than {deadline.seconds:g} s")
     if isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError, boto.TokenRetrievalError)):
-        return RefusedError(f"{what}: no credentials; they come from the environment, a profile or a role")
-    if isinstance(error, (boto.HTTPClientError, boto.ConnectionError, boto.ResponseStreamingError, OSError)):
+        return NoCredentialsError(f"{what}: no credentials; they come from the environment, a profile or a role")
+    broken = (
+        boto.HTTPClientError,
+        boto.ConnectionError,
+        boto.IncompleteReadError,
+        boto.ResponseStreamingError,
+        ResponseParserError,
+        OSError,
+    )
+    if isinstance(error, broken):
         return BrokenError(f"{what}: {_cause(error)}")
     return RefusedError(f"{what}: {_cause(error)}")
 
@@ -269,21 +309,22 @@ def _of_answer(answer: Any, what: str) -> S3Error:
     text = f"{what}: {status} {code}"
     if code in _MISSING:
         return ObjectMissingError(text)
-    if status == 412:
-        return ConditionFailedError(text)
-    if status == 304:
-        return UnchangedError(text)
+    if code in _BEYOND_END or status == 416:
+        return RangeError(text)
     if code in _THROTTLES or status in (429, 503):
         found = ThrottledError(text)
         asked = str(answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("retry-after", ""))
         found.pause_s = max(found.pause_s, min(float(asked), _MOST_S) if asked.isdigit() else 0.0)
         return found
     if status >= 500 or code in _BROKEN or status in (408, 409):
-        return BrokenError(text)
+        broken = BrokenError(text)
+        broken.healthy = status == 409  # another request on this object is in progress
+        return broken
     return RefusedError(text)
 
 
-def make_client(options: S3Options) -> Any:
+def make_client(options: S3Options) -> tuple[Any, DeferredCredentials]:
+    """Return a client of boto3 and its credentials, which must be ensured before each request."""
     try:
         import boto3
         from botocore.config import Config
@@ -291,14 +332,10 @@ def make_client(options: S3Options) -> Any:
     except ImportError:
         raise MissingExtraError("boto3", "s3") from None
     path_style = options.endpoint_url is not None if options.path_style is None else options.path_style
-    session = boto3.session.Session()
 
     def make(*, unsigned: bool) -> Any:
         config = Config(
             signature_version="s3v4",
-            connect_timeout=min(_CONNECT_S, options.deadline_s),
-            read_timeout=max(1.0, options.deadline_s / 3),  # a hang costs a third of the deadline, not all of it
-            retries={"total_max_attempts": 1},
             max_pool_connections=2 * options.connections + _CALLERS,  # reads run concurrently with a commit
             request_checksum_calculation="when_supported" if options.checksum == "crc32" else "when_required",
             response_checksum_validation="when_required",
@@ -308,10 +345,29 @@ def make_client(options: S3Options) -> Any:
         return session.client("s3", endpoint_url=options.endpoint_url, region_name=region, config=config)
 
     try:
+        core, credentials = _make_session(options)
+        session = boto3.session.Session(botocore_session=core)
         client = make(unsigned=options.unsigned_payload is not False)
         if options.unsigned_payload is None and not client.meta.endpoint_url.startswith("https:"):
             client.close()
             client = make(unsigned=False)  # nothing else would protect bodies in transit
     except (BotoCoreError, ValueError) as error:
         raise ConfigurationError("s3 url", options.endpoint_url, f"options that boto3 accepts ({error})") from None
-    return client
+    return client, credentials
+
+
+def _make_session(options: S3Options) -> tuple[Any, DeferredCredentials]:
+    """Return a session of botocore whose clients make one attempt per request, and the credentials of these clients."""
+    import botocore.session
+    from botocore.config import Config
+
+    timeouts = Config(
+        connect_timeout=min(_CONNECT_S, options.deadline_s),
+        read_timeout=max(1.0, options.deadline_s / 3),  # a hang costs a third of the deadline, not all of it
+        retries={"total_max_attempts": 1},
+    )
+    core = botocore.session.get_session()
+    core.set_default_client_config(timeouts)  # also of the clients that exchange tokens at STS
+    credentials = DeferredCredentials(core.get_component("credential_provider").load_credentials)
+    core.register_component("credential_provider", SimpleNamespace(load_credentials=lambda: credentials))
+    return core, credentials

@@ -1,4 +1,4 @@
-"""One bucket as the driver uses it: operations with deadline, retries and breaker, and threads that run them.
+"""One bucket as the driver uses it: operations with deadline, retries and breaker.
 
 1. An operation, including all attempts and the pauses between them, ends by its deadline, or at most one socket timeout
    later if the server hangs.
@@ -12,8 +12,10 @@ States of the breaker:
     open       no request passes, for a pause that doubles each time, up to 30 s
     half-open  one request passes. Good answer: closed. Bad answer: open again
 
-A bad answer is a failure caused by the server, or an answer that took longer than ``slow_s`` plus the time that its
-bytes take at 1 MiB/s.
+A bad answer says something about the server: none came in time, the connection broke, the server failed or asks for
+fewer requests, or the answer took longer than ``slow_s`` plus the time that its bytes take at 1 MiB/s. One that
+concerns an object or the caller (missing, refused, replaced) is good. An attempt that ended with an exception of the
+sink's owner, or with an interrupt, counts as neither.
 """
 
 from __future__ import annotations
@@ -22,30 +24,27 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import wait
 from functools import partial
 from typing import Literal, TypeVar
 
-from persistkv.errors import StoreError
-from persistkv.storage.executor import ThreadPool
 from persistkv.storage.format.codec import Buffer
 from persistkv_s3.client.transport import (
     MOST_DELETED,
     Body,
     BreakerOpenError,
     Clock,
-    ConditionFailedError,
     Deadline,
+    KeysRefusedError,
     LateError,
     ObjectInfo,
+    RangeError,
+    RefusedError,
+    ReplacedError,
     S3Error,
     Sink,
-    Take,
     Transport,
-    WholeSink,
 )
 
-A = TypeVar("A")
 R = TypeVar("R")
 State = Literal["closed", "open", "half-open"]
 
@@ -54,7 +53,7 @@ logger = logging.getLogger(__name__)
 MOST_ATTEMPTS = 8  # bounds the requests to a server that fails fast
 _FIRST_BOUND_S = 0.2
 _LAST_BOUND_S = 5.0
-_SMALL_BYTES = 1 << 20  # 1 MiB: heads, identities, notes and statuses are smaller
+_REFUSALS = 8  # single deletions in a row that are refused before the others are not tried
 _IN_A_ROW = 5
 _WINDOW = 20
 _SLOW_BYTES_PER_S = 1 << 20  # 1 MiB/s
@@ -114,6 +113,12 @@ class Breaker:
                 logger.warning("%s fails or is slow: requests are held back until it answers again", self._name)
                 self._open()
 
+    def forget(self) -> None:
+        """Record that an admitted request has ended, which says nothing about the server."""
+        with self._lock:
+            if self._state == "half-open":
+                self._wait_until = self._clock.monotonic()
+
     def _open(self) -> None:
         self._wait_until = self._clock.monotonic() + self._pause_s * (0.5 + 0.5 * self._clock.random.random())
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
@@ -126,130 +131,104 @@ class Bucket:
 
     :param transport: closed with the bucket.
     :param deadline_s: deadline of each operation: seconds after its start, including retries.
-    :param connections: maximum number of concurrent operations in one call of ``all``.
     """
 
-    def __init__(
-        self, transport: Transport, breaker: Breaker, deadline_s: float, connections: int, clock: Clock
-    ) -> None:
+    def __init__(self, transport: Transport, breaker: Breaker, deadline_s: float, clock: Clock) -> None:
         self.breaker = breaker
-        self.clock = clock
-        self._connections = connections
+        self._clock = clock
         self._transport = transport
         self._deadline_s = deadline_s
         self._last_failure = "none failed"
-        self._readers = ThreadPool(connections, "persistkv-s3-read")
-        self._writers = ThreadPool(connections, "persistkv-s3-write")
 
     @property
     def requests(self) -> dict[str, int]:
         return self._transport.requests
 
-    def now(self) -> float:
-        return self._transport.server_time()
-
-    def all(self, what: Callable[[A], R], things: Iterable[A], *, writes: bool = False) -> list[R]:
-        """Call ``what`` with each thing, at most ``connections`` at a time; return the results in order.
-
-        All calls have ended when it returns or raises the error of the first thing whose call failed. KeyboardInterrupt
-        is raised at once: queued calls never start, and running ones end by their deadline.
-
-        :param writes: use other threads, so that reads do not wait behind uploads.
-        """
-        todo = list(things)
-        if min(len(todo), self._connections) <= 1:
-            return [what(thing) for thing in todo]
-        pool = self._writers if writes else self._readers
-        futures = [pool.submit(what, thing) for thing in todo]
-        try:
-            wait(futures)  # no call uses the caller's memory after the return
-        finally:
-            for future in futures:
-                future.cancel()
-        return [future.result() for future in futures]
-
-    def each(self, what: Callable[[A], R], things: Sequence[A], at_once: int) -> Iterator[tuple[A, R]]:
-        """Yield each thing with the result of ``what``, in order; call ``all`` for ``at_once`` things at a time."""
-        for start in range(0, len(things), at_once):
-            some = things[start : start + at_once]
-            yield from zip(some, self.all(what, some), strict=True)
-
-    def put(self, key: str, pieces: Sequence[Buffer], *, condition: str | None = None) -> str:
-        """Upload an object; return its ETag. If an error is ``uncertain``, the object may have been written: for
-        ``ConditionFailedError``, by an earlier attempt of this call.
-        """
-        uncertain = False
-
-        def attempt(deadline: Deadline) -> str:
-            nonlocal uncertain
-            try:
-                return self._transport.put(key, Body(pieces, deadline), deadline, condition=condition)
-            except S3Error as error:
-                if isinstance(error, ConditionFailedError):
-                    error.uncertain = uncertain
-                uncertain = uncertain or error.uncertain
-                raise
-
+    def put(self, key: str, pieces: Sequence[Buffer]) -> float:
+        """Upload an object, which replaces any with this key; return the time of the attempt that succeeded."""
         num_bytes = sum(memoryview(piece).nbytes for piece in pieces)
+
+        def attempt(deadline: Deadline) -> float:
+            return self._transport.put(key, Body(pieces, deadline), deadline)
+
         return self._run(attempt, lambda: num_bytes)
 
-    def get_if_changed(self, key: str, known: str | None) -> tuple[bytearray, str]:
-        """Download a whole object of at most 1 MiB, which may change at any time; return its bytes and ETag."""
+    def read(self, key: str, start: int, length: int, buffers: Iterable[memoryview]) -> int:
+        """Download ``length`` bytes from byte ``start`` on into buffers; see ``Sink``. A retry fetches only the
+        missing bytes. Return the number of bytes that arrived: fewer only if the object ends.
 
-        def attempt(deadline: Deadline) -> tuple[bytearray, str]:
-            sink = WholeSink(_SMALL_BYTES)  # the object may be another one than at the previous attempt
-            etag = self._transport.get(key, None, None, sink, deadline, known=known)
-            return sink.data, etag
-
-        return self._run(attempt)
-
-    def get(self, key: str, limit: int = _SMALL_BYTES) -> bytearray:
-        """Download a whole object; raise ``CorruptPackError`` if it is larger than ``limit`` bytes."""
-        sink = WholeSink(limit)
-        self._get(key, None, None, sink)
-        return sink.data
-
-    def fill(self, key: str, start: int, buffers: Sequence[memoryview], take: Take | None = None) -> None:
-        """Download bytes of an object, from byte ``start`` on, into buffers; see ``Sink``. After an error, buffers that
-        were not passed to ``take`` have undefined content.
+        :raises ReplacedError: the object was replaced between two attempts.
         """
-        self._get(key, start, start + sum(buffer.nbytes for buffer in buffers), Sink(buffers, take))
-
-    def _get(self, key: str, start: int | None, stop: int | None, sink: Sink) -> None:
-        """Download bytes as ``Transport.get`` does. A retry fetches only the missing bytes."""
+        sink = Sink(length, buffers)
 
         def attempt(deadline: Deadline) -> None:
-            done = sink.position
-            if not done:
-                self._transport.get(key, start, stop, sink, deadline)
-            elif rest := sink.length - done:
-                begin = (start or 0) + done
-                self._transport.get(key, begin, begin + rest, sink, deadline)
+            try:
+                self._transport.get(key, start + sink.position, start + length, sink, deadline)
+            except RangeError as error:
+                if sink.begun:
+                    raise ReplacedError(str(error)) from None
+                sink.end()
 
         self._run(attempt, lambda: sink.position)
+        sink.exhaust()
+        return sink.position
 
-    def head(self, key: str) -> ObjectInfo:
-        return self._run(partial(self._transport.head, key))
+    def head(self, key: str) -> None:
+        self._run(partial(self._transport.head, key))
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Yield all objects whose keys start with ``prefix``, sorted by key. Each page has its own deadline."""
-        page = self._run(partial(self._transport.list, prefix, None))
+    def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
+        """Yield all objects whose keys start with ``prefix`` and are greater than ``after``, sorted by key. Each page
+        has its own deadline."""
+        page = self._run(partial(self._transport.list, prefix, None, after=after))
         yield from page.objects
         while (token := page.next) is not None:
             page = self._run(partial(self._transport.list, prefix, token))
             yield from page.objects
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects; ignore missing ones. After an error some may be deleted."""
+        """Delete objects; ignore missing ones. After an error some may be deleted. Each request has its own deadline.
+
+        :raises RefusedError: the server refuses to delete some of them. The others are deleted, unless it refuses all.
+        """
+        refusal: RefusedError | None = None
         for start in range(0, len(keys), MOST_DELETED):
-            self._run(partial(self._transport.delete, keys[start : start + MOST_DELETED]))
+            batch = keys[start : start + MOST_DELETED]
+            try:
+                self._run(partial(self._transport.delete, batch))
+            except KeysRefusedError as error:
+                refusal = error
+            except RefusedError as error:
+                if len(batch) == 1 or not error.healthy:
+                    raise
+                # Ceph requires permission to delete the whole bucket for a request with several keys.
+                refusal = self._delete_each(batch) or refusal
+        if refusal is not None:
+            raise refusal
+
+    def _delete_each(self, keys: Sequence[str]) -> RefusedError | None:
+        """Delete objects with a request for each; return the last refusal if some are refused.
+
+        :raises RefusedError: many in a row are refused: probably there is no permission for any.
+        """
+        refusal: RefusedError | None = None
+        in_a_row = 0
+        for key in keys:
+            try:
+                self._run(partial(self._transport.delete, [key]))
+                in_a_row = 0
+            except RefusedError as error:
+                refusal = error
+                in_a_row += 1
+                if in_a_row == _REFUSALS:
+                    raise
+        return refusal
 
     def _run(self, attempt: Callable[[Deadline], R], num_bytes: Callable[[], int] = int) -> R:
         """Call ``attempt`` until it succeeds, its error is not retryable, or no attempt or time is left.
 
         :param num_bytes: returns the bytes that all attempts so far have transferred.
         """
-        deadline = Deadline(self._deadline_s, self.clock)
+        deadline = Deadline(self._deadline_s, self._clock)
         bound = _FIRST_BOUND_S
         cause: S3Error | None = None
         for attempts_left in reversed(range(MOST_ATTEMPTS)):
@@ -261,10 +240,10 @@ class Bucket:
                 raise LateError(f"{error}; the attempt before failed: {cause}") from cause
             except S3Error as error:
                 cause = error
-                pause = error.pause_s + self.clock.random.uniform(0, bound)
+                pause = error.pause_s + self._clock.random.uniform(0, bound)
                 if not error.retryable or not attempts_left or pause >= deadline.remaining:
                     raise
-            self.clock.sleep(pause)
+            self._clock.sleep(pause)
             bound = min(2 * bound, _LAST_BOUND_S)
         raise AssertionError("the last attempt returns or raises")
 
@@ -273,21 +252,24 @@ class Bucket:
             raise BreakerOpenError(
                 f"no request is sent for a while after failures or slow answers; {self._last_failure}"
             )
-        begin, well = self.clock.monotonic(), False
+        begin = self._clock.monotonic()
+
+        def record(*, well: bool) -> None:
+            self.breaker.record(well=well, seconds=self._clock.monotonic() - begin, num_bytes=num_bytes())
+
         try:
             result = attempt(deadline)
-            well = True
-            return result
-        except StoreError as error:
-            well = not isinstance(error, S3Error) or error.healthy
-            if not well:
+        except S3Error as error:
+            if not error.healthy:
                 self._last_failure = f"the last failure: {error}"
+            record(well=error.healthy)
             raise
-        finally:
-            self.breaker.record(well=well, seconds=self.clock.monotonic() - begin, num_bytes=num_bytes())
+        except BaseException:  # of the sink's owner, or an interrupt
+            self.breaker.forget()
+            raise
+        record(well=True)
+        return result
 
     def close(self) -> None:
-        """Release connections; idempotent. Does not wait for calls that an interrupt left running."""
-        self._readers.shutdown(wait=False)
-        self._writers.shutdown(wait=False)
+        """Release connections; idempotent."""
         self._transport.close()

@@ -1,6 +1,7 @@
-"""Interface of an object store client, its errors, and the sources and destinations of transfers.
+"""Interface of an object store client, its errors, and the source and destination of a transfer.
 
 ``boto.BotoClient`` implements it with single attempts; ``bucket.Bucket`` adds retries and the breaker.
+``blobs`` translates the errors into those of ``storage.blobs``.
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from persistkv.errors import CorruptPackError, StoreUnavailableError
+from persistkv.errors import StoreUnavailableError
 from persistkv.storage.format.codec import Buffer
 
 _PIECE_BYTES = 1 << 20  # 1 MiB: maximum of one write to a socket, so that a stalled upload is detected
@@ -25,40 +26,49 @@ class S3Error(StoreUnavailableError):
     retryable = False
     """Whether the same request may succeed if it is repeated."""
     healthy = False
-    """Whether the server works although the request failed: it answered, and the error is not its fault."""
-    uncertain = False
-    """Whether the server may have carried out the request."""
+    """Whether the server works although the request failed: it answered, and the error concerns an object or the
+    caller. The breaker counts the other errors only."""
     pause_s = 0.0
     """Minimum pause in seconds that the server requests before the next attempt."""
 
 
 class ObjectMissingError(S3Error):
-    """The object does not exist, or is shorter than the requested range."""
+    """The object does not exist, or ends before the requested range."""
 
     healthy = True
 
 
-class ConditionFailedError(S3Error):
-    """The condition of a PUT does not hold: an object exists, or has another ETag."""
-
-    healthy = True
-
-
-class UnchangedError(S3Error):
-    """The object still has the ETag that the caller knows, so nothing was downloaded."""
-
-    healthy = True
+class RangeError(ObjectMissingError):
+    """The object exists, and ends at or before the first byte of the requested range."""
 
 
 class RefusedError(S3Error):
-    """The server rejected the request: credentials, policy, bucket, region."""
+    """The server rejected the request: credentials, policy, bucket, region, an archived or locked object."""
+
+    healthy = True
+
+
+class KeysRefusedError(RefusedError):
+    """The server carried out a deletion of several objects, and refused to delete some of them."""
+
+
+class NoCredentialsError(RefusedError):
+    """No request was made: there are no credentials. Each call looks for them again, which takes time where a metadata
+    server does not answer, so the breaker counts this error."""
+
+    healthy = False
+
+
+class ReplacedError(S3Error):
+    """The object was replaced during its download: the bytes that arrived belong to the previous one."""
+
+    healthy = True
 
 
 class BrokenError(S3Error):
     """The connection broke, or the server failed. A write may have taken effect."""
 
     retryable = True
-    uncertain = True
 
 
 class ThrottledError(S3Error):
@@ -71,21 +81,11 @@ class ThrottledError(S3Error):
 class LateError(S3Error):
     """The deadline of the operation passed. A write may have taken effect."""
 
-    uncertain = True
-
 
 class BreakerOpenError(S3Error):
     """No request was made, because previous ones failed or were slow."""
 
     healthy = True
-
-
-PASSING = (BrokenError, ThrottledError, LateError, BreakerOpenError)
-"""Temporary errors: the server does not answer at present, or no request is sent to it."""
-
-
-ABSENT = "*"
-"""Condition of a PUT: no object with this key exists."""
 
 
 class Clock:
@@ -156,73 +156,86 @@ class Body:
         return sum(map(len, self._pieces[: self._next]))
 
 
-Take = Callable[[int, memoryview], None]
-"""Receives the index of a buffer or frame, and its bytes, which are valid until it returns."""
-
-
 class Sink:
-    """Destination of a download.
+    """Destination of a range of an object that may end before the range does.
 
-    :param buffers: filled one after the other.
-    :param take: called with the index of a buffer and the buffer when it is full; never for empty buffers.
+    :param length: bytes that the buffers hold together.
+    :param buffers: each is taken when those before it are full. Exceptions of the iterable pass unchanged.
     """
 
-    def __init__(self, buffers: Sequence[memoryview] = (), take: Take | None = None) -> None:
+    def __init__(self, length: int, buffers: Iterable[memoryview]) -> None:
         self.position = 0
         """Bytes that have arrived."""
-        self._take = take
-        self._use(buffers)
+        self._range = length
+        self.length = length
+        """Bytes that can arrive; less than the length of the range once the object's end is known."""
+        self._etag = ""
+        self._buffers = iter(buffers)
+        self._room = memoryview(b"")
 
-    def _use(self, buffers: Sequence[memoryview]) -> None:
-        self._parts = [(number, part) for number, buffer in enumerate(buffers) if len(part := buffer.cast("B"))]
-        self._next = self._filled = 0
-        self.length = sum(len(part) for _, part in self._parts)
-        """Expected number of bytes."""
+    @property
+    def begun(self) -> bool:
+        """Whether bytes have arrived."""
+        return self.position > 0
 
-    def expect(self, length: int) -> None:
-        """Check the number of bytes that an answer will deliver; ``position`` bytes of the download have arrived.
+    @property
+    def complete(self) -> bool:
+        """Whether all bytes have arrived."""
+        return self.position == self.length
 
-        :raises BrokenError: ``length`` is not the number of bytes that are left.
+    def end(self) -> None:
+        """Mark the download as complete: the object ends here."""
+        self.length = self.position
+
+    def expect(self, length: int, etag: str) -> None:
+        """Check the number of bytes that an answer will deliver: fewer than the range has if the object ends there.
+
+        :param etag: identifies the content of the object. Bytes of two objects are never mixed.
+        :raises BrokenError: the server sends more bytes than requested, or others than at an earlier attempt.
+        :raises ReplacedError: this is not the object of the earlier attempts.
         """
+        if self.begun and etag != self._etag:
+            raise ReplacedError("the object was replaced while it was downloaded")
+        if not self.begun:
+            self._etag = etag
+            self.length = min(self._range, length)
         if length != self.length - self.position:
             raise BrokenError(f"the server sends {length} bytes instead of {self.length - self.position}")
 
     def room(self) -> memoryview:
         """Return the memory for the next bytes; empty: the download is complete."""
-        return self._parts[self._next][1][self._filled :] if self._next < len(self._parts) else memoryview(b"")
+        if self.complete:
+            return memoryview(b"")
+        while not len(self._room):
+            self._room = self._take_next()
+        return self._room[: self.length - self.position]
+
+    def _take_next(self) -> memoryview:
+        for buffer in self._buffers:
+            return buffer.cast("B")
+        raise ValueError("the buffers hold fewer bytes than the range has")
 
     def advance(self, count: int) -> None:
         """Record that ``count`` bytes were written to the memory that ``room`` returned."""
         self.position += count
-        self._filled += count
-        number, part = self._parts[self._next]
-        if self._filled == len(part):
-            self._next, self._filled = self._next + 1, 0
-            if self._take is not None:
-                self._take(number, part)
+        self._room = self._room[count:]
 
+    def exhaust(self) -> None:
+        """Advance the iterable past the last buffer, so that it processes that one, too.
 
-class WholeSink(Sink):
-    """Download of a whole object into ``data``. A larger object than ``limit`` bytes raises ``CorruptPackError`` before
-    its download: the content of a bucket is untrusted.
-    """
-
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self._limit = limit
-        self.data = bytearray()
-
-    def expect(self, length: int) -> None:
-        if length > self._limit:
-            raise CorruptPackError("object", f"{length} bytes; at most {self._limit} belong there")
-        if not self.position:  # the object may be another one than at a previous attempt
-            self.data = bytearray(length)
-            self._use([memoryview(self.data)])
-        super().expect(length)
+        :raises ValueError: the buffers hold more bytes than the range.
+        """
+        if self.position < self._range:
+            return
+        excess = len(self._room)
+        for buffer in self._buffers:
+            excess += buffer.nbytes
+        if excess:
+            raise ValueError("the buffers hold more bytes than the range has")
 
 
 class ObjectInfo(NamedTuple):
-    """S3 key, size in bytes and modification time of an object, from a listing or a HEAD request."""
+    """S3 key, size in bytes and modification time of an object in a listing."""
 
     key: str
     size: int
@@ -250,44 +263,41 @@ class Transport(ABC):
         """Number of requests sent so far, retries included, by HTTP method; empty if they are not counted."""
         return {}
 
-    def server_time(self) -> float:
-        """Return the server's time in seconds since the epoch; the local time before the first answer."""
-        return time.time()
-
     @abstractmethod
-    def put(self, key: str, body: Body, deadline: Deadline, *, condition: str | None = None) -> str:
-        """Upload an object in one request; return its ETag as the server wrote it, usually in quotes.
+    def put(self, key: str, body: Body, deadline: Deadline) -> float:
+        """Upload an object in one request; replace any with this key.
 
-        :param condition: ``ABSENT``, or the ETag that the present object must have. None: replace any object.
-        :raises ConditionFailedError: the condition does not hold. After a lost reply, this upload may be the reason.
+        :returns: the server's time: seconds since the epoch, rounded down to a second. The local time if it sent none.
         """
 
     @abstractmethod
-    def get(
-        self, key: str, start: int | None, stop: int | None, sink: Sink, deadline: Deadline, *, known: str | None = None
-    ) -> str:
-        """Download bytes ``start`` to ``stop`` (exclusive) into the sink; return the object's ETag. After a failure,
-        the bytes of the sink up to its position are valid.
+    def get(self, key: str, start: int, stop: int, sink: Sink, deadline: Deadline) -> None:
+        """Download bytes ``start`` to ``stop`` (exclusive) of an object into the sink: fewer if the object ends. After
+        a failure, the bytes of the sink up to its position are valid.
 
-        :param start: None, together with ``stop``: download the whole object.
-        :param known: an ETag; raise ``UnchangedError`` without a download if the object still has it.
-        :raises ObjectMissingError: there is no such object, or it is shorter.
+        :raises RangeError: the object ends at ``start`` or before.
+        :raises ObjectMissingError: there is no such object.
         """
 
     @abstractmethod
-    def head(self, key: str, deadline: Deadline) -> ObjectInfo:
-        """Return size and modification time of an object."""
+    def head(self, key: str, deadline: Deadline) -> None:
+        """Raise ``ObjectMissingError`` if there is no such object."""
 
     @abstractmethod
-    def list(self, prefix: str, page: str | None, deadline: Deadline) -> ListPage:
+    def list(self, prefix: str, page: str | None, deadline: Deadline, *, after: str = "") -> ListPage:
         """Return a page of the objects whose keys start with ``prefix``, sorted by key.
 
         :param page: identifier from the previous page; None: the first page.
+        :param after: the first page begins with the first key that is greater.
         """
 
     @abstractmethod
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
-        """Delete at most ``MOST_DELETED`` objects; ignore missing ones. After an error some may be deleted."""
+        """Delete at most ``MOST_DELETED`` objects; ignore missing ones. After an error some may be deleted.
+
+        :raises KeysRefusedError: the server refuses to delete some of them; the others are deleted.
+        :raises RefusedError: the server refuses the request, perhaps because it deletes several objects.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import pytest
 
 from persistkv.config import StoreUrl
 from persistkv_s3 import S3Backend
+from persistkv_s3.blobs import S3Blobs
 from persistkv_s3.client.boto import BotoClient
 from persistkv_s3.options import Place, S3Options, parse_url
 from tests.storage.host.conftest import hosted  # noqa: F401
@@ -115,20 +115,15 @@ def open_store(endpoint: str, bucket: str) -> Iterator[Opener]:
         options: str = "refresh=0s", *, port: int | None = None, bucket: str = bucket, read_only: bool = False
     ) -> Handle:
         where = endpoint if port is None else f"http://127.0.0.1:{port}"
-        place, parsed = parse_url(StoreUrl.parse(f"s3://{bucket}/store?endpoint_url={where}&{options}"))
+        url = StoreUrl.parse(f"s3://{bucket}/store?endpoint_url={where}&{options}")
+        shared, own = S3Backend.split_options(url)
+        place, parsed = parse_url(url, own)
         client = CountingClient(place, parsed)
-        opened.append(S3Backend(place, parsed, client, read_only=read_only, background=False))
+        blobs = S3Blobs(place, parsed, client)
+        opened.append(S3Backend(blobs, shared, str(place), read_only=read_only, background=False))
         client.take()
         return Handle(opened[-1], client)
 
     yield open_store
     for backend in opened:
         backend.close()
-
-
-@pytest.fixture
-def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Directory in memory for the local catalogues of histories, and the key that some histories use."""
-    monkeypatch.setenv("PERSISTKV_TEST_KEY", "k" * 32)
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
-        yield Path(name)

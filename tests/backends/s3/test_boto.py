@@ -42,7 +42,7 @@ def test_expected_bucket_owner_is_sent_with_every_request(open_store: Opener) ->
     store_and_read(backend)
     backend.publish_status("engine", b"row")
     backend.publish_status("engine", None)
-    assert {"GET", "PUT", "POST"} <= {method for method, _ in client.sent}
+    assert {"GET", "PUT", "DELETE"} <= {method for method, _ in client.sent}
     assert {headers.get("x-amz-expected-bucket-owner") for _, headers in client.sent} == {b"012345678901"}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -10,6 +9,8 @@ import pytest
 from persistkv.storage.backend import Backend, CommitBatch, ReadSpan
 from persistkv.storage.catalog.rows import MANIFESTS, PACKS, manifest_row
 from persistkv.storage.extensions import SupportsFrames
+from persistkv.storage.shared.format import Names
+from persistkv.storage.shared.replica import Replica
 from persistkv.testing.conformance import BackendConformance, RawKind, RawStore
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_s3 import S3Backend
@@ -27,39 +28,40 @@ class RawS3(RawStore):
 
     def get(self, kind: RawKind, namespace: bytes, name: bytes) -> bytes:
         if kind in (RawKind.TABLE, RawKind.MANIFEST):
-            with self.backend.session(namespace).catalogue.rows() as rows:
+            with self._replica(namespace).rows() as rows:
                 return bytes(rows.get(*self._row(kind, namespace, name)) or b"")
         key, start, stop = self._place(kind, namespace, name)
         return self._object(key)[start:stop]
 
     def put(self, kind: RawKind, namespace: bytes, name: bytes, data: bytes) -> None:
         if kind in (RawKind.TABLE, RawKind.MANIFEST):
-            while self.backend.session(namespace).is_waiting:  # a pending commit would overwrite the row
-                time.sleep(self.backend.step())
-            with self.backend.session(namespace).catalogue.rows(write=True) as rows:
+            with self._replica(namespace).rows(write=True) as rows:
                 rows.put(*self._row(kind, namespace, name), data)
             return
         key, start, stop = self._place(kind, namespace, name)
         whole = self._object(key)
         self.client.put_object(Bucket=self.bucket, Key=key, Body=whole[:start] + data + whole[stop:])
 
+    def _replica(self, namespace: bytes) -> Replica:
+        return self.backend._open(namespace).replica
+
     def _row(self, kind: RawKind, namespace: bytes, name: bytes) -> tuple[str, bytes]:
-        return (
-            (PACKS, namespace + name) if kind is RawKind.TABLE else (MANIFESTS, manifest_row(namespace, name.decode()))
-        )
+        if kind is RawKind.TABLE:
+            return PACKS, namespace + name
+        return MANIFESTS, manifest_row(namespace, name.decode())
 
     def _object(self, key: str) -> bytes:
         return bytes(self.client.get_object(Bucket=self.bucket, Key=key)["Body"].read())
 
     def _place(self, kind: RawKind, namespace: bytes, name: bytes) -> tuple[str, int, int]:
-        session = self.backend.session(namespace)
+        replica = self._replica(namespace)
+        names = Names(namespace, self.backend._medium.authenticator.key_id)
         if kind is RawKind.PAYLOAD:
-            held = session.catalogue.objects([name])[name]
-            return session.objects.names.pack(name, held.nonce), 0, held.table.payload_length
-        place = session.catalogue.keys_place(name.decode())
+            held = replica.blobs([name])[name]
+            return f"store/{names.pack(name + held.nonce)}", 0, held.table.payload_length
+        place = replica.keys_place(name.decode())
         assert place is not None
-        key, offset, length = place
-        return session.objects.names.base + key, offset, offset + length
+        return f"store/{names.keys_blob(place.nonce)}", place.offset, place.offset + place.length
 
 
 class TestS3Backend(BackendConformance, CatalogueRules, EvictionRules):

@@ -75,7 +75,7 @@ def test_backend_lasting_fault_raises_in_time_then_recovers(open_store: Opener, 
 
     proxy.set("ok")
     wait_until_recovered(backend)
-    assert backend.breaker.state == "closed"
+    assert backend.breaker_state == "closed"
     assert read_pack(backend, NAMESPACE, held.table) == payload_of(held)
     backend.commit(NAMESPACE, CommitBatch([lost], [sample_manifest("r2")]))
     (other, _) = open_store()
@@ -134,7 +134,7 @@ def test_breaker_open_fails_operations_without_delay(open_store: Opener, proxy: 
     pack = sample_pack(NAMESPACE, 1)
     backend.commit(NAMESPACE, CommitBatch([pack]))
     proxy.set("rst")
-    while backend.breaker.state == "closed":
+    while backend.breaker_state == "closed":
         with pytest.raises(StoreError):
             read_pack(backend, NAMESPACE, pack.table)
     begin = time.monotonic()
@@ -144,7 +144,7 @@ def test_breaker_open_fails_operations_without_delay(open_store: Opener, proxy: 
         with pytest.raises(StoreError):
             read_pack(backend, NAMESPACE, pack.table)
     assert time.monotonic() - begin < 60, "40 operations that try until their deadline take 200 s"
-    assert backend.breaker.state != "closed"
+    assert backend.breaker_state != "closed"
 
 
 def test_backend_deleted_bucket_raises_instead_of_missing(open_store: Opener, raw_client: Any, bucket: str) -> None:

@@ -32,7 +32,7 @@ def test_default_options_use_https_and_no_boto_retries() -> None:
     place, options = parse("s3://bucket/some/prefix/")
     assert (place.bucket, place.prefix, str(place)) == ("bucket", "some/prefix/", "s3://bucket/some/prefix")
     assert parse("s3://bucket")[0].prefix == ""
-    client = make_client(options)
+    client, _ = make_client(options)
     config = client.meta.config
     assert client.meta.endpoint_url.startswith("https://")
     assert config.s3 == {"payload_signing_enabled": False, "addressing_style": "auto"}
@@ -51,7 +51,7 @@ def test_default_options_use_https_and_no_boto_retries() -> None:
     ],
 )
 def test_client_signs_payload_over_plain_http_unless_option_set(options: str, signed: bool, style: str) -> None:
-    client = make_client(parse(f"s3://bucket/p?{options}")[1])
+    client, _ = make_client(parse(f"s3://bucket/p?{options}")[1])
     assert client.meta.config.s3 == {"payload_signing_enabled": signed, "addressing_style": style}
     client.close()
 
@@ -71,19 +71,26 @@ def test_client_signs_payload_over_plain_http_unless_option_set(options: str, si
         ("deadline=0s", "deadline"),
         ("deadline=soon", "deadline"),
         ("slow=-1s", "slow"),
-        ("refresh=2", "refresh"),
-        ("touch=x", "touch"),
         ("connections=0", "connections"),
         ("connections=many", "connections"),
         ("path_style=maybe", "path_style"),
-        ("read_only=maybe", "read_only"),
         ("access_key=x", "access_key"),
+        ("typo=1", "typo"),
     ],
 )
 def test_parse_invalid_option_raises_and_names_it(options: str, field: str) -> None:
     with pytest.raises(ConfigurationError, match=f"s3 option {field}") as caught:
         parse(f"s3://bucket/p?{options}")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "option", ["refresh=2", "touch=x", "read_only=maybe", "capacity=much", "key_env=A&key_file=b", "typo=1"]
+)
+def test_new_policy_invalid_option_raises_and_names_it(option: str) -> None:
+    field = option.partition("=")[0]
+    with pytest.raises(ConfigurationError, match=f"s3 option {field}|^key_env"):
+        S3Backend.new_policy(StoreUrl.parse(f"s3://bucket/p?{option}"))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +103,7 @@ def test_parse_invalid_bucket_or_prefix_raises(location: str) -> None:
 
 def test_client_endpoint_from_environment_enables_payload_signing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
-    client = make_client(parse("s3://bucket/p")[1])
+    client, _ = make_client(parse("s3://bucket/p")[1])
     assert client.meta.config.s3["payload_signing_enabled"]
     client.close()
 
@@ -183,13 +190,6 @@ def test_open_without_credentials_raises(
         S3Backend.open(StoreUrl.parse(f"s3://{bucket}/p?endpoint_url={endpoint}"))
 
 
-def test_open_foreign_object_at_head_key_raises_and_keeps_it(open_store: Opener, raw_client: Any, bucket: str) -> None:
-    raw_client.put_object(Bucket=bucket, Key="store/persistkv", Body=b"my notes on persistkv")
-    with pytest.raises(StoreUnavailableError.__base__, match="no persistkv store"):  # type: ignore[arg-type]
-        open_store()
-    assert raw_client.get_object(Bucket=bucket, Key="store/persistkv")["Body"].read() == b"my notes on persistkv"
-
-
 def test_cli_without_boto3_prints_package_to_install() -> None:
     program = (
         "import sys; sys.modules.update(dict.fromkeys(('boto3', 'botocore'))); "
@@ -225,3 +225,9 @@ def test_set_policy_applies_to_other_handles(open_store: Opener) -> None:
     with pytest.raises(StoreError, match="read-only"):
         reader.set_policy(Policy(1 << 30, None))
     assert two.policy() == Policy(20 << 30, None)
+
+
+def test_make_client_missing_profile_raises_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "nonexistent")
+    with pytest.raises(ConfigurationError, match="nonexistent"):
+        make_client(parse("s3://bucket/p")[1])

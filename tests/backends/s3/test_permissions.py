@@ -64,7 +64,7 @@ def read_everything(reader: S3Backend) -> None:
     check_totals(reader)
     with pytest.raises(StoreError, match="read-only"):
         reader.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 2)]))
-    assert reader.breaker.state == "closed"
+    assert reader.breaker_state == "closed"
 
 
 def test_read_only_handle_sends_only_get_and_head(open_store: Opener, proxy: FaultProxy) -> None:
@@ -111,7 +111,7 @@ def test_read_only_engine_promotes_and_writes_nothing(open_store: Opener, proxy:
     store.tick()
     store.flush()
     assert set(client.take()) <= {"GET", "HEAD"}, "nothing was even tried"
-    assert backend.breaker.state == "closed"
+    assert backend.breaker_state == "closed"
 
 
 def test_read_only_engine_corrupt_pack_is_dropped_locally(

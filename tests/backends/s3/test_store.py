@@ -1,14 +1,13 @@
-"""A store on a bucket: release of rows, visibility of keys, parallel fetches."""
+"""A store on a bucket: visibility of keys, parallel fetches, and an engine with a host process."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from mmap import mmap
-from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -19,18 +18,15 @@ from persistkv.config import GroupLayout, RowLayout
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.executor import Executor
-from persistkv.storage.format.codec import ZstdCodec
+from persistkv.storage.format.authentication import Authenticator
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreOptions
+from persistkv.storage.shared.format import Latest, Names, encode_latest, seal
 from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import sample_identity
-from persistkv.testing.faulty import FaultyBackend
-from persistkv.testing.samples import sample_pack
 from persistkv_s3 import S3Backend
 from persistkv_s3.client.transport import LateError
-from persistkv_s3.feed.format import Names
-from persistkv_s3.session import UploadBudget
 from tests.backends.s3.conftest import Opener
 from tests.storage.host.conftest import STRIDE, Hosted
 
@@ -55,33 +51,6 @@ def end(request: str, keys: list[bytes]) -> RequestEnd:
     return RequestEnd(request, f"manifest-{request}", (keys,), 16 * len(keys), 16)
 
 
-def test_put_copies_rows_and_releases_them_before_upload(open_store: Opener) -> None:
-    backend, client = open_store("refresh=1h")
-    rows, keys = make_rows(64), make_keys(64)
-    store = open_on(backend, rows)
-    client.take()
-    assert store.put("r", keys, range(64), range(64)), "16 MiB are copied"
-    assert client.take() == {}
-    expected = rows.array.copy()
-    rows.array[:] = 0
-    store.end_request(end("r", keys))
-    store.flush()
-    assert store.read(keys, range(64)) == []
-    assert (rows.array == expected).all()
-
-
-def test_put_beyond_staging_writes_from_rows(open_store: Opener) -> None:
-    backend, _ = open_store("refresh=1h")
-    rows, keys = make_rows(128), make_keys(128)
-    store = open_on(backend, rows, staging_bytes=64 << 20)  # half of it is for copies
-    for n in (0, 32, 64, 96):
-        assert store.put("r", keys[n : n + 32], range(n, n + 32), range(n, n + 32))
-    assert not store.put("s", make_keys(32, 1000), range(32), range(32))
-    store.flush()
-    assert store.in_flight(make_keys(32, 1000)) == set()
-    assert all(map(store.contains, [*keys, *make_keys(32, 1000)]))
-
-
 def test_store_keys_become_visible_after_last_upload(open_store: Opener) -> None:
     backend, client = open_store("refresh=1h")
     rows, keys = make_rows(16), make_keys(16)
@@ -94,18 +63,6 @@ def test_store_keys_become_visible_after_last_upload(open_store: Opener) -> None
     assert seen == [("PUT", False)] * 3, "the pack, the manifest's keys, the index"
     news = store.take_news()
     assert (sorted(news.stored), news.persisted) == (sorted(keys), [("r", True)])
-
-
-def test_tick_commits_pack_after_max_age(open_store: Opener) -> None:
-    backend, _ = open_store("refresh=1h")
-    rows, keys = make_rows(2), make_keys(2)
-    store = open_on(backend, rows, max_age_s=0.01)
-    store.put("r", keys, range(2), range(2))
-    until = time.monotonic() + PATIENCE_S
-    while not store.contains(keys[1]):
-        store.tick()
-        assert time.monotonic() < until
-    assert store.counters.commits == 1
 
 
 def test_read_contiguous_blocks_sends_one_request_per_run(open_store: Opener) -> None:
@@ -170,7 +127,7 @@ def test_read_broken_off_keeps_blocks_received_before(open_store: Opener, monkey
     expected = rows.array.copy()
     rows.array[:] = 0
 
-    def break_off(body: Any, sink: Any) -> None:
+    def break_off(body: Any, what: str, sink: Any, deadline: object) -> None:
         while sink.position < 70_000:
             sink.advance(body.readinto(sink.room()[:10_000]))
         raise LateError("the deadline passed")
@@ -193,33 +150,6 @@ def executor() -> Iterator[Executor]:
     running = Executor(8, bell.set)
     yield running
     running.close()
-
-
-def test_upload_budget_bounds_memory_of_encoded_packs() -> None:
-    budget = UploadBudget(3 * 4 * 4096)
-    pack, raw = sample_pack(bytes(16), 1, codec=ZstdCodec()), sample_pack(bytes(16), 2)
-    inside: list[int] = []
-    most: list[int] = []
-    lock = threading.Lock()
-
-    def upload(_: int) -> None:
-        with budget.reserved(pack):
-            with lock:
-                inside.append(1)
-                most.append(len(inside))
-            time.sleep(0.001)
-            with lock:
-                inside.pop()
-
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(upload, range(40)))
-        with budget.reserved(pack), budget.reserved(pack), budget.reserved(pack), budget.reserved(raw):
-            waits = threads.submit(upload, 0)
-            assert not wait([waits], timeout=0.05).done
-        assert waits.result() is None
-    assert max(most) <= 3
-    with UploadBudget(1).reserved(pack):
-        pass  # a body larger than the budget is admitted alone
 
 
 @pytest.mark.slow
@@ -253,12 +183,16 @@ def test_client_receives_changes_of_other_engines_without_jobs(
     writer, _ = open_store()
     store = Store(writer, identity, Rows(memoryview(bytearray(8 * STRIDE)), layout), StoreOptions(), url="s3://test")
     keys = make_keys(8)
+
+    def shows(held: bool) -> bool:
+        writer.step()  # which merges its commits
+        return all(client.contains(key) == held for key in keys)
+
     store.put("r", keys, range(8), range(8))
     store.flush()
-    wait_for(client, partial(client.contains, keys[7]))
-    assert all(map(client.contains, keys))
-    store.catalogue.backend.commit(store.namespace, _deletion(store))
-    wait_for(client, lambda: not client.contains(keys[7]))
+    wait_for(client, partial(shows, held=True))
+    writer.commit(store.namespace, _deletion(store))
+    wait_for(client, partial(shows, held=False))
     assert client.counters.load_jobs == client.counters.store_jobs == 0
 
 
@@ -268,8 +202,14 @@ def test_host_process_driver_log_reaches_engine(
 ) -> None:
     client = hosted.connect(f"s3://{bucket}/store?endpoint_url={endpoint}")
     client.open()
-    raw_client.put_object(Bucket=bucket, Key=Names("store/").head, Body=b"PKVS3HD1" + bytes([1]) + b"damaged")
-    wait_for(client, lambda: "rebuilding it" in caplog.text)
+    namespace = Identity.of({"weights": "w"}).digest
+    names = Names(namespace)
+    damaged = names.new_index(1, time.time(), Random(1))
+    latest = encode_latest(Latest(b"writer", time.time(), [(damaged, 7)]))
+    body = seal(names.latest, latest, Authenticator(), namespace)
+    raw_client.put_object(Bucket=bucket, Key=f"store/{damaged}", Body=b"damaged")
+    raw_client.put_object(Bucket=bucket, Key=f"store/{names.latest}", Body=body)
+    wait_for(client, lambda: "does not read" in caplog.text)
 
 
 def _deletion(store: Store) -> CommitBatch:
@@ -283,31 +223,3 @@ def wait_for(client: StoreClient, happened: Callable[[], bool]) -> None:
         client.poll()
         time.sleep(0.01)
         assert time.monotonic() < until
-
-
-def test_store_reopen_loads_index_from_file(open_store: Opener, tmp_path: Path) -> None:
-    """The local catalogue is not read."""
-    packs = [sample_pack(sample_identity().digest, seed, blocks=4096, block_bytes=1) for seed in range(17)]
-    layout = RowLayout(4096, (GroupLayout(((0, 1),)),))
-    options = f"refresh=0s&cache={tmp_path}"
-    asked: list[list[bytes | None]] = []
-    for number in range(3):
-        inner, _ = open_store(options)
-        inner.open_namespace(sample_identity())
-        if number == 0:
-            inner.commit(sample_identity().digest, CommitBatch(packs[:16]))
-        backend = FaultyBackend.of(inner)
-        cursors: list[bytes | None] = []
-        backend.before("changes", lambda namespace, cursor, seen=cursors: seen.append(cursor))
-        rows = Rows(memoryview(bytearray(4096)), layout)
-        store = Store(backend, sample_identity(), rows, StoreOptions(), url="s3://test")
-        assert all(store.contains(key) for pack in packs[: 16 + (number == 2)] for key in pack.keys.unpack())
-        assert len(store.index) == 4096 * (16 + (number == 2))
-        asked.append(cursors)
-        store.close()
-        if number == 1:  # another engine with its own local catalogue
-            other, _ = open_store(f"refresh=0s&cache={tmp_path / 'other'}")
-            other.commit(sample_identity().digest, CommitBatch(packs[16:]))
-            other.close()
-    assert None in asked[0]
-    assert None not in asked[1] + asked[2]

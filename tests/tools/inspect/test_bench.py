@@ -37,8 +37,9 @@ def test_bench_text_has_verdict_and_leaves_no_files(run, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bench_medium_without_plain_access_has_figures_and_no_ratios(run, sqlite_plug_in, tmp_path):
-    found = json.loads(run("bench", f"sqlite://{tmp_path}/kv.db", *SMALL, "--json").stdout)
+def test_bench_medium_without_plain_access_has_figures_and_no_ratios(run, plug_ins, tmp_path):
+    url = f"sqlite://{tmp_path}/kv.db?cache={tmp_path}/cache"
+    found = json.loads(run("bench", url, *SMALL, "--json").stdout)
     assert [(figure["name"], figure["ratio"]) for figure in found["figures"]] == [("store", None), ("load, warm", None)]
     assert any("no ratios" in note for note in found["notes"])
 

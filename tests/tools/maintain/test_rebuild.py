@@ -79,8 +79,8 @@ def test_rebuild_store_in_use_exits_with_3(run, store):
     assert "open for writing" in done.stderr
 
 
-def test_rebuild_driver_without_it_exits_with_2(run, tmp_path, sqlite_plug_in):
-    done = run("rebuild", f"sqlite://{tmp_path}/store.db")
+def test_rebuild_driver_without_it_exits_with_2(run, plug_ins):
+    done = run("rebuild", "plain://store")
     assert done.returncode == 2
     assert "rebuild" in done.stderr
 

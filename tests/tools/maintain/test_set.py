@@ -90,12 +90,10 @@ def test_set_bad_value_exits_2_naming_it(run, store, value, named):
     assert policy(run, store) == {"capacity": GIB, "ttl_s": None, "placement": "inline"}
 
 
-def test_set_store_without_policy_exits_2(run, sqlite_plug_in, tmp_path):
-    url = f"sqlite://{tmp_path}/kv.db"
-    open_backend(url).close()
-    done = run("set", url, "capacity=1GiB", "--yes")
+def test_set_store_without_policy_exits_2(run, plug_ins):
+    done = run("set", "plain://store", "capacity=1GiB", "--yes")
     assert done.returncode == 2
-    assert "sqlite" in done.stderr
+    assert "plain" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["label one a=b", "pin one", "prune --older-than 30d --yes"])

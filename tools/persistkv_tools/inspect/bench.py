@@ -42,6 +42,7 @@ from persistkv.storage.host.protocol import Hello, HostStats
 from persistkv.storage.host.supervisor import Host, ProcessHost
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
+from persistkv.storage.shared import SharedBackend
 from persistkv_tools import options, render
 from persistkv_tools.inspect.doctor import CODECS, LEAST_GAIN, sample_store
 from persistkv_tools.packs import Took
@@ -267,7 +268,7 @@ def recommend(figures: Sequence[CodecFigure]) -> Advice:
 @contextmanager
 def _scratch(url: str, notes: list[str]) -> Iterator[tuple[str, Path | None]]:
     """Create a temporary store next to that of the URL; yield its URL and directory (None: remote). At the end, remove
-    the directory; empty a remote store.
+    the directory, or all blobs of a shared store; empty another remote one.
     """
     parsed = StoreUrl.parse(url)
     location = f"{parsed.location.rstrip('/')}.bench-{secrets.token_hex(4)}"
@@ -280,10 +281,12 @@ def _scratch(url: str, notes: list[str]) -> Iterator[tuple[str, Path | None]]:
     finally:
         if directory is not None:
             shutil.rmtree(directory)
+        elif issubclass(driver := BACKENDS.get(parsed.scheme), SharedBackend):
+            driver.erase(StoreUrl.parse(scratch))
         else:
             with open_store(scratch, read_only=False) as store:
                 store.prune(orphans=True)
-            notes.append(f"{scratch} was emptied; a few small objects stay, which the bucket's own tools can delete")
+            notes.append(f"{scratch} was emptied; a few small records may stay")
 
 
 class _Job:

@@ -12,7 +12,13 @@ import msgspec
 
 from persistkv import open_store
 from persistkv.storage.backend import Namespace
-from persistkv.storage.extensions import BackendStats, FreeSpace, InspectableBackend, SupportsFreeSpace
+from persistkv.storage.extensions import (
+    BackendStats,
+    FreeSpace,
+    InspectableBackend,
+    SupportsFreeSpace,
+    SupportsMergeState,
+)
 from persistkv.storage.format.codec import RawCodec
 from persistkv_tools import options, render
 from persistkv_tools.options import AdoptionView, adoptions, show_adoptions
@@ -68,6 +74,14 @@ class NamespaceTotals(msgspec.Struct):
     dedup_ratio: float | None = None
     """``referenced_blocks`` divided by ``blocks``, above 1 if requests share blocks; None without blocks."""
     groups: list[GroupTotals] = []
+    waiting_commits: int | None = None
+    """Commits of a shared store that are not merged into its index yet; None for a local store."""
+    oldest_waiting: float | None = None
+    """When the oldest of them was written: seconds since the epoch; None: there is none."""
+    merged_by: str | None = None
+    """Random name of the engine that merged last; None: it is not known."""
+    merged_at: float | None = None
+    """When it did: seconds since the epoch."""
 
 
 class Bin(msgspec.Struct):
@@ -167,6 +181,7 @@ def _print(store: StoreTotals) -> None:
     shown = _NAMESPACES if render.is_wide() else _NARROW_NAMESPACES
     columns = render.columns(shown, short=lambda space: space.id[:8], model=_model)
     render.show_table(columns, store.namespaces, left="namespace")
+    _print_merging([space for space in store.namespaces if space.waiting_commits is not None])
     if len(store.models) < len(store.namespaces):
         render.show_table(_MODELS, store.models)
     groups = [
@@ -179,6 +194,22 @@ def _print(store: StoreTotals) -> None:
     if store.requests:
         _print_histogram("age of requests", "younger_than", store.ages)
         _print_histogram("raw size of requests", "smaller_than", store.sizes)
+
+
+def _print_merging(namespaces: list[NamespaceTotals]) -> None:
+    """Show the commits of a shared store that are not in its index yet, and who merged last."""
+    columns = render.columns(
+        "namespace=short waiting=waiting_commits oldest merged by",
+        short=lambda space: space.id[:8],
+        oldest=lambda space: _age(space.oldest_waiting),
+        merged=lambda space: _age(space.merged_at),
+        by=lambda space: (space.merged_by or "-")[:8],
+    )
+    render.show_table(columns, namespaces, left="namespace")
+
+
+def _age(time: float | None) -> str:
+    return "-" if time is None else render.format_age(time)
 
 
 def _print_histogram(title: str, header: str, bins: list[Bin]) -> None:
@@ -251,6 +282,10 @@ def _namespace_totals(
             group.stored_bytes += frame.stored_length
             group.codec_ratio = _ratio(group.raw_bytes, group.stored_bytes)
             group.codecs = sorted({*group.codecs, table.codec if frame.encoded else RawCodec.name})
+    if isinstance(backend, SupportsMergeState):
+        state = backend.merge_state(namespace.id)
+        totals.waiting_commits, totals.oldest_waiting = state.waiting, state.oldest
+        totals.merged_by, totals.merged_at = state.merged_by, state.merged_at
     totals.codec_ratio = _ratio(totals.raw_bytes, totals.stored_bytes)
     totals.dedup_ratio = _ratio(totals.referenced_blocks, totals.blocks)
     totals.groups = [groups[number] for number in sorted(groups)]

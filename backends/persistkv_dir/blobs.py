@@ -1,0 +1,521 @@
+"""Blobs as files of a directory that many machines mount.
+
+1. A blob is complete when its name appears: it is written to a temporary file, synced, and renamed.
+2. It is durable on return: its directory is synced after the rename. The directories above it are
+   synced once per handle, because the process that created them may not have synced them yet.
+3. Names never leave the root: symbolic links below it are not followed, and only regular files are
+   blobs.
+4. Lists, deletions and writes open directories anew, and a blob counts as missing only after that:
+   a client of NFS then compares its cached directory with the server's.
+5. A root that a handle has seen, and that is gone, is unavailable, not empty: it may be unmounted.
+6. Files are removed if they are blobs to delete, or temporary files of dead writers. Directories
+   stay.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+from typing import NamedTuple
+
+from persistkv.errors import StoreError
+from persistkv.storage.blobs import (
+    MAX_NAME,
+    BlobInfo,
+    BlobMissingError,
+    Blobs,
+    RefusedError,
+    UnavailableError,
+    check_name,
+    check_prefix,
+    is_name,
+)
+from persistkv.storage.format.codec import Buffer
+
+_FILE_MODE, _DIRECTORY_MODE = 0o600, 0o700
+_MOST_BUFFERS = 1024  # per call: IOV_MAX
+_DEAD_AFTER_S = 24 * 3600.0  # a day: a writer that is paused for longer writes its blob again
+_TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp")  # no valid name: lists do not show it
+
+_SAFE = os.O_NOFOLLOW | os.O_CLOEXEC
+_LOOK_UP = os.O_PATH  # trusts what the client of a network file system has cached
+_REVALIDATE = os.O_RDONLY  # compares it with the server
+
+_REFUSED = frozenset(
+    {
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EFBIG,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+        errno.ENAMETOOLONG,
+        # a file where the name needs a directory, or the reverse
+        errno.EISDIR,
+        errno.ENOTDIR,
+        errno.ENOTEMPTY,
+        errno.EEXIST,
+        errno.ELOOP,
+    }
+)
+"""Errors that another attempt would meet, too."""
+
+_NO_BLOB = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO})
+"""Errors of a path without a regular file: nothing, a link, a directory, a socket."""
+
+_CHANGED = frozenset({errno.ENOENT, errno.ESTALE})
+"""Errors of a directory or file that another machine removed or replaced."""
+
+
+class _Place(NamedTuple):
+    """Path of a blob below the root."""
+
+    directories: tuple[str, ...]
+    file: str
+
+    @classmethod
+    def of(cls, name: str) -> _Place:
+        *directories, file = name.split("/")
+        return cls(tuple(directories), file)
+
+    def __str__(self) -> str:
+        return "/".join((*self.directories, self.file))
+
+
+class _OpenBlob:
+    """A blob that is being read."""
+
+    def __init__(self, place: _Place, descriptor: int, status: os.stat_result) -> None:
+        self.place = place
+        self.descriptor = descriptor
+        self.status = status
+
+    def is_same(self, other: _OpenBlob) -> bool:
+        """Return whether the other one, opened later at the same place, is the same blob."""
+        return _version(self.status) == _version(other.status)
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+class _ServerTime(NamedTuple):
+    """A time that the file system reported, and the local monotonic clock then."""
+
+    time: float
+    monotonic: float
+
+    def now(self) -> float:
+        """Return the server's time at present, or earlier if this machine was suspended."""
+        return self.time + time.monotonic() - self.monotonic
+
+
+class DirBlobs(Blobs):
+    """Blobs in the directory ``root``, which the first ``put`` creates.
+
+    :param read_only: ``put`` and ``delete`` are refused, and nothing is ever written.
+    """
+
+    latency_s = 0.001
+    connections = 8
+
+    def __init__(self, root: Path, *, read_only: bool = False) -> None:
+        self.root = root.absolute()
+        self.read_only = read_only
+        self._closed = False
+        self._root_was_seen = False
+        self._durable: set[tuple[int, int]] = set()  # directories whose path is synced
+        self._server_time: _ServerTime | None = None
+
+    def put(self, name: str, pieces: Sequence[Buffer]) -> float:
+        check_name(name)
+        self._check_writable()
+        place = _Place.of(name)
+        with self._translated(name):
+            try:
+                written = self._write(place, pieces)
+            except OSError as error:
+                if error.errno not in _CHANGED:
+                    raise
+                # The directory is new or was removed meanwhile; or the temporary file, after a day.
+                self._create(place.directories)
+                written = self._write(place, pieces)
+        self._server_time = _ServerTime(written, time.monotonic())
+        return written
+
+    def read(self, name: str, offset: int, length: int, buffers: Iterable[memoryview]) -> int:
+        check_name(name)
+        self._check_open()
+        with self._translated(name):
+            blob = self._open_blob(_Place.of(name))
+        count = 0
+        try:
+            for buffer in buffers:
+                rest = buffer.cast("B")
+                while rest:
+                    with self._translated(name):
+                        done = self._read_some(blob, rest, offset + count, is_first=count == 0)
+                    if done == 0:
+                        return count  # the blob ends
+                    count += done
+                    rest = rest[done:]
+            return count
+        finally:
+            blob.close()
+
+    def delete(self, names: Sequence[str]) -> None:
+        for name in names:
+            check_name(name)
+        self._check_writable()
+        places = sorted(map(_Place.of, names))
+        failures: list[StoreError] = []
+        for directories, neighbours in groupby(places, attrgetter("directories")):
+            # all directories are tried: one that is forbidden does not concern the others
+            failures += self._unlink(directories, neighbours)
+        if failures:
+            raise failures[0]
+
+    def list(self, prefix: str, after: str = "") -> Iterator[BlobInfo]:
+        check_prefix(prefix)
+        self._check_open()
+        return self._list(prefix, after)
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreError(f"{self.root} is closed")
+
+    def _check_writable(self) -> None:
+        self._check_open()
+        if self.read_only:
+            raise RefusedError(f"{self.root} is open for reading only")
+
+    @contextmanager
+    def _translated(self, name: str) -> Iterator[None]:
+        """Translate ``OSError`` within the ``with`` statement into a ``StoreError`` with the path."""
+        try:
+            yield
+        except OSError as error:
+            kind = RefusedError if error.errno in _REFUSED else UnavailableError
+            raise kind(f"{self.root / name}: {_reason(error)}") from error
+
+    # Directories
+
+    def _open_root(self, access: int) -> int:
+        was_seen = self._root_was_seen  # before: another thread may create it at this moment
+        try:
+            descriptor = os.open(self.root, access | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            if was_seen:
+                reason = "mount it, or create it again if it was deleted"
+                raise UnavailableError(f"{self.root} has disappeared: {reason}") from None
+            raise
+        except NotADirectoryError:
+            raise RefusedError(f"{self.root} is not a directory") from None
+        self._root_was_seen = True
+        return descriptor
+
+    @contextmanager
+    def _directory(self, directories: Iterable[str], access: int) -> Iterator[int]:
+        """Open a directory below the root; the ``with`` statement receives its descriptor."""
+        with ExitStack() as opened:
+            descriptor = opened.enter_context(_closing(self._open_root(access)))
+            for directory in directories:
+                # one by one: O_NOFOLLOW concerns the last part of a path only
+                descriptor = opened.enter_context(_directory_in(descriptor, directory, access))
+            yield descriptor
+
+    def _create(self, directories: Sequence[str]) -> None:
+        """Create missing directories below the root, and itself; make their entries durable."""
+        if not self._root_was_seen:
+            for path in (*reversed(self.root.parents), self.root):
+                if not path.exists():
+                    path.mkdir(_DIRECTORY_MODE, exist_ok=True)
+
+        with ExitStack() as opened:
+            descriptor = opened.enter_context(_closing(self._open_root(_REVALIDATE)))
+            if _identity(descriptor) not in self._durable:
+                self._sync_parents_of_root(os.fstat(descriptor).st_dev)
+                self._durable.add(_identity(descriptor))
+            for directory in directories:
+                with suppress(FileExistsError):
+                    os.mkdir(directory, _DIRECTORY_MODE, dir_fd=descriptor)
+                # also if it exists: the process that created it may not have synced it yet
+                os.fsync(descriptor)
+                inner = _directory_in(descriptor, directory, _REVALIDATE)
+                descriptor = opened.enter_context(inner)
+                self._durable.add(_identity(descriptor))
+
+    def _sync_parents_of_root(self, device: int) -> None:
+        for parent in self.root.parents:
+            if parent.stat().st_dev != device:
+                break  # the root is a mount, or in one
+            try:
+                descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except PermissionError:
+                continue  # another user's: that user created the entries in it
+            with _closing(descriptor):
+                os.fsync(descriptor)
+
+    # Writing
+
+    def _write(self, place: _Place, pieces: Sequence[Buffer]) -> float:
+        """Write a blob; return the file system's time afterwards.
+
+        :raises OSError: nothing was written.
+        :raises UnavailableError: the blob is at its place, but it may not be durable.
+        """
+        with self._directory(place.directories, _REVALIDATE) as directory:
+            if _identity(directory) not in self._durable:
+                self._create(place.directories)
+            modified = _write_and_rename(directory, place.file, pieces)
+            try:
+                os.fsync(directory)
+                # The rename set the directory's time. The file's is older, by any pause before it.
+                renamed = os.fstat(directory).st_mtime
+            except OSError as error:
+                raise UnavailableError(f"{self.root / str(place)}: {_reason(error)}") from error
+        return max(modified, renamed)
+
+    def _unlink(self, directories: Sequence[str], places: Iterable[_Place]) -> Sequence[StoreError]:
+        """Try to delete each of the blobs of one directory; return the failures."""
+        failures: list[StoreError] = []
+        try:
+            with (
+                self._translated("/".join(directories)),
+                _if_exists(self._directory(directories, _REVALIDATE)) as directory,
+            ):
+                if directory is None:
+                    return failures
+                for place in places:
+                    try:
+                        with self._translated(str(place)):
+                            _unlink_file(directory, place.file)
+                    except StoreError as error:
+                        failures.append(error)
+        except StoreError as error:
+            failures.append(error)
+        return failures
+
+    # Reading
+
+    def _open_blob(self, place: _Place) -> _OpenBlob:
+        """Open a blob for reading; the caller closes it.
+
+        :raises BlobMissingError: there is no regular file at its path.
+        """
+        try:
+            return self._open_file(place, _LOOK_UP)
+        except OSError as error:
+            if error.errno not in _CHANGED | _NO_BLOB:
+                raise
+        # the client of a network file system may have answered from its cache
+        try:
+            return self._open_file(place, _REVALIDATE)
+        except OSError as error:
+            if error.errno not in _NO_BLOB:
+                raise
+            raise BlobMissingError(f"{self.root / str(place)} does not exist") from error
+
+    def _open_file(self, place: _Place, access: int) -> _OpenBlob:
+        # O_NONBLOCK: opening a FIFO does not wait for its writer
+        flags = os.O_RDONLY | os.O_NONBLOCK | _SAFE
+        with self._directory(place.directories, access) as directory:
+            descriptor = os.open(place.file, flags, dir_fd=directory)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise IsADirectoryError(errno.EISDIR, "not a regular file")
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return _OpenBlob(place, descriptor, status)
+
+    def _read_some(
+        self,
+        blob: _OpenBlob,
+        buffer: memoryview,
+        offset: int,
+        *,
+        is_first: bool,
+    ) -> int:
+        """Read into the beginning of a buffer; return the number of bytes, 0 if the blob ends.
+
+        :param is_first: no byte of the blob was read yet.
+        """
+        try:
+            return os.preadv(blob.descriptor, [buffer], offset)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+        # another machine deleted or replaced the file, or the server started again
+        fresh = self._open_blob(blob.place)
+        if not is_first and not blob.is_same(fresh):
+            fresh.close()
+            raise UnavailableError(f"{self.root / str(blob.place)} was replaced while it was read")
+        blob.close()
+        blob.descriptor, blob.status = fresh.descriptor, fresh.status
+        return os.preadv(blob.descriptor, [buffer], offset)
+
+    # Listing
+
+    def _list(self, prefix: str, after: str) -> Iterator[BlobInfo]:
+        directories = prefix.split("/")[:-1]
+        with (
+            self._translated(prefix),
+            _if_exists(self._directory(directories, _REVALIDATE)) as directory,
+        ):
+            yield from self._list_directory(directory, prefix, after)
+
+    def _list_directory(
+        self,
+        directory: int | None,
+        prefix: str,
+        after: str,
+    ) -> Iterator[BlobInfo]:
+        """Iterate over the blobs below a directory, whose names start with ``prefix``."""
+        if directory is None or len(prefix) >= MAX_NAME:
+            return
+        for entry in self._entries(directory):
+            name = prefix + entry
+            if entry.endswith("/"):
+                if name <= after and not after.startswith(name):
+                    continue  # all names below it are smaller, too
+                inner_directory = _directory_in(directory, entry[:-1], _REVALIDATE)
+                with _if_exists(inner_directory) as inner:
+                    yield from self._list_directory(inner, name, after)
+            elif name > after and is_name(name):
+                status = _status_of_file(directory, entry)
+                if status is not None:
+                    yield BlobInfo(name, status.st_size, status.st_mtime)
+
+    def _entries(self, directory: int) -> Sequence[str]:
+        """Return the files and directories of a directory in ascending order; directories with ``/``.
+
+        With the ``/``, this is the order of the full names below them: ``a-b`` precedes ``a/b``.
+        """
+        entries = []
+        # a directory that is removed meanwhile ends
+        with suppress(FileNotFoundError), os.scandir(directory) as scan:
+            for entry in scan:
+                if _TEMPORARY.fullmatch(entry.name):
+                    self._remove_if_dead(directory, entry.name)
+                elif not is_name(entry.name):
+                    continue
+                elif entry.is_dir(follow_symlinks=False):
+                    entries.append(entry.name + "/")
+                elif entry.is_file(follow_symlinks=False):
+                    entries.append(entry.name)
+        return sorted(entries)
+
+    def _remove_if_dead(self, directory: int, temporary: str) -> None:
+        """Delete the temporary file of a dead writer, if the server's time is known."""
+        if self.read_only or self._server_time is None:
+            return
+        status = _status_of_file(directory, temporary)
+        if status is None:
+            return
+        if status.st_mtime < self._server_time.now() - _DEAD_AFTER_S:
+            with suppress(OSError):  # removed by another process, or not allowed
+                os.unlink(temporary, dir_fd=directory)
+
+
+def _write_and_rename(directory: int, name: str, pieces: Sequence[Buffer]) -> float:
+    """Write a temporary file, sync it, and rename it; return its time of modification.
+
+    :raises OSError: nothing was written.
+    """
+    temporary = f".{secrets.token_hex(16)}.tmp"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE
+    with _closing(os.open(temporary, flags, _FILE_MODE, dir_fd=directory)) as file:
+        try:
+            _write_all(file, pieces)
+            os.fsync(file)
+            modified = os.fstat(file).st_mtime
+            os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary, dir_fd=directory)
+            raise
+    return modified
+
+
+def _write_all(file: int, pieces: Sequence[Buffer]) -> None:
+    rest = [memoryview(piece).cast("B") for piece in pieces]
+    number = 0
+    while number < len(rest):
+        done = os.writev(file, rest[number : number + _MOST_BUFFERS])
+        # skip complete pieces, empty ones among them
+        while number < len(rest) and done >= len(rest[number]):
+            done -= len(rest[number])
+            number += 1
+        if done:
+            rest[number] = rest[number][done:]
+
+
+def _unlink_file(directory: int, name: str) -> None:
+    try:
+        os.unlink(name, dir_fd=directory)
+    except OSError as error:
+        if error.errno not in _NO_BLOB:
+            raise
+
+
+def _status_of_file(directory: int, name: str) -> os.stat_result | None:
+    """Return the status of a regular file; None if there is none any more."""
+    try:
+        status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return status if stat.S_ISREG(status.st_mode) else None
+
+
+@contextmanager
+def _directory_in(parent: int, name: str, access: int) -> Iterator[int]:
+    with _closing(os.open(name, access | os.O_DIRECTORY | _SAFE, dir_fd=parent)) as descriptor:
+        yield descriptor
+
+
+@contextmanager
+def _if_exists(directory: AbstractContextManager[int]) -> Iterator[int | None]:
+    """Open a directory; the ``with`` statement receives None instead if it does not exist."""
+    with ExitStack() as opened:
+        descriptor = None
+        try:
+            descriptor = opened.enter_context(directory)
+        except OSError as error:
+            if error.errno not in _NO_BLOB:
+                raise
+        yield descriptor
+
+
+@contextmanager
+def _closing(descriptor: int) -> Iterator[int]:
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
+def _version(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _reason(error: OSError) -> str:
+    code = errno.errorcode.get(error.errno or 0, "unknown error")
+    return f"{code} ({error.strerror})"

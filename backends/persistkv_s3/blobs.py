@@ -1,0 +1,149 @@
+"""``Blobs`` on a bucket. The key of an object is the prefix of the place and the blob's name.
+
+1. An operation ends by the deadline of the options, or at most one socket timeout later: uploads and downloads as a
+   whole, listings per page, deletions per request of up to 1,000 names. The search for credentials is part of it.
+2. An upload has no condition, because names are unique or may be overwritten. A retry sends the same bytes.
+3. A retry of a download fetches only the missing bytes, and only from the same object: an object that was replaced
+   meanwhile ends the call with ``UnavailableError``.
+4. Nothing is cached, and no thread outlives a call, except a search for credentials that does not answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from persistkv.errors import StoreError
+from persistkv.storage.blobs import (
+    BlobInfo,
+    BlobMissingError,
+    Blobs,
+    RefusedError,
+    UnavailableError,
+    check_name,
+    check_prefix,
+    is_name,
+)
+from persistkv.storage.format.codec import Buffer
+from persistkv_s3.client import transport as client
+from persistkv_s3.client.boto import BotoClient
+from persistkv_s3.client.bucket import Breaker, Bucket
+from persistkv_s3.options import Place, S3Options
+
+_DATE_S = 1.0  # a ``Date`` header is rounded down to a second
+_ERRORS: Sequence[tuple[type[client.S3Error], type[StoreError]]] = (
+    (client.ObjectMissingError, BlobMissingError),
+    (client.RefusedError, RefusedError),
+    (client.S3Error, UnavailableError),
+)
+"""The first class of a failed request that matches gives the error of the medium."""
+
+
+class S3Blobs(Blobs):
+    """A bucket as a medium.
+
+    Any number of threads may call it: those that load and those that maintain the store share one pool of connections
+    and one breaker. The pool holds 2 × ``connections`` + 16 connections; a call beyond that opens one for itself.
+
+    :param transport: client of the bucket, closed with the medium; None: boto3.
+    :param clock: time and randomness of pauses, deadlines and the breaker.
+    """
+
+    latency_s = 0.03
+
+    def __init__(
+        self,
+        place: Place,
+        options: S3Options,
+        transport: client.Transport | None = None,
+        clock: client.Clock | None = None,
+    ) -> None:
+        transport = BotoClient(place, options) if transport is None else transport
+        clock = client.Clock() if clock is None else clock
+        self.connections = options.connections
+        self._place = place
+        self._breaker = Breaker(str(place), options.slow_s, clock)
+        self._bucket = Bucket(transport, self._breaker, options.deadline_s, clock)
+        self._closed = False
+
+    def put(self, name: str, pieces: Sequence[Buffer]) -> float:
+        """See ``Blobs.put``. The time is that of the answer to the successful upload plus one second: the server
+        rounds its ``Date`` down, so an earlier value could precede the effect. It is at most a second too late. If a
+        server sends no date, it is this machine's time.
+        """
+        with self._calling():
+            written = self._bucket.put(self._key(name), pieces)
+        return written + _DATE_S
+
+    def read(self, name: str, offset: int, length: int, buffers: Iterable[memoryview]) -> int:
+        """See ``Blobs.read``. The deadline, and the time after which an answer is slow, include the time that the
+        iterable takes. Its exceptions pass unchanged.
+        """
+        with self._calling():
+            if length:
+                return self._bucket.read(self._key(name), offset, length, buffers)
+            self._bucket.head(self._key(name))  # there is no range without bytes
+        for _ in buffers:
+            pass
+        return 0
+
+    def delete(self, names: Sequence[str]) -> None:
+        """See ``Blobs.delete``. Blobs after one that may not be deleted are deleted, too.
+
+        :raises RefusedError: the server refuses to delete some, such as a locked object.
+        """
+        with self._calling():
+            self._bucket.delete([self._key(name) for name in names])
+
+    def list(self, prefix: str, after: str = "") -> Iterator[BlobInfo]:
+        """See ``Blobs.list``. Objects whose keys are not names of blobs are skipped."""
+        check_prefix(prefix)
+        self._check_open()
+        return self._listed(prefix, after)
+
+    def _listed(self, prefix: str, after: str) -> Iterator[BlobInfo]:
+        key_after = f"{self._place.prefix}{after}" if after else ""
+        objects = self._bucket.list(f"{self._place.prefix}{prefix}", key_after)
+        while True:
+            with self._calling():
+                found = next(objects, None)
+            if found is None:
+                return
+            name = found.key.removeprefix(self._place.prefix)
+            if name > after and is_name(name):
+                yield BlobInfo(name, found.size, found.modified)
+
+    def close(self) -> None:
+        self._closed = True
+        self._bucket.close()
+
+    def requests(self) -> Mapping[str, int]:
+        """Return the number of requests by HTTP method: GET includes listings, POST is a deletion of several blobs."""
+        return self._bucket.requests
+
+    def state(self) -> str:
+        return self._breaker.state
+
+    def _key(self, name: str) -> str:
+        check_name(name)
+        return f"{self._place.prefix}{name}"
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RefusedError(f"{self._place} is closed")
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Translate the errors of requests that are made inside."""
+        self._check_open()
+        try:
+            yield
+        except client.S3Error as error:
+            raise _translated(error) from None
+
+
+def _translated(error: client.S3Error) -> StoreError:
+    for kind, meaning in _ERRORS:
+        if isinstance(error, kind):
+            return meaning(str(error))
+    raise AssertionError("S3Error is in the table")

@@ -1,0 +1,115 @@
+"""Credentials of requests, found and renewed within the deadline of a call.
+
+1. boto3's sources (environment, files, STS, metadata servers, programs) have timeouts of minutes or none. So they run
+   in a thread of their own, which is abandoned if it does not end.
+2. Credentials that are still valid are used while they are renewed: a hung source delays no request.
+3. Each search starts anew and shares no lock with an abandoned one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any
+
+from persistkv_s3.client.transport import Deadline, LateError, NoCredentialsError
+
+logger = logging.getLogger(__name__)
+
+_RENEW_S = 15 * 60  # remaining validity below which credentials are renewed, as in botocore
+_VALID_S = 60  # remaining validity below which a request waits for new ones
+_PAUSE_S = 60  # between two searches while the credentials are valid
+_ABANDON_S = 60  # age of a search that has not ended, after which another one starts
+
+
+class DeferredCredentials:
+    """Credentials for a botocore client, which are searched for before a request instead of when it is signed.
+    Thread-safe.
+
+    :param find: returns botocore's credentials; None: there are none. Called in another thread, at most once per minute
+        while it does not return.
+    """
+
+    method = "persistkv"
+
+    def __init__(self, find: Callable[[], Any]) -> None:
+        self._find = find
+        self._lock = threading.Lock()
+        self._found: Any = None
+        self._frozen: Any = None
+        self._search: Future[None] | None = None
+        self._search_began = 0.0
+
+    def ensure(self, deadline: Deadline, what: str) -> None:
+        """Return when the credentials are valid. The error of a search passes unchanged.
+
+        :param what: names the operation in an error.
+        :raises LateError: the search did not end by the deadline.
+        :raises NoCredentialsError: there are none.
+        """
+        search = self._pending_search(what)
+        if search is None:
+            return
+        wait([search], timeout=max(0.0, deadline.remaining))
+        if not search.done():
+            raise LateError(f"{what}: the source of credentials does not answer within {deadline.seconds:g} s")
+        search.result()
+
+    def _pending_search(self, what: str) -> Future[None] | None:
+        """Start a search if one is due; return the one that a request must wait for, or None."""
+        with self._lock:
+            if self._lasts(_RENEW_S):
+                return None
+            valid = self._lasts(_VALID_S)
+            if self._is_due(valid):
+                self._start(what, valid)
+            return None if valid else self._search
+
+    def _lasts(self, seconds: float) -> bool:
+        """Return whether the credentials are valid for so long."""
+        if self._found is None:
+            return False
+        expires = getattr(self._found, "refresh_needed", None)
+        return expires is None or not expires(seconds)
+
+    def _is_due(self, valid: bool) -> bool:
+        if self._search is None:
+            return True
+        age = time.monotonic() - self._search_began
+        if not self._search.done():
+            return age >= _ABANDON_S
+        return not valid or age >= _PAUSE_S
+
+    def _start(self, what: str, valid: bool) -> None:
+        self._search = search = Future[None]()
+        self._search_began = time.monotonic()
+        name = "persistkv-s3-credentials"
+        threading.Thread(target=self._run, args=(search, what, valid), name=name, daemon=True).start()
+
+    def _run(self, search: Future[None], what: str, valid: bool) -> None:
+        try:
+            found = self._find()
+            if found is None:
+                text = "no credentials; they come from the environment, a profile or a role"
+                raise NoCredentialsError(f"{what}: {text}")
+            frozen = found.get_frozen_credentials()
+        except BaseException as error:
+            if valid:  # no request waits for this search
+                text = "credentials cannot be renewed (%s): the present ones are used until they expire"
+                logger.warning(text, type(error).__name__)
+            search.set_exception(error)
+            return
+        with self._lock:
+            self._found, self._frozen = found, frozen
+        search.set_result(None)
+
+    def get_frozen_credentials(self) -> Any:
+        """Return the credentials with which botocore signs a request."""
+        return self._frozen
+
+    def get_deferred_property(self, name: str) -> Callable[[], Any]:
+        """Return a function that botocore calls for a property of the credentials, such as ``account_id``."""
+        return lambda: getattr(self._frozen, name, None)

@@ -1,1 +1,0 @@
-"""The feed of a namespace: one order of all commits, which every engine applies to its local catalogue."""

@@ -1,0 +1,28 @@
+"""The store in a directory against the conformance suite and the rules of the catalogue."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from persistkv.storage.backend import Backend
+from persistkv.testing.conformance import BackendConformance
+from persistkv_dir import DirBackend, DirBlobs
+from tests.backends.catalogue_rules import CatalogueRules
+from tests.backends.eviction_rules import EvictionRules
+from tests.backends.raw_shared import RawShared
+
+
+class TestDirBackend(BackendConformance, CatalogueRules, EvictionRules):
+    driver = DirBackend
+    ends_namespaces = False
+
+    @pytest.fixture
+    def url(self, tmp_path: Path) -> str:
+        return f"file://{tmp_path}/store?refresh=0s&cache={tmp_path}/cache"
+
+    @pytest.fixture
+    def raw(self, tmp_path: Path, backend: Backend) -> RawShared:
+        assert isinstance(backend, DirBackend)
+        return RawShared(DirBlobs(tmp_path / "store"), backend)

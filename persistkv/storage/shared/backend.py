@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,6 +69,7 @@ logger = logging.getLogger(__name__)
 
 _POLICY_S = 60.0  # between reads of the policy
 _RETRY_S = 5.0  # until a medium that has not answered is tried again
+_CREATION_S = 120.0  # two minutes: a policy that was read and is a minute old, twice
 _LEAST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 30.0
 _CARE_S = 3 * 3600.0  # three hours: for a namespace without an engine
@@ -135,6 +137,7 @@ class SharedBackend(InspectableBackend):
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._policy_at = self._clock.monotonic()
+        self._created_at = -math.inf  # monotonic time at which this handle created the store
         self._statuses_cleaned = False
         try:
             self._open_policy()
@@ -315,6 +318,7 @@ class SharedBackend(InspectableBackend):
         if found is None:
             found = self._new_policy()
             self._write_policy(found)
+            self._created_at = self._clock.monotonic()
         before, self._stored = self._stored, found
         if before is None:
             self._report_differences()
@@ -335,7 +339,10 @@ class SharedBackend(InspectableBackend):
 
     def _begin_anew(self) -> None:
         """Forget the replicas: the store was deleted, and another one is in its place."""
-        logger.warning("%s: the store was deleted or replaced; its content is read anew", self._place)
+        # Engines that create a store at the same moment replace each other's policy: that is no reason for a warning.
+        is_new = self._clock.monotonic() - self._created_at < _CREATION_S
+        level = logging.DEBUG if is_new else logging.WARNING
+        logger.log(level, "%s: the store was deleted or replaced; its content is read anew", self._place)
         with self._lock:
             for name, opened in list(self._opened.items()):
                 opened.discard()

@@ -168,16 +168,20 @@ class Latest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 def union(deltas: Iterable[Delta], includes: Sequence[str]) -> Delta:
     """Return a delta that contains the content of several, and includes the objects with these names."""
-    found = list(deltas)
-    return Delta(
-        [entry for delta in found for entry in delta.packs],
-        [use for delta in found for use in delta.uses],
-        [tombstone for delta in found for tombstone in delta.removed],
-        [entry for delta in found for entry in delta.manifests],
-        [dropped for delta in found for dropped in delta.dropped],
-        [pin for delta in found for pin in delta.pins],
-        includes,
-    )
+    packs: list[PackEntry] = []
+    uses: list[Use] = []
+    removed: list[Tombstone] = []
+    manifests: list[ManifestEntry] = []
+    dropped: list[Dropped] = []
+    pins: list[Pin] = []
+    for delta in deltas:
+        packs += delta.packs
+        uses += delta.uses
+        removed += delta.removed
+        manifests += delta.manifests
+        dropped += delta.dropped
+        pins += delta.pins
+    return Delta(packs, uses, removed, manifests, dropped, pins, includes)
 
 
 def seal(name: str, body: bytes, authenticator: Authenticator, namespace: bytes) -> bytes:
@@ -249,36 +253,46 @@ def _checksum(name: str, content: bytes) -> bytes:
 
 
 def _check(delta: Delta) -> None:
+    """Raise a CorruptPackError if a length, version or time is out of range."""
     for entry in delta.packs:
         _check_length("pack id", entry.pack_id, ID_BYTES)
         _check_length("nonce", entry.nonce, NONCE_BYTES)
         _check_time(entry.time)
     for use in delta.uses:
-        if len(use.packs) % ID_BYTES:
-            raise CorruptPackError("use", f"{len(use.packs)} bytes of pack ids")
+        _check_ids("use", use.packs)
         _check_time(use.time)
     for tombstone in delta.removed:
         _check_length("name", tombstone.name, NAME_BYTES)
         _check_time(tombstone.time)
     for manifest in delta.manifests:
-        _check_length("digest", manifest.digest, ID_BYTES)
-        _check_length("keys", manifest.keys, NONCE_BYTES)
-        if len(manifest.packs) % ID_BYTES:
-            raise CorruptPackError("manifest", f"{len(manifest.packs)} bytes of pack ids")
-        if not 0 <= manifest.offset <= MAX_VERSION or not 0 <= manifest.length <= MAX_OBJECT_BYTES:
-            raise CorruptPackError("manifest", f"keys of {manifest.length} bytes")
-        _check_time(manifest.time)
+        _check_manifest(manifest)
     for dropped in delta.dropped:
         _check_length("digest", dropped.digest, ID_BYTES)
+        _check_version(dropped.version)
         _check_time(dropped.time)
     for pin in delta.pins:
         _check_length("digest", pin.digest, ID_BYTES)
-    versions = [manifest.version for manifest in delta.manifests]
-    versions += [dropped.version for dropped in delta.dropped]
-    versions += [pin.version for pin in delta.pins]
-    for version in versions:
-        if not 0 < version <= MAX_VERSION:
-            raise CorruptPackError("version", str(version))
+        _check_version(pin.version)
+
+
+def _check_manifest(manifest: ManifestEntry) -> None:
+    _check_length("digest", manifest.digest, ID_BYTES)
+    _check_version(manifest.version)
+    _check_time(manifest.time)
+    _check_ids("manifest", manifest.packs)
+    _check_length("keys", manifest.keys, NONCE_BYTES)
+    if not 0 <= manifest.offset <= MAX_VERSION or not 0 <= manifest.length <= MAX_OBJECT_BYTES:
+        raise CorruptPackError("manifest", f"keys of {manifest.length} bytes at {manifest.offset}")
+
+
+def _check_ids(field: str, joined: bytes) -> None:
+    if len(joined) % ID_BYTES:
+        raise CorruptPackError(field, f"{len(joined)} bytes of pack ids")
+
+
+def _check_version(version: int) -> None:
+    if not 0 < version <= MAX_VERSION:
+        raise CorruptPackError("version", str(version))
 
 
 def _check_length(field: str, value: bytes, length: int) -> None:

@@ -135,30 +135,34 @@ class PackBlobs:
     def read(self, spans: Sequence[ReadSpan]) -> list[bool]:
         """See ``Backend.read``."""
         filled = [False] * len(spans)
-        authenticator = self._medium.authenticator
-
-        def fetch(run: _Range) -> None:
-            frames = run.widen() if authenticator.key_id else []
-            if not self._fill(run, None):
-                return
-            is_ours = authenticator.frame_check(run.held.table, run.held.tags)
-            places = [(frame.offset - run.start, frame.stored_length) for _, frame in frames]
-            bad: list[Frame] = []
-            for (number, frame), stored in zip(frames, slices(run.buffers, places), strict=True):
-                if not is_ours(number, stored):
-                    bad.append(frame)
-            for index, start, end in run.spans:
-                touched = [frame for frame in bad if frame.offset < end and start < _end(frame)]
-                filled[index] = not touched
-
         for _ in range(_MOST_BLOBS):
             ranges = self._ranges(spans, filled, None)
-            before = {run.pack_id: run.held.nonce for run in ranges}
-            self._medium.loads.all(fetch, ranges)
-            now = self._replica.blobs(before)
-            if not any(blob.nonce != before[pack_id] for pack_id, blob in now.items()):
-                break  # none of the blobs was missing, or no other blob has the pack
+            self._medium.loads.all(lambda run: self._fetch(run, filled), ranges)
+            if all(filled) or not self._have_other_blobs(ranges):
+                break
         return filled
+
+    def _fetch(self, run: _Range, filled: list[bool]) -> None:
+        """Read a range, and mark those of its spans whose bytes arrived; with a key, those of authentic frames."""
+        authenticator = self._medium.authenticator
+        frames = run.widen() if authenticator.key_id else []
+        if not self._fill(run, None):
+            return
+        is_ours = authenticator.frame_check(run.held.table, run.held.tags)
+        places = [(frame.offset - run.start, frame.stored_length) for _, frame in frames]
+        forged: list[Frame] = []
+        for (number, frame), stored in zip(frames, slices(run.buffers, places), strict=True):
+            if not is_ours(number, stored):
+                forged.append(frame)
+        for index, start, end in run.spans:
+            touched = [frame for frame in forged if frame.offset < end and start < _end(frame)]
+            filled[index] = not touched
+
+    def _have_other_blobs(self, ranges: Sequence[_Range]) -> bool:
+        """Return whether a pack was read from a blob that turned out to be missing, and another blob holds it."""
+        before = {run.pack_id: run.held.nonce for run in ranges}
+        now = self._replica.blobs(before)
+        return any(blob.nonce != before[pack_id] for pack_id, blob in now.items())
 
     def read_frames(self, pack_id: bytes, frames: Sequence[Frame], buffer: memoryview, take: Take) -> None:
         """See ``SupportsFrames.read_frames``."""

@@ -203,6 +203,11 @@ class EvictionOrder:
         self.moment = int(at * _MOMENTS_PER_S)
         self._clock = StoreClock(at, Reading(at, 0.0, b""))
 
+    @staticmethod
+    def time_of(moment: int) -> float:
+        """Return the time of a moment of a catalogue whose uses commute, just after it: seconds since the epoch."""
+        return (moment + 1) / _MOMENTS_PER_S
+
     @property
     def time(self) -> float:
         """The store's time in this transaction: seconds since the epoch, later than every recorded use; with

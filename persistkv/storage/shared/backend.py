@@ -240,7 +240,12 @@ class SharedBackend(InspectableBackend):
 
     def _run(self) -> None:
         while not self._closed:
-            self._wake.wait(self.step())
+            try:
+                pause_s = self.step()
+            except Exception:  # a defect must not end merging and following for good
+                logger.exception("%s: background work failed; it is repeated", self._place)
+                pause_s = _RETRY_S
+            self._wake.wait(pause_s)
             self._wake.clear()
 
     def step(self) -> float:

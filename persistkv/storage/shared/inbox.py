@@ -41,7 +41,6 @@ from persistkv.storage.shared.replica import Plan, Replica
 
 _MOST_COMMIT_S = 12 * 3600.0  # 12 hours
 _MOST_BODY_BYTES = MAX_OBJECT_BYTES // 4  # of a commit: a merge writes several into one object
-_TOMBSTONE_S = 3600.0  # until the blobs of removed packs are deleted: engines may still read them
 
 
 class Inbox:
@@ -93,8 +92,7 @@ class Inbox:
         self._check_age(self._clock.monotonic() - started)  # the packs may be gone: it does not even name them
         delta = self._delta(batch, plan, upload, used)
         before, after = self._publish(delta, min(began, upload.first))
-        blobs = [self._names.pack(name) for name in removals.packs]
-        self._merger.delete_later(blobs, _TOMBSTONE_S)
+        self._merger.delete_packs_later(removals.packs)
         cursor = after if before == plan.cursor else plan.cursor
         return CommitResult(cursor, removals.tables)
 
@@ -184,9 +182,8 @@ class Inbox:
 
     def _touch(self, pack_ids: Sequence[bytes]) -> None:
         """Record a use of packs, for the next commit. Publish uses that have waited for long."""
-        held = self._replica.blobs(pack_ids)
         now = self._medium.time.now()
-        for pack_id in held:
+        for pack_id in self._replica.held(pack_ids):
             self._uses.pop(pack_id, None)
             self._uses[pack_id] = now
         if self._uses and self._clock.monotonic() - self._published_at >= self._touch_s:

@@ -239,7 +239,7 @@ class IndexReader:
         self.listed = {info.name: info for info in infos if self._names.is_object(info.name)}
         self._shown_at.update(dict.fromkeys(self.listed, now))
         old: list[str] = []
-        for name in self._replica.contained:
+        for name in list(self._replica.contained):  # a copy: another thread may commit meanwhile
             after_s = _FORGET_COMMIT_S if self._names.is_commit(name) else _FORGET_S
             if now - self._shown_at.setdefault(name, now) > after_s:
                 old.append(name)

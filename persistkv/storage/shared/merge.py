@@ -16,6 +16,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import msgspec
@@ -177,7 +178,8 @@ class Merger:
         self._base_wanted_at = math.inf
         self._delete_from = -math.inf  # monotonic time until which deletions are not tried: they have failed
         self._delete_pause_s = _REFUSED_S
-        self._due: deque[tuple[float, list[str]]] = deque()  # (monotonic time, blobs to delete)
+        self._due: list[tuple[float, list[str]]] = []
+        """Heap of (monotonic time, blobs to delete). Commits of another thread add to it."""
 
     # Turns
 
@@ -268,7 +270,7 @@ class Merger:
         segment = union([*deltas.values(), self.tombstones(removals)], list(deltas))
         if not segment.is_empty or segment.includes:
             self._publish(segment, began, planned)
-            self.delete_later([self._names.pack(name) for name in removals.packs], _TOMBSTONE_S)
+            self.delete_packs_later(removals.packs)
         self._delete([*included, *deltas])
         is_full = len(removals.packs) + len(removals.manifests) >= _MOST_EVICTED
         self.turns.ended(found=bool(deltas), others=others, left=is_full or len(todo) > len(some))
@@ -421,17 +423,20 @@ class Merger:
     # Deletions
 
     def delete_later(self, blobs: list[str], after_s: float) -> None:
-        """Delete blobs after a while. The sweep deletes packs that this handle does not."""
+        """Delete blobs after a while. Any thread may call this. The sweep deletes packs that this handle does not."""
         if blobs and len(self._due) < _MOST_DUE:
-            self._due.append((self._clock.monotonic() + after_s, blobs))
-            self._due = deque(sorted(self._due))
+            heappush(self._due, (self._clock.monotonic() + after_s, blobs))
+
+    def delete_packs_later(self, names: Sequence[bytes]) -> None:
+        """Delete the blobs of packs an hour after their tombstones: engines may still read them."""
+        self.delete_later([self._names.pack(name) for name in names], _TOMBSTONE_S)
 
     def delete_due(self) -> None:
         """Delete the blobs whose time has come. What fails is left to the sweep."""
         now = self._clock.monotonic()
         blobs: list[str] = []
         while self._due and self._due[0][0] <= now:
-            blobs += self._due.popleft()[1]
+            blobs += heappop(self._due)[1]
         self._delete(blobs)
 
     def _delete(self, blobs: list[str]) -> None:

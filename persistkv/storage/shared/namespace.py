@@ -169,10 +169,9 @@ class SharedNamespace:
         is_idle = now - self._used_at > _IDLE_AFTER_S
         self._totals_at = now + (IDLE_TOTALS_S if is_idle else TOTALS_S)
         if policy.capacity is not None or policy.ttl_s is not None:
-            self._board.publish(self.replica)
-            self._board.read()
+            self._board.exchange(self.replica)
         self._policy = policy
-        self._limits = self._board.limits(policy, self.replica)
+        self._limits = self._board.limits(policy, self.id)
         self.merger.check_limits(self._limits)
 
     def _follow(self, now: float) -> None:
@@ -243,7 +242,9 @@ class SharedNamespace:
         self._folder.close(self.replica, keep=False)
 
     def close(self) -> None:
-        """Publish waiting uses, merge own commits, and release the replica. Failures are only logged."""
+        """Publish waiting uses, and release the replica. Failures are only logged. Own commits that are not merged stay
+        in the inbox.
+        """
         is_clean = self.is_open
         try:
             if self._is_writable and self.is_open:

@@ -17,6 +17,7 @@ import os
 import shutil
 import struct
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ from persistkv.storage.catalog.rows import (
     MANIFESTS,
     META,
     ORDER,
+    ORDER_KEY,
+    PACK,
     PACKS,
     SEQUENCE,
     STATES,
@@ -96,6 +99,7 @@ _OVERHEAD_BYTES = 256  # of a pack or request, for its rows in index objects
 MAP_BYTES = 1 << 40  # 1 TiB of address space
 _LEAST_MAP_BYTES = 1 << 30  # 1 GiB
 _READERS = 126
+_CLOSE_S = 5.0  # wait of ``close`` for transactions, which take milliseconds except that of a base
 _MOST_REPLICAS = 64  # per namespace and machine
 
 
@@ -188,6 +192,9 @@ class Replica(Catalog):
         self.namespace = namespace
         self._directory = directory
         self._closed = False
+        self._running = 0  # transactions
+        self._changed = threading.Condition()
+        """Guards ``_closed`` and ``_running``: rows are views of a memory map, which closing removes."""
         try:
             self._env = _open(directory, map_bytes)
             with self._env.begin(write=True) as txn:
@@ -223,8 +230,10 @@ class Replica(Catalog):
 
     @contextmanager
     def _transaction(self, *, write: bool, abort: bool = False) -> Iterator[LmdbRows]:
-        if self._closed:
-            raise StoreError(f"{self._directory}: the replica is closed")
+        with self._changed:
+            if self._closed:
+                raise StoreError(f"{self._directory}: the replica is closed")
+            self._running += 1
         try:
             txn = self._env.begin(write=write, buffers=True)
             try:
@@ -238,6 +247,10 @@ class Replica(Catalog):
                 txn.commit()
         except lmdb.Error as error:
             raise StoreError(f"{self._directory}: the replica failed ({error})") from None
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
 
     def disk_bytes(self) -> int:
         """Return the bytes that the namespace takes on the medium: packs, and estimates of the rest."""
@@ -270,6 +283,11 @@ class Replica(Catalog):
         with self.rows() as rows:
             return {name for name in names if rows.get(BLOBS, name) is not None}
 
+    def held(self, pack_ids: Iterable[bytes]) -> list[bytes]:
+        """Return those of the packs that are held, in order."""
+        with self.rows() as rows:
+            return [pack_id for pack_id in pack_ids if rows.get(PACKS, self.namespace + pack_id) is not None]
+
     def ended_names(self, names: Iterable[bytes]) -> set[bytes]:
         """Return those of the names that have a tombstone."""
         with self.rows() as rows:
@@ -295,20 +313,25 @@ class Replica(Catalog):
             return {digest: _read_version(rows, digest).newest for digest in digests}
 
     def ages(self, points: int) -> list[tuple[float, int]]:
-        """Return (time, bytes of the packs that were last used at this time or earlier) in at most ``points`` steps,
-        in eviction order. Pinned packs do not count.
+        """Return (time, bytes of the packs that were last used at this time or earlier), ascending, in at most
+        ``points`` steps. Pinned packs do not count; the others count with their average size, so that only the keys of
+        the eviction order are read: this takes about a second for a million packs.
         """
-        steps: list[tuple[float, int]] = []
-        total = 0
-        with self._transaction(write=True, abort=True) as rows:
-            for name, row in EvictionOrder.timed(rows).oldest():
-                if isinstance(row, Use):
-                    total += sum(_blob_row(rows, blob).counted for blob in _names_of(rows, name[ID_BYTES:]))
-                    steps.append((row.time, total))
-        if len(steps) <= points:
-            return steps
-        last_of_each = [len(steps) * (number + 1) // points - 1 for number in range(points)]
-        return [steps[index] for index in last_of_each]
+        moments: list[int] = []
+        with self.rows() as rows:
+            state = read_state(rows, self.namespace)
+            for key, _ in rows.range(ORDER, b""):
+                _, moment, _, kind, _ = ORDER_KEY.unpack(key)
+                if kind == PACK:
+                    moments.append(moment)
+            total = _read_bytes(rows)
+        moments.sort()  # those of low priority come first in the order, whatever their age
+        steps = min(points, len(moments))
+        ages: list[tuple[float, int]] = []
+        for number in range(1, steps + 1):
+            last = len(moments) * number // steps
+            ages.append((EvictionOrder.time_of(moments[last - 1]), total * last // max(1, state.packs)))
+        return ages
 
     # Plans
 
@@ -430,10 +453,18 @@ class Replica(Catalog):
         yield part.take()
 
     def close(self, *, keep: bool = False) -> None:
-        """Close the environment; ``keep``: its files are complete, and a later handle can use them."""
-        if self._closed:
-            return
-        self._closed = True
+        """Close the environment when the transactions of other threads have ended. Later transactions raise.
+
+        :param keep: complete the files, so that a later handle can use them.
+        :raises StoreError: the files are not complete; or a thread did not end its transaction, and the environment
+            stays open until the process ends.
+        """
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            if not self._changed.wait_for(lambda: self._running == 0, _CLOSE_S):
+                raise StoreError(f"{self._directory}: the replica is in use")
         try:
             if keep:
                 self._env.sync(True)

@@ -56,21 +56,20 @@ class TotalsBoard:
         self._medium = medium
         self._prefix = medium.names.totals
         self._others: dict[bytes, tuple[float, Totals]] = {}
+        self._own: dict[bytes, Totals] = {}  # as they were published last
 
-    def publish(self, replica: Replica) -> None:
-        """Write the totals of a namespace.
+    def exchange(self, replica: Replica) -> None:
+        """Write the totals of a namespace, and read those of all others.
 
-        :raises StoreError: the medium or the replica failed.
+        :raises StoreError: the medium or the replica failed; the totals before are kept.
         """
         totals = Totals(replica.disk_bytes(), replica.ages(_POINTS))
         name = self._prefix + replica.namespace.hex()
         self._medium.put_sealed(name, _ENCODER.encode(totals), replica.namespace)
+        self._read()
+        self._own[replica.namespace] = totals
 
-    def read(self) -> None:
-        """Read the totals of all namespaces.
-
-        :raises StoreError: the medium failed; the totals before are kept.
-        """
+    def _read(self) -> None:
         found: dict[bytes, tuple[float, Totals]] = {}
         for info in self._medium.listed(self._prefix):
             try:
@@ -85,8 +84,8 @@ class TotalsBoard:
                 continue  # junk, or deleted meanwhile
         self._others = found
 
-    def limits(self, policy: Policy, replica: Replica) -> Limits:
-        """Return what merges of a namespace enforce until the next totals are read.
+    def limits(self, policy: Policy, namespace: bytes) -> Limits:
+        """Return what merges of a namespace enforce until the next exchange.
 
         The namespaces share the free space equally. A part of the capacity is kept free, so that a growing namespace
         evicts the oldest content of the store, and not only its own.
@@ -94,10 +93,10 @@ class TotalsBoard:
         if policy.capacity is None:
             return Limits(None, policy.ttl_s)
         others = {name: totals for name, (_, totals) in self._others.items()}
-        others.pop(replica.namespace, None)
-        if not others:
+        others.pop(namespace, None)
+        mine = self._own.get(namespace)
+        if mine is None or not others:
             return Limits(policy.capacity, policy.ttl_s)
-        mine = Totals(replica.disk_bytes(), replica.ages(_POINTS))
         everything = [mine, *others.values()]
         horizon = _horizon(everything, policy.capacity)
         free = policy.capacity - sum(totals.newer_than(horizon) for totals in everything)

@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from tests.integrations.vllm.engines import ENVIRONMENT, PROGRAM, Engine, spawn_engine
+from tests.integrations.vllm.engines import ENVIRONMENT, PROGRAM, TWO_WORKERS, Engine, spawn_engine
 from tests.integrations.vllm.programs import Zygote
 from tests.integrations.vllm.tiny_model import VOCABULARY, make_model
 
@@ -169,6 +169,7 @@ class Field:
             FS: [{"type": "fs", "root_dir": str(self.store(FS))}],
             OURS: [{"type": "persistkv", "url": url, "codec": arguments.codec}],
         }
+        self._python = arguments.vllm_python.absolute()
         self._zygote = Zygote(ENVIRONMENT | self._environment, str(arguments.vllm_python))
 
     def store(self, name: str) -> Path:
@@ -209,6 +210,15 @@ class Field:
         :param options: of the engine.
         """
         return self._engine(name, self._settings_of(tiers, cpu_bytes, options), program)
+
+    def start_two_workers(self, name: str) -> Engine:
+        """Start an engine with two tensor-parallel workers, all its processes new; ``name`` selects the tier."""
+        options = dict(TWO_WORKERS)
+        environment, command = options.pop("environment"), [str(self._python)]
+        del options["command"]
+        settings = self._settings_of(self._tiers[name], CPU_TIER_BYTES, options)
+        spawn = spawn_engine(self._zygote, settings, self._environment | environment, command)
+        return Engine(spawn, self._log(name))
 
     def _settings(self, name: str) -> dict[str, Any]:
         return self._settings_of(self._tiers[name], CPU_TIER_BYTES, {})

@@ -27,9 +27,10 @@ from persistkv.storage.backend import Capabilities, CommitBatch, CommitResult, N
 from persistkv.storage.catalog import CatalogBackend
 from persistkv.storage.catalog.backend import check_batch
 from persistkv.storage.catalog.rows import PACKS, SEQUENCE, read_pieces
-from persistkv.storage.extensions import BackendStats, FreeSpace, Policy, Rebuilt
 from persistkv.storage.format.files import replace_file
 from persistkv.storage.format.pack import table_lengths
+from persistkv.storage.policy import Policy
+from persistkv.storage.stats import BackendStats, FreeSpace, Rebuilt
 from persistkv_lmdb import files
 from persistkv_lmdb.allocator import Allocator, read_extents
 from persistkv_lmdb.commit import BatchCommit, StaleError, fit_capacity, release_free

@@ -36,7 +36,7 @@ from persistkv.errors import StoreBusyError, StoreError, StoreFullError
 from persistkv.storage.backend import Namespace
 from persistkv.storage.catalog.order import read_clock, write_clock
 from persistkv.storage.catalog.rows import STATES
-from persistkv.storage.extensions import Policy
+from persistkv.storage.policy import Policy
 from persistkv_lmdb import files
 from persistkv_lmdb.allocator import Allocator, Payloads, read_reserved, read_space
 from persistkv_lmdb.files import ReplacedError

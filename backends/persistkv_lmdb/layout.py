@@ -24,9 +24,9 @@ from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptStoreError
 from persistkv.storage.catalog.lmdb_rows import LmdbRows
 from persistkv.storage.catalog.rows import META, TABLES, Rows
-from persistkv.storage.extensions import Policy
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import TRAILER_BYTES, PackTable
+from persistkv.storage.policy import Policy
 from persistkv_lmdb.segments import Extent
 
 if TYPE_CHECKING:

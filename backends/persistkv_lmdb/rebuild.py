@@ -29,10 +29,11 @@ from persistkv.storage.backend import CommitBatch, Namespace
 from persistkv.storage.catalog import CatalogTransaction
 from persistkv.storage.catalog.order import read_clock, write_clock
 from persistkv.storage.catalog.rows import NAMESPACES, STATES, NamespaceState, encode_namespace
-from persistkv.storage.extensions import Policy, Rebuilt
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import ID_BYTES, PackTable, align, frame_seed, pack_id, verify_frame
 from persistkv.storage.format.pack_writer import PackCopy
+from persistkv.storage.policy import Policy
+from persistkv.storage.stats import Rebuilt
 from persistkv_lmdb import files
 from persistkv_lmdb.allocator import Allocator, pages_for, without
 from persistkv_lmdb.fsck import DAMAGE, Verdict, inspect

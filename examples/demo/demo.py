@@ -25,8 +25,8 @@ from rich.text import Text
 from persistkv.errors import ConfigurationError, MissingExtraError, PersistKVError, printable
 from persistkv.integrations.transformers.results import RequestStats
 from persistkv.storage import open_inspectable
-from persistkv.storage.extensions import BackendStats
 from persistkv.storage.format.codec import parse_codec
+from persistkv.storage.stats import BackendStats
 
 FIRST = (
     "How does heapq keep its invariant when an item is pushed?",

@@ -9,61 +9,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from persistkv.config import StoreUrl
-from persistkv.errors import ConfigurationError
 from persistkv.storage.backend import Backend, ReadSpan
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.format.pack import Frame
-
-
-@dataclass(frozen=True)
-class RequestUse:
-    """Use of a stored request."""
-
-    last_used: float
-    """Last use of the whole context, which is the last use of its last pack: seconds since the epoch, approximate."""
-    reused: bool
-    """Whether ``last_used`` is later than the writing of the request."""
-    shared_by: int
-    """Number of other requests whose manifests name the last pack of this request. They probably contain its whole
-    context."""
-    pinned: bool
-    """Whether the manifest is pinned: its packs are not evicted then, and expire only by its own ttl."""
-    hits: int = 0
-    """Number of the requests counted by ``shared_by`` that were written later than this one. Requests that are no
-    longer held do not count."""
-    packs_raw_bytes: int = 0
-    """Bytes, before the codec, of all blocks in the packs that the manifest names, including other requests' blocks."""
-    packs_stored_bytes: int = 0
-    """Payload bytes of the packs that the manifest names, padding included."""
-
-
-@dataclass(frozen=True)
-class BackendStats:
-    """Totals over all namespaces of the store."""
-
-    packs: int
-    blocks: int
-    """Blocks in all packs; a block in two packs counts twice."""
-    requests: int
-    """Number of manifests."""
-    raw_bytes: int
-    """Bytes of all blocks in all packs, before the codec."""
-    stored_bytes: int
-    """Bytes of all payloads, padding included."""
-    disk_bytes: int
-    """Bytes that the store takes on the medium, catalogue included."""
-    capacity: int | None
-    """Bound on ``disk_bytes``; None: unbounded."""
-    quarantined: tuple[str, ...] = ()
-    """Paths of the renamed directories of damaged stores. They are kept until ``persistkv prune --quarantined`` deletes
-    them, and do not count towards the capacity."""
-    quarantined_bytes: int = 0
-    """Bytes that the directories in ``quarantined`` take on disk."""
+from persistkv.storage.policy import Policy
+from persistkv.storage.stats import BackendStats, FreeSpace, MergeState, Rebuilt, RequestUse
 
 
 class InspectableBackend(Backend):
@@ -218,20 +172,6 @@ class SupportsCounters(Protocol):
         """State of the circuit breaker: ``closed``, ``open`` (no requests are sent) or ``half-open``."""
 
 
-@dataclass(frozen=True)
-class MergeState:
-    """Commits of a namespace that no object of the index includes yet, and who merges them."""
-
-    waiting: int
-    """Number of commits in the inbox."""
-    oldest: float | None
-    """When the oldest of them was written: seconds since the epoch; None: there is none."""
-    merged_by: str | None
-    """Random name of the handle that merged last, in hexadecimal; None: it is not known."""
-    merged_at: float | None
-    """When it did: seconds since the epoch."""
-
-
 @runtime_checkable
 class SupportsMergeState(Protocol):
     """A shared store, whose engines merge their commits into an index."""
@@ -241,37 +181,6 @@ class SupportsMergeState(Protocol):
 
         :raises StoreError: the medium failed.
         """
-
-
-@dataclass(frozen=True)
-class Policy:
-    """Retention policy of a store. Recorded when the store is created; options in a URL do not change it later."""
-
-    capacity: int | None
-    """Bound on ``BackendStats.disk_bytes``; None: unbounded."""
-    ttl_s: float | None
-    """Seconds from their last use until packs and requests expire; None: they never expire."""
-    placement: str | None = None
-    """One of ``Capabilities.placements``, which ``set_policy`` cannot change. None: the driver has only one."""
-
-    def __post_init__(self) -> None:
-        """:raises ConfigurationError: capacity or ttl is not positive."""
-        if self.capacity is not None and self.capacity <= 0:
-            raise ConfigurationError("capacity", self.capacity, "a positive size")
-        if self.ttl_s is not None and not self.ttl_s > 0:
-            raise ConfigurationError("ttl", self.ttl_s, "a positive duration such as 7d, or none")
-
-    def contradictions(self, given: Policy) -> str:
-        """Describe the values of a URL (None if left out) that differ from this recorded policy; empty if none does."""
-        found = []
-        for name, ours, theirs, unit in (
-            ("capacity", self.capacity, given.capacity, " bytes"),
-            ("ttl", self.ttl_s, given.ttl_s, " s"),
-            ("placement", self.placement, given.placement, ""),
-        ):
-            if theirs not in (None, ours):
-                found.append(f"{name}={theirs}{unit} (recorded: {'none' if ours is None else f'{ours}{unit}'})")
-        return " and ".join(found)
 
 
 @runtime_checkable
@@ -298,20 +207,6 @@ class SupportsPolicy(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class FreeSpace:
-    """Unused space within ``BackendStats.disk_bytes``. Later commits reuse it."""
-
-    catalogue_bytes: int
-    """Free bytes in the catalogue. Includes space freed by payloads if they are stored in the catalogue."""
-    payload_bytes: int
-    """Free bytes in separate payload files."""
-    pieces: int
-    """Number of contiguous free extents in separate payload files; together they have ``payload_bytes``."""
-    largest_bytes: int
-    """Size of the largest contiguous free extent. A larger payload is split."""
-
-
 @runtime_checkable
 class SupportsFreeSpace(Protocol):
     """A store that keeps free space and can return it to the medium."""
@@ -326,26 +221,6 @@ class SupportsFreeSpace(Protocol):
 
         :raises StoreError: the store is open read-only, or the medium failed; what was returned stays returned.
         """
-
-
-@dataclass(frozen=True)
-class Rebuilt:
-    """Result of a rebuild (``SupportsRebuild``)."""
-
-    packs: int
-    """Packs in the new catalogue. 0: none was found, and nothing was changed."""
-    blocks: int
-    namespaces: int
-    stored_bytes: int
-    """Bytes of the payloads of ``packs``."""
-    read_bytes: int
-    """Bytes of the payload files."""
-    skipped: Mapping[str, int]
-    """Reason → number of traces of packs that the new catalogue does not contain."""
-    capacity: int | None
-    """Capacity that the new catalogue records; None: no bound."""
-    damaged: str | None
-    """Directory of the damaged catalogue, which was renamed; None: there was none."""
 
 
 @runtime_checkable

@@ -7,8 +7,9 @@ import pytest
 from persistkv.config import StoreUrl
 from persistkv.errors import CorruptPackError, StoreError, StoreFullError
 from persistkv.storage.backend import Backend, CommitBatch, ReadSpan
-from persistkv.storage.extensions import Policy, SupportsPolicy
+from persistkv.storage.extensions import SupportsPolicy
 from persistkv.storage.identity import Identity
+from persistkv.storage.policy import Policy
 from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv.testing.samples import payload_of, sample_pack
 from tests.backends import test_memory

@@ -18,9 +18,10 @@ from persistkv.config import parse_duration, parse_size
 from persistkv.errors import ConfigurationError, FileError, MissingOptionError, PersistKVError, StoreUnavailableError
 from persistkv.storage import open_inspectable
 from persistkv.storage.backend import Namespace
-from persistkv.storage.extensions import InspectableBackend, RequestUse
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.identity.verdict import verdicts
+from persistkv.storage.stats import RequestUse
 from persistkv_tools import render
 
 _NAMED_AT_MOST = 5

@@ -50,11 +50,12 @@ from persistkv.storage.catalog.rows import (
     state_or_empty,
 )
 from persistkv.storage.catalog.transaction import CatalogTransaction, Evicted, kept_names, rows_bound
-from persistkv.storage.extensions import BackendStats, InspectableBackend, RequestUse
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest, decode_manifest, decode_manifest_keys
 from persistkv.storage.format.pack import ID_BYTES, PackTable, table_lengths
 from persistkv.storage.identity import Identity
+from persistkv.storage.stats import BackendStats, RequestUse
 
 T = TypeVar("T")
 

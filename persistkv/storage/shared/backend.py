@@ -40,18 +40,12 @@ from persistkv.storage.backend import (
 from persistkv.storage.blobs import BlobMissingError, Blobs, UnavailableError
 from persistkv.storage.catalog.backend import check_batch, totals
 from persistkv.storage.catalog.rows import EMPTY_CURSOR, decode_namespace, encode_namespace
-from persistkv.storage.extensions import (
-    BackendStats,
-    InspectableBackend,
-    MergeState,
-    Policy,
-    Rebuilt,
-    RequestUse,
-)
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.authentication import Authenticator
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.format.pack import Frame, PackTable
 from persistkv.storage.identity import Identity
+from persistkv.storage.policy import Policy
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.clock import Clock
 from persistkv.storage.shared.format import (
@@ -64,6 +58,7 @@ from persistkv.storage.shared.packs import Take
 from persistkv.storage.shared.rebuild import FoundPack
 from persistkv.storage.shared.replica import ReplicaFolder
 from persistkv.storage.shared.totals import TotalsBoard
+from persistkv.storage.stats import BackendStats, MergeState, Rebuilt, RequestUse
 
 logger = logging.getLogger(__name__)
 

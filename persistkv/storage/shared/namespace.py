@@ -11,7 +11,7 @@ from pathlib import Path
 
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch, CommitResult
-from persistkv.storage.extensions import MergeState, Policy
+from persistkv.storage.policy import Policy
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.format import Names
 from persistkv.storage.shared.inbox import Inbox
@@ -23,6 +23,7 @@ from persistkv.storage.shared.rebuild import FoundPack, Rebuilder
 from persistkv.storage.shared.replica import Replica, ReplicaFolder
 from persistkv.storage.shared.sweep import Sweeper
 from persistkv.storage.shared.totals import IDLE_TOTALS_S, TOTALS_S, TotalsBoard
+from persistkv.storage.stats import MergeState
 
 logger = logging.getLogger(__name__)
 

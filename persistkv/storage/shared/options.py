@@ -10,7 +10,7 @@ import msgspec
 
 from persistkv.config import convert_options, parse_duration, parse_size
 from persistkv.errors import ConfigurationError, FileError
-from persistkv.storage.extensions import Policy
+from persistkv.storage.policy import Policy
 
 _SECRET_BYTES = 32
 _DURATIONS = ("refresh", "touch", "ttl", "status")

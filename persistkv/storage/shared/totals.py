@@ -15,7 +15,7 @@ import msgspec
 
 from persistkv.errors import CorruptPackError
 from persistkv.storage.blobs import BlobMissingError
-from persistkv.storage.extensions import Policy
+from persistkv.storage.policy import Policy
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.merge import Limits
 from persistkv.storage.shared.replica import Replica

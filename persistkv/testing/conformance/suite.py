@@ -11,9 +11,10 @@ import pytest
 
 from persistkv.config import StoreUrl
 from persistkv.storage.backend import ReadSpan
-from persistkv.storage.extensions import BackendStats, InspectableBackend
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.identity import Identity
+from persistkv.storage.stats import BackendStats
 
 
 class RawKind(Enum):

@@ -129,7 +129,7 @@ GROW = """
 import sys
 from persistkv.config import StoreUrl
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.extensions import Policy
+from persistkv.storage.policy import Policy
 from persistkv.testing.samples import sample_pack
 from persistkv_lmdb import LmdbBackend
 from tests.backends.lmdb.conftest import IDENTITY

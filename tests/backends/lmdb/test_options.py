@@ -13,8 +13,8 @@ import pytest
 from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError, StoreError, StoreFullError
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.extensions import Policy
 from persistkv.storage.identity import Identity
+from persistkv.storage.policy import Policy
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_lmdb import LmdbBackend
 from tests.backends.lmdb.conftest import Opener

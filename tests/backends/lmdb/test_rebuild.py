@@ -16,9 +16,9 @@ import pytest
 from persistkv.config import PAGE_BYTES, StoreUrl
 from persistkv.errors import StoreBusyError, StoreError, StoreUnavailableError
 from persistkv.storage.backend import CommitBatch, ReadSpan
-from persistkv.storage.extensions import Rebuilt
 from persistkv.storage.format.pack_writer import NewPack, PackWriter
 from persistkv.storage.identity import Identity
+from persistkv.storage.stats import Rebuilt
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_lmdb import LmdbBackend
 from persistkv_lmdb.allocator import read_extents

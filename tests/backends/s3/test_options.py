@@ -14,7 +14,7 @@ import pytest
 from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError, StoreError, StoreUnavailableError
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.extensions import Policy
+from persistkv.storage.policy import Policy
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.samples import sample_pack
 from persistkv_s3 import S3Backend

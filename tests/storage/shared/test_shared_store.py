@@ -11,9 +11,9 @@ import pytest
 from persistkv.errors import StoreError, StoreUnavailableError
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.blobs import BlobInfo, RefusedError, UnavailableError
-from persistkv.storage.extensions import Policy
 from persistkv.storage.format.authentication import Authenticator
 from persistkv.storage.format.pack import PackTable
+from persistkv.storage.policy import Policy
 from persistkv.storage.shared import SharedOptions
 from persistkv.storage.shared import format as index_format
 from persistkv.storage.shared.format import NONCE_BYTES, Delta, seal

@@ -20,7 +20,8 @@ from msgspec.structs import asdict
 from persistkv import open_store
 from persistkv.errors import ConfigurationError, printable
 from persistkv.storage.backend import Namespace
-from persistkv.storage.extensions import InspectableBackend, RequestUse
+from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage.stats import RequestUse
 from persistkv_tools import options, render
 from persistkv_tools.options import RequestView, Selection
 

@@ -12,14 +12,9 @@ import msgspec
 
 from persistkv import open_store
 from persistkv.storage.backend import Namespace
-from persistkv.storage.extensions import (
-    BackendStats,
-    FreeSpace,
-    InspectableBackend,
-    SupportsFreeSpace,
-    SupportsMergeState,
-)
+from persistkv.storage.extensions import InspectableBackend, SupportsFreeSpace, SupportsMergeState
 from persistkv.storage.format.codec import RawCodec
+from persistkv.storage.stats import BackendStats, FreeSpace
 from persistkv_tools import options, render
 from persistkv_tools.options import AdoptionView, adoptions, show_adoptions
 

@@ -14,9 +14,10 @@ from rich.console import Group
 from rich.live import Live
 
 from persistkv.config import parse_duration
-from persistkv.storage.extensions import BackendStats, InspectableBackend
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.host.status import EngineStatus, read_statuses
 from persistkv.storage.records import StoreCounters
+from persistkv.storage.stats import BackendStats
 from persistkv_tools import options, render
 
 

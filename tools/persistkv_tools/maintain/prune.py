@@ -26,15 +26,10 @@ from persistkv import open_store
 from persistkv.config import parse_size
 from persistkv.errors import MissingOptionError, StoreError, StoreFullError
 from persistkv.storage.backend import CommitBatch, Namespace
-from persistkv.storage.extensions import (
-    BackendStats,
-    FreeSpace,
-    InspectableBackend,
-    RequestUse,
-    SupportsFreeSpace,
-)
+from persistkv.storage.extensions import InspectableBackend, SupportsFreeSpace
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackTable
+from persistkv.storage.stats import BackendStats, FreeSpace, RequestUse
 from persistkv_tools import options, render
 from persistkv_tools.options import FoundRequest, RequestView, Selection
 from persistkv_tools.packs import NamespacePacks, all_keys, keys_of

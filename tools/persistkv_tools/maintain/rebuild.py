@@ -13,7 +13,8 @@ from rich.progress import Progress
 from persistkv.config import StoreUrl
 from persistkv.errors import UnsupportedStoreError
 from persistkv.storage import BACKENDS
-from persistkv.storage.extensions import Rebuilt, SupportsRebuild
+from persistkv.storage.extensions import SupportsRebuild
+from persistkv.storage.stats import Rebuilt
 from persistkv_tools import options, render
 from persistkv_tools.progress import byte_progress
 

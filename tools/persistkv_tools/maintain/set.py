@@ -15,7 +15,8 @@ import typer
 from persistkv.config import StoreUrl, parse_duration, parse_size
 from persistkv.errors import ConfigurationError, UnsupportedStoreError
 from persistkv.storage import open_inspectable
-from persistkv.storage.extensions import InspectableBackend, Policy, SupportsPolicy
+from persistkv.storage.extensions import InspectableBackend, SupportsPolicy
+from persistkv.storage.policy import Policy
 from persistkv_tools import options, render
 from persistkv_tools.options import ensure_consent, opened, with_uses
 

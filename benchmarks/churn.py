@@ -17,9 +17,8 @@ import numpy as np
 from benchmarks.rig import show
 from persistkv.config import parse_size
 from persistkv.memory.rows import StagedBlocks
-from persistkv.storage import open_inspectable
-from persistkv.storage.backend import CommitBatch
-from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage import open_backend
+from persistkv.storage.backend import Backend, CommitBatch
 from persistkv.storage.format.codec import RawCodec
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.identity import Identity
@@ -32,7 +31,7 @@ MAX_BLOCKS = 512  # 32 MiB
 class Churn:
     """Writer of packs of random sizes to a store."""
 
-    def __init__(self, backend: InspectableBackend, seed: int) -> None:
+    def __init__(self, backend: Backend, seed: int) -> None:
         self._backend = backend
         self._draw = random.Random(seed)
         self._namespace = backend.open_namespace(Identity.of({"benchmark": "churn"})).id
@@ -73,7 +72,7 @@ def run(placement: str, arguments: argparse.Namespace) -> None:
     """Fill a store and replace its content; print the table and the verdict."""
     capacity = parse_size(arguments.capacity, name="--capacity")
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-        backend = open_inspectable(f"lmdb://{directory}/store?capacity={capacity}&placement={placement}")
+        backend = open_backend(f"lmdb://{directory}/store?capacity={capacity}&placement={placement}")
         churn = Churn(backend, arguments.seed)
         speeds, rows = [], []
         for number in range(arguments.rounds + 1):

@@ -21,9 +21,8 @@ from unittest import mock
 
 from benchmarks.rig import show
 from persistkv.config import PAGE_BYTES
-from persistkv.storage import open_inspectable
-from persistkv.storage.backend import CommitBatch
-from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage import open_backend
+from persistkv.storage.backend import Backend, CommitBatch
 from persistkv.storage.identity import Identity
 from persistkv.testing.samples import sample_pack
 from persistkv_lmdb.files import WriterLock
@@ -66,7 +65,7 @@ def main() -> None:
         url = f"lmdb://{directory}/store?capacity={arguments.packs * BYTES_A_PACK}"
         with (
             mock.patch.object(WriterLock, "held", lambda lock, *some, **more: holds.held(lock, *some, **more)),
-            closing(open_inspectable(url)) as backend,
+            closing(open_backend(url)) as backend,
         ):
             measure(backend, holds, arguments.packs, arguments.commits)
             packs = backend.stats().packs
@@ -75,7 +74,7 @@ def main() -> None:
     show(f"Time under the writer lock, {packs:,} packs", ["per transaction", "median ms", "p99", "longest"], rows)
 
 
-def measure(backend: InspectableBackend, holds: Holds, packs: int, commits: int) -> None:
+def measure(backend: Backend, holds: Holds, packs: int, commits: int) -> None:
     """Fill the store, then commit."""
     namespace = backend.open_namespace(IDENTITY).id
     number = 0

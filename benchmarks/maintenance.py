@@ -16,9 +16,9 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from benchmarks.rig import show
-from persistkv.storage import open_inspectable
-from persistkv.storage.backend import CommitBatch
-from persistkv.storage.extensions import InspectableBackend, SupportsFreeSpace
+from persistkv.storage import open_backend
+from persistkv.storage.backend import Backend, CommitBatch
+from persistkv.storage.extensions import SupportsFreeSpace
 from persistkv.storage.identity import Identity
 from persistkv.testing.samples import sample_manifest, sample_pack
 
@@ -27,9 +27,9 @@ AT_ONCE = 100
 OTHER = """
 import sys, threading, time
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage import open_inspectable
+from persistkv.storage import open_backend
 from benchmarks.maintenance import IDENTITY
-backend = open_inspectable(sys.argv[1])
+backend = open_backend(sys.argv[1])
 name = backend.open_namespace(IDENTITY).id
 print("ready", flush=True)
 longest, end = 0.0, float("inf")
@@ -64,11 +64,11 @@ def main() -> None:
 def measure(
     url: str,
     size: int,
-    prepare: Callable[[InspectableBackend, bytes, int], None],
-    run: Callable[[InspectableBackend, bytes], None],
+    prepare: Callable[[Backend, bytes, int], None],
+    run: Callable[[Backend, bytes], None],
 ) -> tuple[float, float]:
     """Return the seconds of the operation, and of the longest commit of another process meanwhile."""
-    with closing(open_inspectable(url)) as backend:
+    with closing(open_backend(url)) as backend:
         namespace = backend.open_namespace(IDENTITY).id
         prepare(backend, namespace, size)
         with other_process(url) as waited:
@@ -91,7 +91,7 @@ def other_process(url: str) -> Iterator[list[float]]:
         longest.append(float(process.stdout.readline()))
 
 
-def share_pack(backend: InspectableBackend, namespace: bytes, size: int) -> None:
+def share_pack(backend: Backend, namespace: bytes, size: int) -> None:
     """Store requests of four packs each; all requests share three of the packs."""
     shared = [sample_pack(namespace, seed, blocks=1, block_bytes=4096, depth=seed) for seed in range(3)]
     backend.commit(namespace, CommitBatch(shared))
@@ -104,14 +104,14 @@ def share_pack(backend: InspectableBackend, namespace: bytes, size: int) -> None
         backend.commit(namespace, CommitBatch(packs, manifests))
 
 
-def delete_shared(backend: InspectableBackend, namespace: bytes) -> None:
+def delete_shared(backend: Backend, namespace: bytes) -> None:
     """Delete the first shared pack, and with it all requests."""
     first = sample_pack(namespace, 0, blocks=1, block_bytes=4096).pack_id
     backend.commit(namespace, CommitBatch(deletions=[first]))
     assert backend.stats().packs == 0
 
 
-def scatter(backend: InspectableBackend, namespace: bytes, size: int) -> None:
+def scatter(backend: Backend, namespace: bytes, size: int) -> None:
     """Store packs and delete every other one."""
     for start in range(0, size, AT_ONCE):
         packs = [sample_pack(namespace, seed, blocks=1, block_bytes=16384) for seed in range(start, start + AT_ONCE)]
@@ -119,7 +119,7 @@ def scatter(backend: InspectableBackend, namespace: bytes, size: int) -> None:
         backend.commit(namespace, CommitBatch(deletions=[pack.pack_id for pack in packs[::2]]))
 
 
-def release(backend: InspectableBackend, namespace: bytes) -> None:
+def release(backend: Backend, namespace: bytes) -> None:
     """Return all free space to the file system."""
     assert isinstance(backend, SupportsFreeSpace)
     backend.release_free()

@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks.rig import show
 from persistkv.config import parse_size
 from persistkv.memory.rows import StagedBlocks
-from persistkv.storage import open_inspectable
+from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.format.codec import RawCodec
 from persistkv.storage.format.manifest import RequestManifest
@@ -88,7 +88,7 @@ def fill(url: str, requests: int, blocks: int, block_bytes: int) -> str:
     draw = random.Random(0)
     own = blocks // requests
     source = StagedBlocks([np.random.default_rng(0).integers(0, 256, (own, block_bytes), dtype=np.uint8)])
-    with closing(open_inspectable(url)) as backend:
+    with closing(open_backend(url)) as backend:
         namespace = backend.open_namespace(Identity.of({"benchmark": "tools scale"})).id
         chains: list[list[bytes]] = []
         packs_of: list[list[bytes]] = []

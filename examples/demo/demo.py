@@ -24,7 +24,7 @@ from rich.text import Text
 
 from persistkv.errors import ConfigurationError, MissingExtraError, PersistKVError, printable
 from persistkv.integrations.transformers.results import RequestStats
-from persistkv.storage import open_inspectable
+from persistkv.storage import open_backend
 from persistkv.storage.format.codec import parse_codec
 from persistkv.storage.stats import BackendStats
 
@@ -78,7 +78,7 @@ def demo(
         directory = (_DIRECTORY / "store").absolute()
         shutil.rmtree(directory, ignore_errors=True)  # the tables show this run only
         store = f"lmdb://{directory}?capacity=4GiB"
-    with closing(open_inspectable(store)):  # an invalid URL fails before minutes of work
+    with closing(open_backend(store)):  # an invalid URL fails before minutes of work
         pass
     report = _run(store, model, tokens, codec)
     if json:
@@ -99,7 +99,7 @@ def _run(url: str, model: Path, tokens: int, codec: str) -> DemoReport:
     cold = _run_process(Task(True, url, str(model), tokens, codec, time.monotonic()))
     _log("the first process was killed (SIGKILL); new process:")
     warm = _run_process(Task(False, url, str(model), tokens, codec, time.monotonic()))
-    with closing(open_inspectable(url, read_only=True)) as backend:
+    with closing(open_backend(url, read_only=True)) as backend:
         return _build_report(cold, warm, backend.stats(), url=url, model=str(model), codec=codec, shared_tokens=tokens)
 
 

@@ -6,9 +6,7 @@ The scheme of a store's URL selects the backend. All backends are plug-ins, incl
 from __future__ import annotations
 
 from persistkv.config import Registry, StoreUrl
-from persistkv.errors import UnsupportedStoreError
 from persistkv.storage.backend import Backend
-from persistkv.storage.extensions import InspectableBackend
 
 BACKENDS = Registry[Backend]("persistkv.backends", "url scheme", Backend)
 
@@ -21,15 +19,3 @@ def open_backend(url: str, *, read_only: bool = False) -> Backend:
     """
     parsed = StoreUrl.parse(url)
     return BACKENDS.get(parsed.scheme).open(parsed, read_only=read_only)
-
-
-def open_inspectable(url: str, *, read_only: bool = False) -> InspectableBackend:
-    """Open the store at a URL as ``open_backend`` does, for tools that list its content.
-
-    :raises UnsupportedStoreError: the backend of this scheme cannot list its content; the store is closed again.
-    """
-    backend = open_backend(url, read_only=read_only)
-    if not isinstance(backend, InspectableBackend):
-        backend.close()
-        raise UnsupportedStoreError(url, "list requests")
-    return backend

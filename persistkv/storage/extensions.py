@@ -8,70 +8,15 @@ other methods.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from persistkv.config import StoreUrl
-from persistkv.storage.backend import Backend, ReadSpan
-from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
+from persistkv.storage.backend import Backend
 from persistkv.storage.format.pack import Frame
 from persistkv.storage.policy import Policy
-from persistkv.storage.stats import BackendStats, FreeSpace, MergeState, Rebuilt, RequestUse
-
-
-class InspectableBackend(Backend):
-    """A backend that lists its requests, their use and totals. The ``persistkv`` command needs one."""
-
-    @abstractmethod
-    def manifests(self, namespace: bytes) -> Iterable[RequestManifest]:
-        """Iterate over the heads of all manifests, in any order, except damaged ones. No snapshot is held: manifests
-        that are written or deleted meanwhile may be included or not.
-        """
-
-    @abstractmethod
-    def manifest_keys(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[ManifestKeys | None]:
-        """Return the keys of each manifest, in order; None for keys that are damaged or not held."""
-
-    @abstractmethod
-    def manifests_naming(self, namespace: bytes, packs: Sequence[bytes]) -> list[RequestManifest]:
-        """Return the heads of the manifests that name any of these packs."""
-
-    @abstractmethod
-    def chain(self, namespace: bytes, manifest_id: str) -> list[bytes] | None:
-        """Return the ids of the packs that a manifest names, from the beginning of the context on; None if it is not
-        held.
-        """
-
-    @abstractmethod
-    def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
-        """Return the use of each request, in order; None for a request that is not held or whose use is unknown."""
-
-    @abstractmethod
-    def stats(self) -> BackendStats:
-        """Return the totals over all namespaces, without a scan of the packs. They are exact for all commits that this
-        handle has read; a remote store reads those of other processes with a delay.
-        """
-
-    def scan(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-        """Read as ``read`` does, for large amounts that are read only once: drivers may keep them out of caches.
-
-        Fastest if the spans are in ``scan_order``, so that neighbours are read with one call, and if offsets, lengths
-        and buffer addresses are multiples of 4 KiB.
-        """
-        return self.read(namespace, spans)
-
-    def scan_order(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[bytes]:
-        """Return these ids, held or not, in the order in which ``scan`` of their packs is fastest."""
-        return list(pack_ids)
-
-    def delete_quarantined(self) -> int:
-        """Delete the directories in ``BackendStats.quarantined``; return the bytes that they took on disk.
-
-        :raises StoreError: the store is open read-only, or a directory cannot be deleted. Other directories may have
-            been deleted before.
-        """
-        return 0
+from persistkv.storage.stats import FreeSpace, MergeState, Rebuilt
 
 
 @runtime_checkable

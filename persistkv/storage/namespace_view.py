@@ -23,7 +23,7 @@ from persistkv.errors import StoreError, StoreFullError
 from persistkv.memory.budget import no_collections, trim_heap
 from persistkv.storage.backend import Backend, Changes, CommitBatch, CommitResult, ManifestWrite
 from persistkv.storage.executor import Executor
-from persistkv.storage.extensions import InspectableBackend, SupportsIndexFile, SupportsPolicy
+from persistkv.storage.extensions import SupportsIndexFile, SupportsPolicy
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest, context_digest
 from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.format.pack_writer import NewPack
@@ -383,8 +383,6 @@ class NamespaceView:
         commit, which the caller must execute; None if another process has committed since the last refresh.
         """
         batch, backend = CommitBatch(), self.backend
-        if not isinstance(backend, InspectableBackend):
-            return batch
         heads = await self.call(partial(backend.manifests_naming, self.namespace, bad))
         for start in range(0, len(heads), SHORTENED_AT_ONCE):
             if batch.manifests:
@@ -479,9 +477,7 @@ class NamedRequest(NamedTuple):
     pinned: bool
 
 
-def read_requests(
-    backend: InspectableBackend, namespace: bytes, heads: Sequence[RequestManifest]
-) -> list[NamedRequest]:
+def read_requests(backend: Backend, namespace: bytes, heads: Sequence[RequestManifest]) -> list[NamedRequest]:
     """Read the keys and pins of these requests, except those whose keys are missing or damaged."""
     names = [head.id for head in heads]
     rows = zip(heads, backend.manifest_keys(namespace, names), backend.uses(namespace, names), strict=True)

@@ -9,12 +9,12 @@ from itertools import repeat
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
-from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage.backend import Backend
 
-B = TypeVar("B", bound=InspectableBackend)
+B = TypeVar("B", bound=Backend)
 
 
-class FaultyBackend(InspectableBackend, Generic[B]):
+class FaultyBackend(Backend, Generic[B]):
     """Wrapper of an open backend that injects faults into its calls.
 
     It has every public method and attribute of the wrapped backend's class, including optional protocols, and forwards
@@ -90,7 +90,7 @@ class FaultyBackend(InspectableBackend, Generic[B]):
             raise ValueError(f"{type(self.inner).__name__} has no method {method!r}")
 
 
-def _member(kind: type[InspectableBackend], name: str) -> Callable[..., Any] | property:
+def _member(kind: type[Backend], name: str) -> Callable[..., Any] | property:
     function = getattr(kind, name)
     if not callable(function):
         return property(attrgetter(f"inner.{name}"))

@@ -13,8 +13,8 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from persistkv.storage.backend import CommitBatch, ManifestWrite, ReadSpan
-from persistkv.storage.extensions import InspectableBackend, SupportsFrames, SupportsNotes
+from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite, ReadSpan
+from persistkv.storage.extensions import SupportsFrames, SupportsNotes
 from persistkv.storage.format.codec import RawCodec, ZstdCodec
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackedKeys
@@ -30,7 +30,7 @@ class CatalogueRules(BackendSuite):
     """A cursor is too old for ``Backend.changes`` once more than this number of packs were committed after it; None:
     cursors never become too old."""
 
-    def test_open_namespace_twice_returns_same_namespace(self, backend: InspectableBackend) -> None:
+    def test_open_namespace_twice_returns_same_namespace(self, backend: Backend) -> None:
         assert list(backend.namespaces()) == [], "a new store is not empty"
         before = time.time()
         opened = backend.open_namespace(sample_identity())
@@ -41,7 +41,7 @@ class CatalogueRules(BackendSuite):
         backend.commit(opened.id, CommitBatch([sample_pack(opened.id, 1)]))
         assert list(backend.namespaces()) == [opened]
 
-    def test_open_namespace_without_content_adds_nothing(self, backend: InspectableBackend) -> None:
+    def test_open_namespace_without_content_adds_nothing(self, backend: Backend) -> None:
         self.need_ending_namespaces()
         names = [backend.open_namespace(sample_identity(number)).id for number in range(3)]
         for name in names:
@@ -52,9 +52,7 @@ class CatalogueRules(BackendSuite):
             assert backend.changes(name, empty.cursor).cursor == empty.cursor
         assert list(backend.namespaces()) == []
 
-    def test_changes_cursor_before_first_content_returns_all_content(
-        self, backend: InspectableBackend, namespace: bytes
-    ) -> None:
+    def test_changes_cursor_before_first_content_returns_all_content(self, backend: Backend, namespace: bytes) -> None:
         cursor = backend.changes(namespace, None).cursor
         pack, other = (sample_pack(namespace, seed) for seed in range(2))
         backend.commit(namespace, CommitBatch(manifests=[sample_manifest("r")]))
@@ -63,7 +61,7 @@ class CatalogueRules(BackendSuite):
         changes = backend.changes(namespace, cursor)
         assert (changes.reset, list(changes.added)) == (False, [pack.table])
 
-    def test_namespace_last_content_deleted_ends(self, backend: InspectableBackend) -> None:
+    def test_namespace_last_content_deleted_ends(self, backend: Backend) -> None:
         self.need_ending_namespaces()
         ours, theirs = (backend.open_namespace(sample_identity(number)) for number in (1, 2))
         for space in (ours, theirs):
@@ -81,7 +79,7 @@ class CatalogueRules(BackendSuite):
         assert (gone.cursor, gone.reset, list(gone.added)) == (ended.cursor, True, [])
         check_totals(backend)
 
-    def test_namespace_with_manifest_only_stays(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_namespace_with_manifest_only_stays(self, backend: Backend, namespace: bytes) -> None:
         pack = sample_pack(namespace, 1)
         manifest = sample_manifest("r")  # names no packs
         backend.commit(namespace, CommitBatch([pack], [manifest], pins=[("r", True)]))
@@ -90,9 +88,7 @@ class CatalogueRules(BackendSuite):
         assert [head.id for head in backend.manifests(namespace)] == ["r"]
         assert not backend.changes(namespace, cursor).reset
 
-    def test_namespace_last_pack_replaced_in_one_commit_goes_on(
-        self, backend: InspectableBackend, namespace: bytes
-    ) -> None:
+    def test_namespace_last_pack_replaced_in_one_commit_goes_on(self, backend: Backend, namespace: bytes) -> None:
         old, new = (sample_pack(namespace, seed) for seed in range(2))
         cursor = backend.commit(namespace, CommitBatch([old])).cursor
         backend.commit(namespace, CommitBatch([new], deletions=[old.pack_id]))
@@ -100,9 +96,7 @@ class CatalogueRules(BackendSuite):
         changes = backend.changes(namespace, cursor)
         assert (changes.reset, list(changes.added), set(changes.removed)) == (False, [new.table], {old.pack_id})
 
-    def test_namespace_begun_again_rejects_positions_before_its_end(
-        self, backend: InspectableBackend, namespace: bytes
-    ) -> None:
+    def test_namespace_begun_again_rejects_positions_before_its_end(self, backend: Backend, namespace: bytes) -> None:
         self.need_ending_namespaces()
         packs = [sample_pack(namespace, seed) for seed in range(3)]
         cursors = [backend.commit(namespace, CommitBatch([pack])).cursor for pack in packs]
@@ -120,7 +114,7 @@ class CatalogueRules(BackendSuite):
         assert read_pack(backend, namespace, again.table) == payload_of(again)
         check_totals(backend)
 
-    def test_namespace_ended_loses_its_notes(self, backend: InspectableBackend) -> None:
+    def test_namespace_ended_loses_its_notes(self, backend: Backend) -> None:
         self.need_ending_namespaces()
         if not isinstance(backend, SupportsNotes):
             pytest.skip("the driver keeps no notes")
@@ -133,7 +127,7 @@ class CatalogueRules(BackendSuite):
         assert [backend.note(ours, name) for name in ("a1", "b2")] == [None, None]
         assert [backend.note(theirs, name) for name in ("a1", "b2")] == [b"before the first content", b"after it"]
 
-    def test_namespaces_same_ids_keep_separate_content(self, backend: InspectableBackend) -> None:
+    def test_namespaces_same_ids_keep_separate_content(self, backend: Backend) -> None:
         ours, theirs = (backend.open_namespace(sample_identity(number)).id for number in (1, 2))
         mine, other = sample_pack(ours, 1, content=10), sample_pack(theirs, 1, content=20)
         backend.commit(ours, CommitBatch([mine], [sample_manifest("same", 1)]))
@@ -153,7 +147,7 @@ class CatalogueRules(BackendSuite):
         assert tables(backend, ours) == {}
         assert read_pack(backend, theirs, other.table) == payload_of(other)
 
-    def test_stats_after_many_commits_equal_recount(self, backend: InspectableBackend) -> None:
+    def test_stats_after_many_commits_equal_recount(self, backend: Backend) -> None:
         names = [backend.open_namespace(sample_identity(number)).id for number in range(2)]
         rng = np.random.default_rng(7)
         for step in range(40):
@@ -169,9 +163,7 @@ class CatalogueRules(BackendSuite):
             check_totals(backend)
         assert backend.stats().packs
 
-    def test_changes_without_cursor_returns_whole_catalogue(
-        self, backend: InspectableBackend, namespace: bytes
-    ) -> None:
+    def test_changes_without_cursor_returns_whole_catalogue(self, backend: Backend, namespace: bytes) -> None:
         empty = backend.changes(namespace, None)
         assert empty.reset
         assert not list(empty.added)
@@ -183,9 +175,7 @@ class CatalogueRules(BackendSuite):
         assert changes.reset
         assert {table.pack_id for table in changes.added} == {pack.pack_id for pack in packs}
 
-    def test_changes_pack_committed_and_deleted_is_not_added(
-        self, backend: InspectableBackend, namespace: bytes
-    ) -> None:
+    def test_changes_pack_committed_and_deleted_is_not_added(self, backend: Backend, namespace: bytes) -> None:
         cursor = backend.changes(namespace, None).cursor
         pack = sample_pack(namespace, 1)
         backend.commit(namespace, CommitBatch([pack]))
@@ -194,9 +184,7 @@ class CatalogueRules(BackendSuite):
         assert not list(changes.added)
         assert set(changes.removed) <= {pack.pack_id}
 
-    def test_changes_commits_without_own_packs_keep_cursor_current(
-        self, backend: InspectableBackend, namespace: bytes
-    ) -> None:
+    def test_changes_commits_without_own_packs_keep_cursor_current(self, backend: Backend, namespace: bytes) -> None:
         cursor = backend.changes(namespace, None).cursor
         other = backend.open_namespace(sample_identity(1)).id
         backend.commit(other, CommitBatch([sample_pack(other, 1)]))
@@ -204,7 +192,7 @@ class CatalogueRules(BackendSuite):
         assert not list(backend.changes(namespace, cursor).added)
         assert not backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)], seen=cursor)).stale
 
-    def test_changes_too_old_cursor_resets(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_changes_too_old_cursor_resets(self, backend: Backend, namespace: bytes) -> None:
         if self.changes_kept is None:
             pytest.skip("the driver keeps all changes")
         old = backend.changes(namespace, None).cursor
@@ -216,7 +204,7 @@ class CatalogueRules(BackendSuite):
         assert len(list(backend.changes(namespace, old).added)) == len(rest) + 1
         assert len(list(backend.changes(namespace, recent).added)) >= len(rest)
 
-    def test_read_into_array_rows_fills_only_their_bytes(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_read_into_array_rows_fills_only_their_bytes(self, backend: Backend, namespace: bytes) -> None:
         pack = sample_pack(namespace, 1, blocks=40, block_bytes=65_536)
         backend.commit(namespace, CommitBatch([pack]))
         rows = np.zeros((40, 2, 50_000), np.int8)
@@ -243,7 +231,7 @@ class CatalogueRules(BackendSuite):
 
     @pytest.mark.parametrize("numbers", [range(6), [1, 2, 5], [4], []])
     def test_read_frames_passes_frames_in_order_through_one_buffer(
-        self, backend: InspectableBackend, namespace: bytes, numbers: Sequence[int]
+        self, backend: Backend, namespace: bytes, numbers: Sequence[int]
     ) -> None:
         if not isinstance(backend, SupportsFrames):
             pytest.skip("the driver does not read single frames")
@@ -266,9 +254,7 @@ class CatalogueRules(BackendSuite):
         read(bytes(16))
         assert received == list(enumerate(stored)), "frames of a deleted pack were passed on"
 
-    def test_scan_all_packs_in_scan_order_returns_stored_bytes(
-        self, backend: InspectableBackend, namespace: bytes
-    ) -> None:
+    def test_scan_all_packs_in_scan_order_returns_stored_bytes(self, backend: Backend, namespace: bytes) -> None:
         """Reads all payloads, in ``scan_order``, into page-aligned memory, as ``verify`` does. One pack was deleted."""
         packs = [sample_pack(namespace, seed, blocks=3, block_bytes=5000 + seed) for seed in range(12)]
         backend.commit(namespace, CommitBatch(packs))
@@ -287,7 +273,7 @@ class CatalogueRules(BackendSuite):
         found = [bytes(span.buffers[0]) for span, filled in zip(spans, present, strict=True) if filled]
         assert found == [payloads[pack_id] for pack_id in wanted if pack_id != packs[4].pack_id]
 
-    def test_manifests_same_id_is_replaced(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_manifests_same_id_is_replaced(self, backend: Backend, namespace: bytes) -> None:
         backend.commit(namespace, CommitBatch(manifests=[sample_manifest("r1", 1), sample_manifest("r2", 2)]))
         newer = sample_manifest("r1", 3, blocks=5)
         backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)], [newer]))
@@ -298,7 +284,7 @@ class CatalogueRules(BackendSuite):
         assert backend.manifest_keys(namespace, ["r1"])[0] == newer.keys
         assert check_totals(backend).requests == 2
 
-    def test_uses_shared_pack_reports_reuse_hits_and_sizes(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_uses_shared_pack_reports_reuse_hits_and_sizes(self, backend: Backend, namespace: bytes) -> None:
         first, second = sample_pack(namespace, 1), sample_pack(namespace, 2, depth=4)
         before = time.time()
         short, long, bare = (
@@ -340,7 +326,7 @@ class CatalogueRules(BackendSuite):
         backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
         backend.close()
 
-    def test_commit_several_packs_and_manifests_stores_all(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_commit_several_packs_and_manifests_stores_all(self, backend: Backend, namespace: bytes) -> None:
         packs = [sample_pack(namespace, seed) for seed in range(5)]
         manifests = [sample_manifest(f"r{seed}", seed) for seed in range(3)]
         result = backend.commit(namespace, CommitBatch(packs, manifests))
@@ -349,9 +335,7 @@ class CatalogueRules(BackendSuite):
         assert tables(backend, namespace) == {pack.pack_id: pack.table for pack in packs}
         assert {manifest.id for manifest in backend.manifests(namespace)} == {"r0", "r1", "r2"}
 
-    def test_manifests_commits_during_iteration_returns_all(
-        self, backend: InspectableBackend, namespace: bytes
-    ) -> None:
+    def test_manifests_commits_during_iteration_returns_all(self, backend: Backend, namespace: bytes) -> None:
         writes = [sample_manifest(f"r{number}", number) for number in range(700)]
         backend.commit(namespace, CommitBatch(manifests=writes))
         seen = []
@@ -363,7 +347,7 @@ class CatalogueRules(BackendSuite):
 
     @pytest.mark.parametrize("codec", [RawCodec(), ZstdCodec(1)], ids=str)
     def test_commit_pack_of_two_groups_stores_table_and_payload(
-        self, backend: InspectableBackend, namespace: bytes, codec: RawCodec | ZstdCodec
+        self, backend: Backend, namespace: bytes, codec: RawCodec | ZstdCodec
     ) -> None:
         segments = [
             sample_segment(1, group=0, blocks=20, block_bytes=100_000),
@@ -380,7 +364,7 @@ class CatalogueRules(BackendSuite):
 
     @pytest.mark.parametrize("manifest_id", ["engine-1/0", "größe ✓", "x" * 5000, " "])
     def test_manifests_round_trip_returns_manifest_and_keys(
-        self, backend: InspectableBackend, namespace: bytes, manifest_id: str
+        self, backend: Backend, namespace: bytes, manifest_id: str
     ) -> None:
         keys = (PackedKeys.of(sample_keys(1, 300)), PackedKeys.of([b"short", b"of another length", b"x"]), PackedKeys())
         manifest = RequestManifest(

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from persistkv.errors import StoreFullError
-from persistkv.storage.backend import CommitBatch
-from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage.backend import Backend, CommitBatch
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.testing.conformance.suite import (
@@ -34,7 +33,7 @@ class EvictionRules(BackendSuite):
         return None
 
     @pytest.fixture
-    def aging(self, ttl_url: str | None) -> Iterator[InspectableBackend]:
+    def aging(self, ttl_url: str | None) -> Iterator[Backend]:
         yield from self.opened(ttl_url)
 
     @pytest.fixture
@@ -50,7 +49,7 @@ class EvictionRules(BackendSuite):
 
         return set_clocks
 
-    def test_eviction_least_recently_used_pack_is_evicted_first(self, small: InspectableBackend, name: bytes) -> None:
+    def test_eviction_least_recently_used_pack_is_evicted_first(self, small: Backend, name: bytes) -> None:
         rng = np.random.default_rng(3)
         seeds: dict[bytes, int] = {}
         used: dict[bytes, int] = {}
@@ -71,7 +70,7 @@ class EvictionRules(BackendSuite):
             used[pack.pack_id], seeds[pack.pack_id] = moment, moment
         assert evicted > 50
 
-    def test_eviction_commits_without_uses_leave_order_unchanged(self, small: InspectableBackend, name: bytes) -> None:
+    def test_eviction_commits_without_uses_leave_order_unchanged(self, small: Backend, name: bytes) -> None:
         packs = [large_pack(name, seed, depth=3 * seed) for seed in range(4)]
         ids = [pack.pack_id for pack in packs]
         small.commit(name, CommitBatch(packs))
@@ -81,9 +80,7 @@ class EvictionRules(BackendSuite):
         evicted_ids = write_until_evicted(small, name, until=ids[0])
         assert [pack_id for pack_id in evicted_ids if pack_id in ids] == ids[::-1]
 
-    def test_eviction_shared_prefix_is_evicted_after_dependent_pack(
-        self, small: InspectableBackend, name: bytes
-    ) -> None:
+    def test_eviction_shared_prefix_is_evicted_after_dependent_pack(self, small: Backend, name: bytes) -> None:
         prefix, end = (large_pack(name, seed, depth=3 * seed) for seed in range(2))
         chain = [prefix.pack_id, end.pack_id]
         small.commit(name, CommitBatch([prefix, end], [sample_manifest("first", packs=chain)]))
@@ -96,9 +93,7 @@ class EvictionRules(BackendSuite):
             *chain[::-1],
         ]
 
-    def test_eviction_equal_use_evicts_deeper_packs_first_and_manifest_last(
-        self, small: InspectableBackend, name: bytes
-    ) -> None:
+    def test_eviction_equal_use_evicts_deeper_packs_first_and_manifest_last(self, small: Backend, name: bytes) -> None:
         depths = [0, 16, 8, UNKNOWN_DEPTH, 24]
         packs = [large_pack(name, seed, blocks=2, depth=depth) for seed, depth in enumerate(depths)]
         small.commit(name, CommitBatch(packs, [sample_manifest("r")]))
@@ -107,7 +102,7 @@ class EvictionRules(BackendSuite):
         write_until_evicted(small, name, rounds=3)
         assert not list(small.manifests(name))
 
-    def test_commit_large_pack_evicts_many_small_packs(self, small: InspectableBackend, name: bytes) -> None:
+    def test_commit_large_pack_evicts_many_small_packs(self, small: Backend, name: bytes) -> None:
         for seed in range(100, 130):
             small.commit(name, CommitBatch([large_pack(name, seed, blocks=1)]))
         large = large_pack(name, 1, blocks=24)
@@ -117,7 +112,7 @@ class EvictionRules(BackendSuite):
         small.commit(name, CommitBatch([large_pack(name, 2, blocks=24)]))
         assert large.pack_id not in tables(small, name)
 
-    def test_eviction_packs_named_or_touched_by_batch_are_kept(self, small: InspectableBackend, name: bytes) -> None:
+    def test_eviction_packs_named_or_touched_by_batch_are_kept(self, small: Backend, name: bytes) -> None:
         held = [large_pack(name, seed) for seed in range(3)]
         for pack in held:
             small.commit(name, CommitBatch([pack]))
@@ -129,9 +124,7 @@ class EvictionRules(BackendSuite):
         assert not {pack.pack_id for pack in held} & set(evicted_ids)
         assert [manifest.id for manifest in small.manifests(name)] == ["r"]
 
-    def test_eviction_all_packs_touched_in_batch_evicts_deepest_first(
-        self, small: InspectableBackend, name: bytes
-    ) -> None:
+    def test_eviction_all_packs_touched_in_batch_evicts_deepest_first(self, small: Backend, name: bytes) -> None:
         packs = [large_pack(name, seed, depth=3 * seed) for seed in range(10)]
         for pack in packs:
             small.commit(name, CommitBatch([pack]))
@@ -140,7 +133,7 @@ class EvictionRules(BackendSuite):
         assert evicted
         assert [table.pack_id for table in evicted] == [pack.pack_id for pack in packs[::-1]][: len(evicted)]
 
-    def test_eviction_evicted_pack_drops_manifests_naming_it(self, small: InspectableBackend, name: bytes) -> None:
+    def test_eviction_evicted_pack_drops_manifests_naming_it(self, small: Backend, name: bytes) -> None:
         packs = [large_pack(name, seed, depth=3 * seed) for seed in range(3)]
         ids = [pack.pack_id for pack in packs]
         small.commit(name, CommitBatch(packs, [sample_manifest("long", packs=ids)]))
@@ -151,9 +144,7 @@ class EvictionRules(BackendSuite):
         assert small.manifest_keys(name, ["long"])[0] is None
         assert ids[0] in tables(small, name)
 
-    def test_eviction_old_manifest_is_dropped_while_its_pack_is_kept(
-        self, small: InspectableBackend, name: bytes
-    ) -> None:
+    def test_eviction_old_manifest_is_dropped_while_its_pack_is_kept(self, small: Backend, name: bytes) -> None:
         used = large_pack(name, 1, blocks=1)
         small.commit(name, CommitBatch([used], [sample_manifest("old", packs=[used.pack_id])]))
         seed = 1000
@@ -163,9 +154,7 @@ class EvictionRules(BackendSuite):
             assert seed < 1100
         assert used.pack_id in tables(small, name)
 
-    def test_commit_deletion_removes_packs_reachable_only_through_it(
-        self, backend: InspectableBackend, namespace: bytes
-    ) -> None:
+    def test_commit_deletion_removes_packs_reachable_only_through_it(self, backend: Backend, namespace: bytes) -> None:
         """A pin does not protect a manifest and its packs from deletions."""
         packs = [large_pack(namespace, seed, depth=3 * seed) for seed in range(5)]
         ids = [pack.pack_id for pack in packs]
@@ -181,7 +170,7 @@ class EvictionRules(BackendSuite):
 
     @pytest.mark.parametrize("kind", ["deletions", "bad"])
     def test_commit_deletion_of_pack_in_many_requests_drops_them_all(
-        self, backend: InspectableBackend, namespace: bytes, kind: str
+        self, backend: Backend, namespace: bytes, kind: str
     ) -> None:
         shared, other = large_pack(namespace, 1, blocks=1), large_pack(namespace, 2, blocks=1)
         kept = sample_manifest("kept", packs=[other.pack_id])
@@ -199,9 +188,7 @@ class EvictionRules(BackendSuite):
         assert other.pack_id in tables(backend, namespace)
         assert list(backend.changes(namespace, result.cursor).added) == []
 
-    def test_commit_bad_pack_is_removed_without_later_packs(
-        self, backend: InspectableBackend, namespace: bytes
-    ) -> None:
+    def test_commit_bad_pack_is_removed_without_later_packs(self, backend: Backend, namespace: bytes) -> None:
         packs = [large_pack(namespace, seed, depth=3 * seed) for seed in range(4)]
         ids = [pack.pack_id for pack in packs]
         long, other = sample_manifest("long", packs=ids[:3]), sample_manifest("other", 1, packs=ids[2:])
@@ -221,7 +208,7 @@ class EvictionRules(BackendSuite):
         assert {head.id for head in backend.manifests(namespace)} == {"long", "other"}
         assert backend.manifest_keys(namespace, ["long"])[0] == shorter.keys
 
-    def test_eviction_pinned_request_is_kept_until_unpinned(self, small: InspectableBackend, name: bytes) -> None:
+    def test_eviction_pinned_request_is_kept_until_unpinned(self, small: Backend, name: bytes) -> None:
         packs = [large_pack(name, seed, depth=3 * seed) for seed in range(2)]
         ids = [pack.pack_id for pack in packs]
         batch = CommitBatch(packs, [sample_manifest("r", packs=ids)], pins=[("r", True), ("nobody", True)])
@@ -240,9 +227,7 @@ class EvictionRules(BackendSuite):
         assert ids[0] in write_until_evicted(small, name, rounds=30)
         assert not list(small.manifests(name))
 
-    def test_commit_store_full_of_pins_raises_full_and_evicts_nothing(
-        self, small: InspectableBackend, name: bytes
-    ) -> None:
+    def test_commit_store_full_of_pins_raises_full_and_evicts_nothing(self, small: Backend, name: bytes) -> None:
         packs = [large_pack(name, seed, blocks=8) for seed in range(3)]
         manifest = sample_manifest("r", packs=[pack.pack_id for pack in packs])
         small.commit(name, CommitBatch(packs, [manifest], pins=[("r", True)]))
@@ -254,7 +239,7 @@ class EvictionRules(BackendSuite):
         assert not small.commit(name, CommitBatch(touches=[loose.pack_id], seen=cursor)).stale
         assert check_totals(small).packs == 4
 
-    def test_eviction_capacity_is_shared_by_all_namespaces(self, small: InspectableBackend, name: bytes) -> None:
+    def test_eviction_capacity_is_shared_by_all_namespaces(self, small: Backend, name: bytes) -> None:
         other = small.open_namespace(sample_identity(1)).id
         ours, theirs = large_pack(name, 1), large_pack(other, 1)
         cursor = small.commit(other, CommitBatch([theirs], [sample_manifest("r", packs=[theirs.pack_id])])).cursor
@@ -267,7 +252,7 @@ class EvictionRules(BackendSuite):
         assert not list(small.manifests(other))
         assert [space.id for space in small.namespaces()] == [name]
 
-    def test_eviction_other_namespaces_pack_is_in_its_changes(self, small: InspectableBackend, name: bytes) -> None:
+    def test_eviction_other_namespaces_pack_is_in_its_changes(self, small: Backend, name: bytes) -> None:
         other = small.open_namespace(sample_identity(1)).id
         ours, theirs = large_pack(name, 1), large_pack(other, 1)
         manifest = sample_manifest("r")  # names no packs, and is pinned: the namespace stays
@@ -279,7 +264,7 @@ class EvictionRules(BackendSuite):
         assert {space.id for space in small.namespaces()} == {name, other}
 
     def test_ttl_expires_unpinned_pack_after_its_last_use(
-        self, aging: InspectableBackend, set_clocks: Callable[[float, float], None]
+        self, aging: Backend, set_clocks: Callable[[float, float], None]
     ) -> None:
         name = aging.open_namespace(sample_identity()).id
         used, idle, pinned = (large_pack(name, seed, blocks=1) for seed in range(3))
@@ -297,7 +282,7 @@ class EvictionRules(BackendSuite):
         assert set(tables(aging, name)) == {pinned.pack_id}
 
     def test_ttl_many_packs_and_requests_expire_after_several_commits(
-        self, aging: InspectableBackend, set_clocks: Callable[[float, float], None]
+        self, aging: Backend, set_clocks: Callable[[float, float], None]
     ) -> None:
         name = aging.open_namespace(sample_identity()).id
         packs = [sample_pack(name, seed, blocks=1, block_bytes=1) for seed in range(300)]
@@ -309,7 +294,7 @@ class EvictionRules(BackendSuite):
         assert list(aging.namespaces()) == []
 
     def test_ttl_of_request_expires_only_that_request(
-        self, aging: InspectableBackend, set_clocks: Callable[[float, float], None]
+        self, aging: Backend, set_clocks: Callable[[float, float], None]
     ) -> None:
         name = aging.open_namespace(sample_identity()).id
         shared, own, kept = (large_pack(name, seed, blocks=1, depth=seed) for seed in range(3))
@@ -330,7 +315,7 @@ class EvictionRules(BackendSuite):
         assert [table.pack_id for table in aging.commit(name, CommitBatch()).evicted] == [shared.pack_id]
         assert set(tables(aging, name)) == {kept.pack_id}
 
-    def test_eviction_low_priority_pack_is_evicted_first(self, small: InspectableBackend, name: bytes) -> None:
+    def test_eviction_low_priority_pack_is_evicted_first(self, small: Backend, name: bytes) -> None:
         shared, normal, low, last = (large_pack(name, seed, depth=3 * seed) for seed in range(4))
         small.commit(
             name, CommitBatch([shared, normal], [sample_manifest("n", packs=[shared.pack_id, normal.pack_id])])
@@ -343,9 +328,7 @@ class EvictionRules(BackendSuite):
         ours = [pack_id for pack_id in evicted_ids if pack_id in {pack.pack_id for pack in (shared, normal, low, last)}]
         assert ours == [pack.pack_id for pack in (last, low, normal, shared)]
 
-    def test_eviction_low_priority_ends_once_normal_request_names_pack(
-        self, small: InspectableBackend, name: bytes
-    ) -> None:
+    def test_eviction_low_priority_ends_once_normal_request_names_pack(self, small: Backend, name: bytes) -> None:
         first, second = (large_pack(name, seed) for seed in range(2))
         for pack in (first, second):
             manifest = sample_manifest(f"{pack.pack_id.hex()}", packs=[pack.pack_id], priority="low")
@@ -356,7 +339,7 @@ class EvictionRules(BackendSuite):
         assert first.pack_id not in evicted_ids
 
     def test_ttl_low_priority_pack_expires_after_its_own_last_use(
-        self, aging: InspectableBackend, set_clocks: Callable[[float, float], None]
+        self, aging: Backend, set_clocks: Callable[[float, float], None]
     ) -> None:
         name = aging.open_namespace(sample_identity()).id
         normal, low = (large_pack(name, seed, blocks=1) for seed in range(2))
@@ -370,7 +353,7 @@ class EvictionRules(BackendSuite):
         assert not list(aging.manifests(name))
 
     def test_commit_wall_clock_set_back_expires_nothing(
-        self, aging: InspectableBackend, set_clocks: Callable[[float, float], None]
+        self, aging: Backend, set_clocks: Callable[[float, float], None]
     ) -> None:
         name = aging.open_namespace(sample_identity()).id
         first, second = large_pack(name, 1, blocks=1), large_pack(name, 2, blocks=1)
@@ -381,7 +364,7 @@ class EvictionRules(BackendSuite):
         set_clocks(0.0, 0.0)
         assert not aging.commit(name, CommitBatch()).evicted
 
-    def test_commit_evicted_equals_packs_removed_from_catalogue(self, small: InspectableBackend, name: bytes) -> None:
+    def test_commit_evicted_equals_packs_removed_from_catalogue(self, small: Backend, name: bytes) -> None:
         rng = np.random.default_rng(3)
         written: dict[bytes, PackWriter] = {}
         cursor = small.changes(name, None).cursor
@@ -424,7 +407,7 @@ class EvictionRules(BackendSuite):
         backend.close()
 
     def test_eviction_pack_of_two_pinned_requests_is_kept_until_both_unpinned(
-        self, small: InspectableBackend, name: bytes
+        self, small: Backend, name: bytes
     ) -> None:
         pack = large_pack(name, 1)
         manifests = [sample_manifest(number, packs=[pack.pack_id]) for number in "ab"]
@@ -440,9 +423,7 @@ def large_pack(namespace: bytes, seed: int, *, blocks: int = 3, depth: int = 0) 
     return sample_pack(namespace, seed, blocks=blocks, block_bytes=100_000, depth=depth)
 
 
-def write_until_evicted(
-    backend: InspectableBackend, namespace: bytes, *, until: bytes = b"", rounds: int = 100
-) -> list[bytes]:
+def write_until_evicted(backend: Backend, namespace: bytes, *, until: bytes = b"", rounds: int = 100) -> list[bytes]:
     """Write up to ``rounds`` new packs, one per commit; return the ids of the evicted packs, in order.
 
     :param until: id of the pack whose eviction ends the writes; the test fails if it is not evicted. Empty: write all

@@ -11,9 +11,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from persistkv.storage import open_inspectable
-from persistkv.storage.backend import CommitBatch
-from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage import open_backend
+from persistkv.storage.backend import Backend, CommitBatch
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.identity import Identity
@@ -41,7 +40,7 @@ class Held:
 class EvictionMachine(RuleBasedStateMachine):
     """Driver and model. Packs are numbers. The model determines the eviction order, the driver the number of packs."""
 
-    open_store: Callable[[str], InspectableBackend]
+    open_store: Callable[[str], Backend]
     """Open a store of 4 MiB in a directory."""
     evictions = 0
     kept: set[int]
@@ -203,16 +202,16 @@ class EvictionMachine(RuleBasedStateMachine):
             self.directory.cleanup()
 
 
-def in_memory(directory: str) -> InspectableBackend:
+def in_memory(directory: str) -> Backend:
     return MemoryBackend(capacity=4 << 20)
 
 
-def inline(directory: str) -> InspectableBackend:
-    return open_inspectable(f"lmdb://{directory}/store?capacity=4MiB&placement=inline")
+def inline(directory: str) -> Backend:
+    return open_backend(f"lmdb://{directory}/store?capacity=4MiB&placement=inline")
 
 
-def in_extents(directory: str) -> InspectableBackend:
-    return open_inspectable(f"lmdb://{directory}/store?capacity=4MiB&placement=extents")
+def in_extents(directory: str) -> Backend:
+    return open_backend(f"lmdb://{directory}/store?capacity=4MiB&placement=extents")
 
 
 @pytest.mark.parametrize(
@@ -225,7 +224,7 @@ def in_extents(directory: str) -> InspectableBackend:
         pytest.param(in_extents, 150, id="extents, long", marks=pytest.mark.slow),
     ],
 )
-def test_eviction_random_commits_match_model(open_store: Callable[[str], InspectableBackend], examples: int) -> None:
+def test_eviction_random_commits_match_model(open_store: Callable[[str], Backend], examples: int) -> None:
     machine = type("Machine", (EvictionMachine,), {"open_store": staticmethod(open_store)})
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
     limits = settings(

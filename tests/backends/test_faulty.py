@@ -141,7 +141,6 @@ def test_faulty_backend_has_attributes_and_protocols_of_wrapped_backend(
         def set_policy(self, policy: Policy) -> None:
             self.capacity = policy.capacity
 
-    assert isinstance(backend, Backend)
     assert not isinstance(backend, SupportsPolicy)
     assert backend.capabilities == MemoryBackend.capabilities
     wrapped = FaultyBackend.of(WithPolicy(capacity=5))

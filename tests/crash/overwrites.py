@@ -27,7 +27,7 @@ import numpy as np
 
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.memory.rows import Rows
-from persistkv.storage import open_inspectable
+from persistkv.storage import open_backend
 from persistkv.storage.executor import Executor
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
@@ -65,7 +65,7 @@ def open_rows(url: str) -> tuple[Store, np.ndarray[Any, np.dtype[np.uint64]]]:
     memory = memoryview(mmap.mmap(-1, _AT_ONCE * BLOCKS * BLOCK_BYTES))
     rows = Rows(memory, RowLayout(BLOCK_BYTES, (GroupLayout(((0, BLOCK_BYTES),)),)))
     executor = Executor(2, lambda: None)
-    store = Store(open_inspectable(url), IDENTITY, rows, StoreOptions(), url=url, executor=executor)
+    store = Store(open_backend(url), IDENTITY, rows, StoreOptions(), url=url, executor=executor)
     return store, np.frombuffer(memory, np.uint64).reshape(_AT_ONCE * BLOCKS, BLOCK_BYTES // 8)
 
 
@@ -143,7 +143,7 @@ def run(directory: Path, seconds: float, readers: int, placement: str) -> list[l
     :returns: requests and evicted blocks of the writer, then loaded and missed blocks of each reader.
     """
     url, newest = f"lmdb://{directory}/store?capacity={CAPACITY}&placement={placement}", directory / "newest"
-    open_inspectable(url).close()
+    open_backend(url).close()
     roles: Sequence[Sequence[object]] = [("write",), *(("read", seed) for seed in range(readers))]
     command = [sys.executable, "-m", "tests.crash.overwrites", "--seconds", str(seconds), "--store", url]
     command += ["--newest", str(newest), "--role"]
@@ -160,7 +160,7 @@ def run(directory: Path, seconds: float, readers: int, placement: str) -> list[l
         for process in processes:
             process.kill()
             process.communicate()
-    backend = open_inspectable(url)
+    backend = open_backend(url)
     check_totals(backend)
     backend.close()
     return found

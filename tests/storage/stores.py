@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from persistkv.storage.backend import ReadSpan
-from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage.backend import Backend, ReadSpan
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.records import RequestEnd
 from persistkv.storage.store import Store
@@ -21,7 +20,7 @@ def end(request: str, *chains: list[bytes], tokens: int | None = None, **more: A
 
 
 def manifests(store: Store) -> list[RequestManifest]:
-    return sorted(inspectable(store).manifests(store.namespace), key=lambda manifest: manifest.id)
+    return sorted(store.catalogue.backend.manifests(store.namespace), key=lambda manifest: manifest.id)
 
 
 def refill(store: Store) -> np.ndarray[Any, Any]:
@@ -31,21 +30,14 @@ def refill(store: Store) -> np.ndarray[Any, Any]:
     return before
 
 
-def inspectable(store: Store) -> InspectableBackend:
-    """Return the store's backend, which can list its content."""
-    backend = store.catalogue.backend
-    assert isinstance(backend, InspectableBackend)
-    return backend
-
-
-def inject_faults(store: Store) -> FaultyBackend[InspectableBackend]:
+def inject_faults(store: Store) -> FaultyBackend[Backend]:
     """Wrap the store's backend so that its calls can fail."""
-    backend = FaultyBackend.of(inspectable(store))
+    backend = FaultyBackend.of(store.catalogue.backend)
     store.catalogue.backend = backend
     return backend
 
 
-def flip_reads(backend: FaultyBackend[InspectableBackend], pack_id: bytes | None = None) -> None:
+def flip_reads(backend: FaultyBackend[Backend], pack_id: bytes | None = None) -> None:
     """Flip a bit in the result of each read; with ``pack_id``, only in reads of this pack."""
 
     def flip(filled: list[bool], namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:

@@ -12,13 +12,13 @@ import pytest
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.records import StoreOptions
 from persistkv.storage.store import Store
 from persistkv.testing.faulty import FaultyBackend
 from persistkv.testing.samples import sample_pack
 from tests.storage.conftest import IDENTITY
+from tests.storage.stores import inject_faults
 
 PACKS, BLOCKS = 17, 4096  # enough keys for a file
 
@@ -36,9 +36,7 @@ def packs() -> list[PackWriter]:
 @contextmanager
 def opened(url: str, make_rows: Callable[..., Rows]) -> Iterator[tuple[Store, list[bytes | None]]]:
     """Open a store; yield it and the cursors of its calls of ``changes``. None reads the whole catalogue."""
-    inner = open_backend(url)
-    assert isinstance(inner, InspectableBackend)
-    backend = FaultyBackend.of(inner)
+    backend = FaultyBackend.of(open_backend(url))
     cursors: list[bytes | None] = []
     backend.before("changes", lambda namespace, cursor: cursors.append(cursor))
     store = Store(backend, IDENTITY, make_rows(1, 4096, (((0, 1),),)), StoreOptions(events=True), url=url)
@@ -163,8 +161,7 @@ def test_index_file_after_failed_pack_read_is_not_written(
     path = index_file(url)
     path.unlink()
     with opened(url, make_rows) as (store, _):
-        backend = store.catalogue.backend
-        assert isinstance(backend, FaultyBackend)
+        backend = inject_faults(store)
         backend.after("tables", lambda found, namespace, pack_ids: [])
         assert store.read(packs[2].keys.unpack()[:1], [0]) == packs[2].keys.unpack()[:1]
         store.flush()
@@ -178,7 +175,6 @@ def test_index_file_read_only_store_uses_but_does_not_write_it(
     commit(url, CommitBatch(packs[PACKS:]))
     before = version(url)
     backend = open_backend(url, read_only=True)
-    assert isinstance(backend, InspectableBackend)
     store = Store(backend, IDENTITY, make_rows(1, 4096, (((0, 1),),)), StoreOptions(), url=url)
     assert holds(store, packs) == [True] * (PACKS + 1)
     store.close()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from persistkv.errors import ConfigurationError, StoreUnavailableError
-from persistkv.storage import BACKENDS, open_backend, open_inspectable
+from persistkv.storage import BACKENDS, open_backend
 
 
 def test_backends_shipped_drivers_are_registered() -> None:
@@ -19,7 +19,7 @@ def test_open_backend_unknown_scheme_raises_and_lists_known_schemes() -> None:
 
 
 def test_open_backend_applies_url_options_and_absent_store_raises(tmp_path: Path) -> None:
-    backend = open_inspectable(f"lmdb://{tmp_path}/store?capacity=16MiB")
+    backend = open_backend(f"lmdb://{tmp_path}/store?capacity=16MiB")
     assert backend.stats().capacity == 16 << 20
     backend.close()
     with pytest.raises(StoreUnavailableError):

@@ -13,14 +13,14 @@ import pytest
 
 from persistkv.errors import ConfigurationError, CorruptPackError, IdentityMismatchError
 from persistkv.memory.rows import Rows
-from persistkv.storage import open_inspectable
+from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.identity import Identity
 from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import tables
 from tests.memory_rows import payload
-from tests.storage.stores import end, inject_faults, inspectable, manifests, refill
+from tests.storage.stores import end, inject_faults, manifests, refill
 
 Keys = Callable[..., list[bytes]]
 OpenStore = Callable[..., Store]
@@ -135,7 +135,7 @@ def test_end_request_manifest_names_whole_context(store_url: str, open_store: Op
     (manifest,) = manifests(store)
     assert (manifest.id, manifest.tokens, manifest.blocks, manifest.labels) == ("manifest-b", 70, 4, {"user": "x"})
     assert manifest.raw_bytes == 4 * (64 << 10)
-    (chain,) = inspectable(store).manifest_keys(store.namespace, ["manifest-b"])[0] or [PackedKeys()]
+    (chain,) = store.catalogue.backend.manifest_keys(store.namespace, ["manifest-b"])[0] or [PackedKeys()]
     assert chain.unpack() == names
     assert all(map(store.contains, names)), "what another request staged is written with it"
 
@@ -224,7 +224,7 @@ def test_commit_to_namespace_ended_by_other_handle_begins_it_again(
     theirs.refresh()
     held = theirs.catalogue.backend.changes(theirs.namespace, None).added
     theirs.catalogue.backend.commit(theirs.namespace, CommitBatch(deletions=[table.pack_id for table in held]))
-    assert list(inspectable(theirs).namespaces()) == []
+    assert list(theirs.catalogue.backend.namespaces()) == []
 
     ours.put("new", new, range(4), range(4))
     ours.end_request(end("new", new))
@@ -250,7 +250,7 @@ def test_commit_blocks_stored_by_others_are_not_written_again(open_store: OpenSt
     two.flush()
     assert all(map(two.contains, names))
     assert two.counters.stored_blocks == 0
-    assert inspectable(one).stats().packs == 1
+    assert one.catalogue.backend.stats().packs == 1
 
 
 def test_commit_after_commits_of_others_finds_their_blocks(open_store: OpenStore, keys: Keys, tmp_path: Any) -> None:
@@ -309,7 +309,7 @@ def test_store_unknown_codec_raises_and_creates_no_namespace(open_store: OpenSto
     url = f"lmdb://{tmp_path}/store"
     with pytest.raises(ConfigurationError, match="codec: 'lz5'"):
         open_store(url, codec="lz5")
-    with closing(open_inspectable(url)) as backend:
+    with closing(open_backend(url)) as backend:
         assert list(backend.namespaces()) == []
 
 
@@ -330,7 +330,7 @@ def test_stored_pack_with_table_parses_without_catalogue(open_store: OpenStore, 
     names = keys(8)
     store.put("r", names, range(8), range(8))
     store.flush()
-    ((name, held),) = tables(inspectable(store), store.namespace).items()
+    ((name, held),) = tables(store.catalogue.backend, store.namespace).items()
     stored = payload(store.catalogue.backend, store.namespace, name)
     table = PackTable.parse(stored + held.encode())
     assert table.keys.unpack() == names

@@ -10,17 +10,16 @@ import pytest
 
 from persistkv.errors import ConfigurationError, StoreError, StoreFullError
 from persistkv.memory.rows import Rows
-from persistkv.storage.backend import CommitBatch
-from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage.backend import Backend, CommitBatch
 from persistkv.storage.store import Store
 from persistkv.testing import FaultyBackend
 from persistkv.testing.conformance.suite import tables
 from tests.memory_rows import set_payload, swap_payloads
-from tests.storage.stores import end, flip_reads, inject_faults, inspectable, manifests
+from tests.storage.stores import end, flip_reads, inject_faults, manifests
 
 Keys = Callable[..., list[bytes]]
 OpenStore = Callable[..., Store]
-FaultyStore = tuple[Store, FaultyBackend[InspectableBackend]]
+FaultyStore = tuple[Store, FaultyBackend[Backend]]
 
 
 @pytest.fixture
@@ -139,7 +138,7 @@ def test_read_pack_without_payload_misses_and_can_be_stored_again(open_store: Op
         store.put("r", names, range(64), None)
         store.flush()
         assert store.read(names, range(64)) == []
-        (name,) = tables(inspectable(store), store.namespace)
+        (name,) = tables(store.catalogue.backend, store.namespace)
         set_payload(store.catalogue.backend, store.namespace, name, b"")
         assert store.read(names, range(64)) == names
         assert not any(map(store.contains, names))
@@ -186,7 +185,7 @@ def test_read_swapped_payloads_miss(open_store: OpenStore, keys: Keys) -> None:
     store.rows.array[:] ^= 0xFF
     store.put("b", two, range(64), None)
     store.flush()
-    swap_payloads(store.catalogue.backend, store.namespace, *tables(inspectable(store), store.namespace))
+    swap_payloads(store.catalogue.backend, store.namespace, *tables(store.catalogue.backend, store.namespace))
     assert store.read(one, range(64)) == one
     assert store.read(two, range(64)) == two
 

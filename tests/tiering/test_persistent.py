@@ -17,7 +17,7 @@ import pytest
 from persistkv.base import OffloadKey, OffloadPolicy, ReqContext, Retention
 from persistkv.config import OffloadingConfig
 from persistkv.errors import ConfigurationError, IdentityMismatchError, StoreUnavailableError
-from persistkv.storage import open_inspectable
+from persistkv.storage import open_backend
 from persistkv.storage.records import Choice
 from persistkv.testing.tier_conformance import SecondaryTierConformance
 from persistkv.tiering.persistent import PersistentTier
@@ -97,7 +97,7 @@ def test_persistent_tier_restarted_stack_promotes_stored_blocks(
     second.check(everything, second.manager.prepare_load(everything, again))
     second.manager.complete_load(everything, again)
 
-    backend = open_inspectable(f"lmdb://{tmp_path}/store", read_only=True)
+    backend = open_backend(f"lmdb://{tmp_path}/store", read_only=True)
     (namespace,) = backend.namespaces()
     (manifest,) = backend.manifests(namespace.id)
     assert (manifest.group_blocks, manifest.tokens) == ((6, 6, 0), 96)
@@ -118,7 +118,7 @@ def test_persistent_tier_pin_and_ttl_apply_only_to_their_request(
         stack.store(names, req)
         stack.manager.on_request_finished(req)
         assert tier.wait_persisted(name, 90)
-    backend = open_inspectable(f"lmdb://{tmp_path}/store", read_only=True)
+    backend = open_backend(f"lmdb://{tmp_path}/store", read_only=True)
     (namespace,) = backend.namespaces()
     manifests = sorted(backend.manifests(namespace.id), key=lambda manifest: manifest.created)
     uses = backend.uses(namespace.id, [manifest.id for manifest in manifests])

@@ -13,8 +13,8 @@ import pytest
 
 from persistkv.base import OffloadKey, ReqContext
 from persistkv.errors import ConfigurationError
-from persistkv.storage import open_inspectable
-from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage import open_backend
+from persistkv.storage.backend import Backend
 from persistkv.storage.host.prewarm import WarmRequest, request_warm, warm_answers
 from persistkv.tiering import prewarming as prewarming_module
 from persistkv.tiering.persistent import PersistentTier
@@ -113,7 +113,7 @@ def two_contexts(
     return old, new
 
 
-def request_prewarming(backend: InspectableBackend, chain: list[OffloadKey]) -> WarmRequest:
+def request_prewarming(backend: Backend, chain: list[OffloadKey]) -> WarmRequest:
     """Request prewarming, as ``persistkv warm`` does, of the context that begins with this chain."""
     (space,) = backend.namespaces()
     for head in backend.manifests(space.id):
@@ -150,7 +150,7 @@ def test_prewarming_requested_context_is_promoted_first(
     url = f"lmdb://{tmp_path}/store"
     tier = partial(PersistentTier, url=url, host="process", max_age_s=0.01)
     old, _ = two_contexts(make_stack, tier, keys, described)
-    with closing(open_inspectable(url)) as backend:
+    with closing(open_backend(url)) as backend:
         asked = request_prewarming(backend, old)
         second = make_stack(16, tier, prewarm_share=0.375)
         deadline = time.monotonic() + 90
@@ -181,14 +181,14 @@ def test_prewarming_request_to_running_engine_promotes_context(
         second.step()
     assert second.manager.stats.promoted_blocks == 6
     assert second.manager.lookup(new[0], asking) is True
-    with closing(open_inspectable(url)) as backend:
+    with closing(open_backend(url)) as backend:
         asked = request_prewarming(backend, old)
     while second.manager.stats.promoted_blocks < 12:
         assert time.monotonic() < deadline
         second.step()
     second.manager.on_new_request(asking)
     assert [second.manager.lookup(key, asking) for key in old] == [True] * 6
-    with closing(open_inspectable(url)) as backend:
+    with closing(open_backend(url)) as backend:
         (answer,) = warm_answers(backend, asked)
         assert (answer.blocks, answer.missing) == (6, 0)
 

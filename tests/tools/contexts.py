@@ -11,7 +11,6 @@ import numpy as np
 from persistkv.base import make_offload_key
 from persistkv.memory.rows import StagedBlocks
 from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
-from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.codec import Codec, RawCodec
 from persistkv.storage.format.manifest import RequestManifest, context_digest
 from persistkv.storage.format.pack import PackedKeys
@@ -45,7 +44,7 @@ class Contexts:
 
     def __init__(
         self,
-        backend: InspectableBackend,
+        backend: Backend,
         identity: Identity = LLAMA,
         *,
         groups: int = 1,

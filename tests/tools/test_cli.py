@@ -216,14 +216,14 @@ import os
 from persistkv.storage import BACKENDS
 from persistkv_tools import cli, store
 BACKENDS.get("lmdb")
-open_backend = store.open_inspectable
+open_backend = store.open_backend
 def open_as_ordinary_user(url, **how):
     if os.geteuid() == 0:
         os.setgroups([])
         os.setgid({NOBODY})
         os.setuid({NOBODY})
     return open_backend(url, **how)
-store.open_inspectable = open_as_ordinary_user
+store.open_backend = open_as_ordinary_user
 cli.main()
 """
 

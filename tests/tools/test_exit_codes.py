@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 
 from persistkv import open_store
-from persistkv.storage import open_backend, open_inspectable
+from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend
 from persistkv.storage.extensions import SupportsStatus
 from persistkv.storage.host.prewarm import acknowledge_warm, pending_warm
@@ -50,18 +50,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of stores and files that no test changes."""
     place = tmp_path_factory.mktemp("made")
     urls = {name: f"lmdb://{place}/{name}?placement=inline" for name in ("store", "damaged", "other")}
-    with closing(open_inspectable(urls["store"])) as backend:
+    with closing(open_backend(urls["store"])) as backend:
         writer = Contexts(backend, block_bytes=BLOCK)
         for number in range(10):  # 1.25 MiB: enough for a sample of the codecs
             writer.add(f"r{number}", f"{number}-a {number}-b", labels={"user": "anna"}, age_s=100.0 + number)
         writer.add("longer", "0-a 0-b c", age_s=10.0)
-    with closing(open_inspectable(urls["damaged"])) as backend:
+    with closing(open_backend(urls["damaged"])) as backend:
         writer = Contexts(backend)
         writer.add("one", "a b")
         writer.add("two", "c d")
     with Damage(urls["damaged"], writer.namespace) as damage:
         damage.flip_payload(writer.packs["one"], 5000)
-    with closing(open_inspectable(urls["other"])) as backend:
+    with closing(open_backend(urls["other"])) as backend:
         Contexts(backend, Identity.of({"weights": "theirs"})).add("theirs", "a")
     with open_store(urls["store"]) as store:
         store.export(place / "all.pkv")

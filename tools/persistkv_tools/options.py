@@ -16,9 +16,8 @@ import typer
 
 from persistkv.config import parse_duration, parse_size
 from persistkv.errors import ConfigurationError, FileError, MissingOptionError, PersistKVError, StoreUnavailableError
-from persistkv.storage import open_inspectable
-from persistkv.storage.backend import Namespace
-from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage import open_backend
+from persistkv.storage.backend import Backend, Namespace
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.identity.verdict import verdicts
 from persistkv.storage.stats import RequestUse
@@ -97,7 +96,7 @@ class AdoptionView(msgspec.Struct, frozen=True, kw_only=True):
     at: float
 
 
-def adoptions(backend: InspectableBackend) -> list[AdoptionView]:
+def adoptions(backend: Backend) -> list[AdoptionView]:
     """Return all recorded verdicts about namespaces of other engine releases."""
     spaces = chosen_namespaces(backend, None)
     return [
@@ -143,13 +142,13 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def open_if_exists(url: str) -> Iterator[InspectableBackend | None]:
+def open_if_exists(url: str) -> Iterator[Backend | None]:
     """Open a store read-only until the ``with`` statement ends.
 
     Yield None if it is absent or cannot be opened; in the latter case, opening it for writing reports the reason.
     """
     try:
-        backend = open_inspectable(url, read_only=True)
+        backend = open_backend(url, read_only=True)
     except StoreUnavailableError:
         yield None
         return
@@ -158,16 +157,16 @@ def open_if_exists(url: str) -> Iterator[InspectableBackend | None]:
 
 
 @contextmanager
-def opened(url: str, *, writable: bool = False) -> Iterator[InspectableBackend]:
+def opened(url: str, *, writable: bool = False) -> Iterator[Backend]:
     """Open an existing store, read-only unless ``writable``, until the ``with`` statement ends.
 
     :raises StoreUnavailableError: there is no store (none is created), or it cannot be reached.
     """
-    with closing(open_inspectable(url, read_only=True)) as backend:
+    with closing(open_backend(url, read_only=True)) as backend:
         if not writable:
             yield backend
             return
-    with closing(open_inspectable(url)) as backend:
+    with closing(open_backend(url)) as backend:
         yield backend
 
 
@@ -238,7 +237,7 @@ class FoundRequest(NamedTuple):
     namespace: Namespace
     manifest: RequestManifest
 
-    def keys(self, backend: InspectableBackend) -> ManifestKeys:
+    def keys(self, backend: Backend) -> ManifestKeys:
         """Return the keys; raise ``NotFoundError`` if the request was deleted meanwhile or its keys are unreadable."""
         keys = backend.manifest_keys(self.namespace.id, [self.manifest.id])[0]
         if keys is None:
@@ -247,7 +246,7 @@ class FoundRequest(NamedTuple):
             )
         return keys
 
-    def view(self, backend: InspectableBackend) -> RequestView:
+    def view(self, backend: Backend) -> RequestView:
         """Return the view of the request, with its use."""
         return RequestView.of(self.namespace.id, self.manifest, backend.uses(self.namespace.id, [self.manifest.id])[0])
 
@@ -315,7 +314,7 @@ def _label(text: str) -> tuple[str, str | None]:
     return name, value if equals else None
 
 
-def chosen_namespaces(backend: InspectableBackend, wanted: str | None, otherwise: str = "") -> list[Namespace]:
+def chosen_namespaces(backend: Backend, wanted: str | None, otherwise: str = "") -> list[Namespace]:
     """Return the only namespace whose id begins with ``wanted``, in a list; None: all namespaces, oldest first.
 
     :param otherwise: continues the error that no namespace matches.
@@ -331,7 +330,7 @@ def chosen_namespaces(backend: InspectableBackend, wanted: str | None, otherwise
     return matching
 
 
-def find_request(backend: InspectableBackend, wanted: str, namespace: str | None = None) -> FoundRequest:
+def find_request(backend: Backend, wanted: str, namespace: str | None = None) -> FoundRequest:
     """Return the request with this id, or else the only one with this short id or an id that begins with ``wanted``.
 
     :param namespace: id of the only namespace to search, or its first digits; None: search all.
@@ -353,7 +352,7 @@ def find_request(backend: InspectableBackend, wanted: str, namespace: str | None
 
 
 def chosen_requests(
-    backend: InspectableBackend, names: Iterable[str], selection: Selection, namespace: str | None
+    backend: Backend, names: Iterable[str], selection: Selection, namespace: str | None
 ) -> list[FoundRequest]:
     """Return the requests with these ids, each once; without ids, all requests that fulfil ``selection``.
 
@@ -373,7 +372,7 @@ def chosen_requests(
 
 
 def with_uses(
-    backend: InspectableBackend, namespace: bytes, manifests: Iterable[RequestManifest]
+    backend: Backend, namespace: bytes, manifests: Iterable[RequestManifest]
 ) -> Iterator[tuple[RequestManifest, RequestUse | None]]:
     """Yield the manifests with their use, read in batches; None for an unknown use."""
     waiting = iter(manifests)

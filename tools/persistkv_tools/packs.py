@@ -16,8 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from persistkv.errors import CorruptPackError
-from persistkv.storage.backend import ReadSpan
-from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage.backend import Backend, ReadSpan
 from persistkv.storage.format.manifest import ManifestKeys
 from persistkv.storage.format.pack import Frame, PackTable, align, decode_frame, frame_seed, pack_id, verify_frame
 
@@ -82,7 +81,7 @@ class Packs:
 class NamespacePacks(Packs):
     """The packs of one namespace of a store, as of the last ``refresh``."""
 
-    def __init__(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def __init__(self, backend: Backend, namespace: bytes) -> None:
         super().__init__()
         self.namespace = namespace
         self.cursor: bytes | None = None
@@ -100,9 +99,7 @@ class NamespacePacks(Packs):
         return moved
 
 
-def keys_of(
-    backend: InspectableBackend, namespace: bytes, requests: Iterable[str]
-) -> Iterator[tuple[str, ManifestKeys | None]]:
+def keys_of(backend: Backend, namespace: bytes, requests: Iterable[str]) -> Iterator[tuple[str, ManifestKeys | None]]:
     """Yield request ids with their keys, read in batches; None instead of keys that are gone or damaged."""
     waiting = iter(requests)
     while some := list(islice(waiting, _AT_ONCE)):
@@ -205,7 +202,7 @@ def check_piece(piece: Piece, found: memoryview) -> Iterator[Finding]:
 
 
 def check_pack(
-    backend: InspectableBackend,
+    backend: Backend,
     table: PackTable,
     took: Took = lambda num_bytes: None,
     keep: bytearray | None = None,

@@ -14,9 +14,8 @@ from rich.progress import Progress
 
 from persistkv.config import StoreUrl, parse_size, store_url
 from persistkv.errors import ConfigurationError, StoreError
-from persistkv.storage import open_inspectable
-from persistkv.storage.backend import CommitBatch
-from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage import open_backend
+from persistkv.storage.backend import Backend, CommitBatch
 from persistkv_tools.options import (
     RequestView,
     Selection,
@@ -64,11 +63,11 @@ class StoreHandle:
         self.url = url
         self._read_only = read_only
         self._resources = ExitStack()
-        self._reader = self._resources.enter_context(closing(open_inspectable(url, read_only=True)))
-        self._writer: InspectableBackend | None = None
+        self._reader = self._resources.enter_context(closing(open_backend(url, read_only=True)))
+        self._writer: Backend | None = None
 
     @property
-    def backend(self) -> InspectableBackend:
+    def backend(self) -> Backend:
         """Backend of the store, for operations without a method here. It is read-only until a method has written."""
         return self._writer or self._reader
 
@@ -297,7 +296,7 @@ class StoreHandle:
             place, capacity, choice = transfer.place(there, self.backend.stats().capacity, newest=newest)
         if dry_run:
             return Pushed(transfer.planned(choice), place, capacity)
-        with closing(open_inspectable(place)) as writing:
+        with closing(open_backend(place)) as writing:
             took = counted(progress, "copy", transfer.content.payload_bytes, throttle)
             return Pushed(transfer.run(writing, took, newest=newest), place, writing.stats().capacity)
 
@@ -311,9 +310,9 @@ class StoreHandle:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _writable(self) -> InspectableBackend:
+    def _writable(self) -> Backend:
         if self._read_only:
             raise StoreError(f"{self.url} is open read-only: open it with read_only=False")
         if self._writer is None:
-            self._writer = self._resources.enter_context(closing(open_inspectable(self.url)))
+            self._writer = self._resources.enter_context(closing(open_backend(self.url)))
         return self._writer

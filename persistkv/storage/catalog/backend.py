@@ -16,7 +16,7 @@ from itertools import islice
 from typing import TypeVar
 
 from persistkv.errors import StoreError, StoreFullError
-from persistkv.storage.backend import Changes, CommitBatch, CommitResult, Namespace, ReadSpan
+from persistkv.storage.backend import Backend, Changes, CommitBatch, CommitResult, Namespace, ReadSpan
 from persistkv.storage.catalog.order import read_clock
 from persistkv.storage.catalog.rows import (
     ADDED,
@@ -50,7 +50,6 @@ from persistkv.storage.catalog.rows import (
     state_or_empty,
 )
 from persistkv.storage.catalog.transaction import CatalogTransaction, Evicted, kept_names, rows_bound
-from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest, decode_manifest, decode_manifest_keys
 from persistkv.storage.format.pack import ID_BYTES, PackTable, table_lengths
@@ -66,7 +65,7 @@ _KEY_BYTES = 16  # minimum that the key of a block takes in its pack's table
 
 class Catalog(ABC):
     """Catalogue of one or more namespaces, in table rows: the part of a driver that does not depend on payloads.
-    ``Backend`` and ``InspectableBackend`` specify the methods that have no docstring here.
+    ``Backend`` specifies the methods that have no docstring here.
     """
 
     @abstractmethod
@@ -151,7 +150,7 @@ class Catalog(ABC):
             return [NamespaceState.decode(row) for _, row in rows.range(STATES, b"")]
 
 
-class CatalogBackend(Catalog, InspectableBackend):
+class CatalogBackend(Catalog, Backend):
     """Base class of drivers over table rows. A driver implements ``open``, ``commit``, ``read``, ``close``, ``rows``
     and ``disk_bytes``.
 

@@ -30,7 +30,7 @@ import msgspec
 
 from persistkv.errors import StoreError, StoreUnavailableError
 from persistkv.storage.backend import Backend
-from persistkv.storage.extensions import InspectableBackend, SupportsStatus, statuses
+from persistkv.storage.extensions import SupportsStatus, statuses
 from persistkv.storage.host.status import decoded
 from persistkv.storage.records import Choice
 
@@ -170,7 +170,7 @@ def _name(namespace: str, request: str) -> str:
 
 
 def recent_contexts(
-    backend: InspectableBackend,
+    backend: Backend,
     namespace: bytes,
     holds: Callable[[bytes], bool],
     max_blocks: int,
@@ -208,7 +208,7 @@ def recent_contexts(
     return found
 
 
-def _answer(backend: InspectableBackend, asked: WarmRequest, named: set[bytes], engine: str) -> None:
+def _answer(backend: Backend, asked: WarmRequest, named: set[bytes], engine: str) -> None:
     groups = backend.manifest_keys(bytes.fromhex(asked.namespace), [asked.request])[0] or ()
     given = [key in named for group in groups for key in group.unpack()]
     try:
@@ -217,7 +217,7 @@ def _answer(backend: InspectableBackend, asked: WarmRequest, named: set[bytes], 
         logger.info("could not answer the warm request for %s: %s", asked.request, error)
 
 
-def _by_last_use(backend: InspectableBackend, namespace: bytes, most: int, choice: Choice) -> list[str]:
+def _by_last_use(backend: Backend, namespace: bytes, most: int, choice: Choice) -> list[str]:
     """Return manifest ids of the ``most`` most recently used requests that ``choice`` includes, latest first."""
 
     def moments() -> Iterator[tuple[float, str]]:  # in batches, because a store can have millions

@@ -31,7 +31,7 @@ from persistkv.memory.budget import MAX_IO_THREADS
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
 from persistkv.storage.executor import Executor
-from persistkv.storage.extensions import InspectableBackend, SupportsCounters
+from persistkv.storage.extensions import SupportsCounters
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host import protocol
 from persistkv.storage.host.connection import CONGESTED_BYTES, SocketConnection
@@ -185,9 +185,8 @@ class StoreServer:
         backend = store.catalogue.backend
         disk_bytes, capacity = 0, None
         try:
-            if isinstance(backend, InspectableBackend):
-                totals = await store.catalogue.call(backend.stats)
-                disk_bytes, capacity = totals.disk_bytes, totals.capacity
+            totals = await store.catalogue.call(backend.stats)
+            disk_bytes, capacity = totals.disk_bytes, totals.capacity
         except StoreError as error:
             logger.warning("totals cannot be read: %s", str(error))  # the exception references rows
         stats = protocol.HostStats(
@@ -201,9 +200,8 @@ class StoreServer:
         backend, contexts = store.catalogue.backend, list[list[bytes]]()
         engine = "" if self._status is None else self._status.engine
         try:
-            if isinstance(backend, InspectableBackend):
-                read = partial(recent_contexts, backend, store.namespace, store.contains, ask.max_blocks, engine)
-                contexts = await store.catalogue.call(partial(read, only_asked=ask.only_asked, choice=ask.choice))
+            read = partial(recent_contexts, backend, store.namespace, store.contains, ask.max_blocks, engine)
+            contexts = await store.catalogue.call(partial(read, only_asked=ask.only_asked, choice=ask.choice))
         except StoreError as error:
             logger.warning("the most recently used contexts cannot be read: %s", str(error))
         self._send(protocol.Recent(tuple(map(PackedKeys.of, contexts))))

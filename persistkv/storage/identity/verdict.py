@@ -11,7 +11,7 @@ import msgspec
 
 from persistkv.errors import StoreError
 from persistkv.storage.backend import Backend, Namespace
-from persistkv.storage.extensions import InspectableBackend, SupportsNotes
+from persistkv.storage.extensions import SupportsNotes
 from persistkv.storage.identity import Identity
 
 logger = logging.getLogger(__name__)
@@ -83,9 +83,8 @@ def candidates(backend: Backend, identity: Identity, others: Iterable[Namespace]
 
 def _last_write(backend: Backend, namespace: Namespace) -> float:
     written = namespace.created
-    if isinstance(backend, InspectableBackend):
-        try:
-            written = max((head.created for head in backend.manifests(namespace.id)), default=written)
-        except StoreError as error:
-            logger.info("the requests of namespace %s cannot be read: %s", namespace.id.hex(), error)
+    try:
+        written = max((head.created for head in backend.manifests(namespace.id)), default=written)
+    except StoreError as error:
+        logger.info("the requests of namespace %s cannot be read: %s", namespace.id.hex(), error)
     return written

@@ -30,6 +30,7 @@ from persistkv.errors import (
     StoreUnavailableError,
 )
 from persistkv.storage.backend import (
+    Backend,
     Capabilities,
     Changes,
     CommitBatch,
@@ -40,7 +41,6 @@ from persistkv.storage.backend import (
 from persistkv.storage.blobs import BlobMissingError, Blobs, UnavailableError
 from persistkv.storage.catalog.backend import check_batch, totals
 from persistkv.storage.catalog.rows import EMPTY_CURSOR, decode_namespace, encode_namespace
-from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.authentication import Authenticator
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.format.pack import Frame, PackTable
@@ -83,7 +83,7 @@ class StoredPolicy(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     ttl_s: float | None
 
 
-class SharedBackend(InspectableBackend):
+class SharedBackend(Backend):
     """Handle of a shared store.
 
     Any thread may call ``read``, ``read_frames`` and ``tables``, concurrently with one other call.

@@ -227,7 +227,7 @@ class PackBlobs:
         return ranges
 
     def manifest_keys(self, manifest_id: str) -> ManifestKeys | None:
-        """See ``InspectableBackend.manifest_keys``."""
+        """See ``Backend.manifest_keys``."""
         place = self._replica.keys_place(manifest_id)
         if place is None or place.length > MAX_OBJECT_BYTES:
             return None

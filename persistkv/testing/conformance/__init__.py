@@ -32,8 +32,8 @@ import pytest
 from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError, StoreError, StoreFullError, StoreUnavailableError
 from persistkv.memory.rows import StagedBlocks
-from persistkv.storage.backend import CommitBatch, ReadSpan
-from persistkv.storage.extensions import InspectableBackend, SupportsNotes, SupportsStatus
+from persistkv.storage.backend import Backend, CommitBatch, ReadSpan
+from persistkv.storage.extensions import SupportsNotes, SupportsStatus
 from persistkv.storage.format.codec import RawCodec
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.testing.conformance.suite import (
@@ -195,26 +195,24 @@ class BackendConformance(BackendSuite):
             backend.stats()
 
     @pytest.mark.parametrize("block_bytes", [1, 4095, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 3 * (1 << 20) + 5])
-    def test_commit_any_block_size_stores_payload(
-        self, backend: InspectableBackend, namespace: bytes, block_bytes: int
-    ) -> None:
+    def test_commit_any_block_size_stores_payload(self, backend: Backend, namespace: bytes, block_bytes: int) -> None:
         pack = sample_pack(namespace, 1, blocks=3, block_bytes=block_bytes)
         backend.commit(namespace, CommitBatch([pack]))
         assert tables(backend, namespace) == {pack.pack_id: pack.table}
         assert list(backend.tables(namespace, [bytes(16), pack.pack_id])) == [pack.table]
         assert read_pack(backend, namespace, pack.table) == payload_of(pack)
 
-    def test_commit_unknown_namespace_raises(self, backend: InspectableBackend) -> None:
+    def test_commit_unknown_namespace_raises(self, backend: Backend) -> None:
         stranger = sample_identity(9).digest
         with pytest.raises(StoreError):
             backend.commit(stranger, CommitBatch([sample_pack(stranger, 1)]))
 
-    def test_commit_pack_of_other_namespace_raises(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_commit_pack_of_other_namespace_raises(self, backend: Backend, namespace: bytes) -> None:
         with pytest.raises(StoreError):
             backend.commit(namespace, CommitBatch([sample_pack(sample_identity(9).digest, 1)]))
         assert tables(backend, namespace) == {}
 
-    def test_commit_existing_pack_id_keeps_first_pack(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_commit_existing_pack_id_keeps_first_pack(self, backend: Backend, namespace: bytes) -> None:
         first, second = sample_pack(namespace, 1, content=10), sample_pack(namespace, 1, content=20)
         assert first.pack_id == second.pack_id
         cursor = backend.commit(namespace, CommitBatch([first, second])).cursor
@@ -224,7 +222,7 @@ class BackendConformance(BackendSuite):
         assert list(backend.changes(namespace, cursor).added) == []
         assert check_totals(backend).packs == 1
 
-    def test_commit_failing_stream_changes_nothing(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_commit_failing_stream_changes_nothing(self, backend: Backend, namespace: bytes) -> None:
         held, good = sample_pack(namespace, 1), sample_pack(namespace, 2)
         cursor = backend.commit(namespace, CommitBatch([held])).cursor
         stats = backend.stats()
@@ -242,9 +240,7 @@ class BackendConformance(BackendSuite):
         backend.commit(namespace, CommitBatch([good], seen=cursor))
         assert read_pack(backend, namespace, good.table) == payload_of(good)
 
-    def test_commit_too_large_pack_raises_full_and_changes_nothing(
-        self, small: InspectableBackend, name: bytes
-    ) -> None:
+    def test_commit_too_large_pack_raises_full_and_changes_nothing(self, small: Backend, name: bytes) -> None:
         held = sample_pack(name, 1, blocks=8, block_bytes=1 << 18)
         cursor = small.commit(name, CommitBatch([held])).cursor
         large = sample_pack(name, 2, blocks=32, block_bytes=1 << 18)
@@ -259,7 +255,7 @@ class BackendConformance(BackendSuite):
         assert not small.commit(name, CommitBatch([fits], seen=cursor)).stale
         assert read_pack(small, name, fits.table) == payload_of(fits)
 
-    def test_commit_emptied_store_can_be_refilled(self, small: InspectableBackend, name: bytes) -> None:
+    def test_commit_emptied_store_can_be_refilled(self, small: Backend, name: bytes) -> None:
         for round_number in range(3):
             for number in range(60):
                 size = (200_000, 4096)[number % 2]
@@ -270,7 +266,7 @@ class BackendConformance(BackendSuite):
                 small.commit(name, CommitBatch(deletions=[pack_id]))
             assert check_totals(small).packs == 0
 
-    def test_eviction_respects_order_and_pins(self, small: InspectableBackend, name: bytes) -> None:
+    def test_eviction_respects_order_and_pins(self, small: Backend, name: bytes) -> None:
         packs = [sample_pack(name, seed, blocks=3, block_bytes=100_000) for seed in range(33)]
         pinned, used, idle, *new = packs
         small.commit(name, CommitBatch(packs[:3], [sample_manifest("r", packs=[pinned.pack_id])], pins=[("r", True)]))
@@ -285,7 +281,7 @@ class BackendConformance(BackendSuite):
         assert read_pack(small, name, pinned.table) == payload_of(pinned)
         assert [manifest.id for manifest in small.manifests(name)] == ["r"]
 
-    def test_commit_deletion_removes_pack_and_reports_it(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_commit_deletion_removes_pack_and_reports_it(self, backend: Backend, namespace: bytes) -> None:
         kept, deleted = sample_pack(namespace, 1), sample_pack(namespace, 2, blocks=30, block_bytes=70_000)
         cursor = backend.commit(namespace, CommitBatch([kept, deleted])).cursor
         result = backend.commit(namespace, CommitBatch(deletions=[deleted.pack_id, bytes(16), deleted.pack_id]))
@@ -301,9 +297,7 @@ class BackendConformance(BackendSuite):
         backend.commit(namespace, CommitBatch([back]))
         assert read_pack(backend, namespace, back.table) == payload_of(back)
 
-    def test_commit_deletion_and_same_pack_id_replaces_pack(
-        self, backend: InspectableBackend, namespace: bytes
-    ) -> None:
+    def test_commit_deletion_and_same_pack_id_replaces_pack(self, backend: Backend, namespace: bytes) -> None:
         bad, good = sample_pack(namespace, 1, content=10), sample_pack(namespace, 1, content=20)
         cursor = backend.commit(namespace, CommitBatch([bad])).cursor
         result = backend.commit(namespace, CommitBatch([good], deletions=[bad.pack_id]))
@@ -313,7 +307,7 @@ class BackendConformance(BackendSuite):
         assert changes.removed == {bad.pack_id: bad.table.keys.fingerprints}
         assert list(changes.added) == [good.table]
 
-    def test_commit_stale_cursor_changes_nothing(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_commit_stale_cursor_changes_nothing(self, backend: Backend, namespace: bytes) -> None:
         seen = backend.changes(namespace, None).cursor
         first, second = sample_pack(namespace, 1), sample_pack(namespace, 2)
         cursor = backend.commit(namespace, CommitBatch([first], seen=seen)).cursor
@@ -328,7 +322,7 @@ class BackendConformance(BackendSuite):
         assert not backend.commit(namespace, CommitBatch(deletions=[first.pack_id])).stale
         assert tables(backend, namespace) == {second.pack_id: second.table}
 
-    def test_commit_needed_pack_removed_is_stale(self, backend: InspectableBackend, namespace: bytes) -> None:
+    def test_commit_needed_pack_removed_is_stale(self, backend: Backend, namespace: bytes) -> None:
         needed, kept, pack = (sample_pack(namespace, seed) for seed in (1, 2, 3))
         cursor = backend.commit(namespace, CommitBatch([needed, kept])).cursor
         backend.commit(namespace, CommitBatch(deletions=[needed.pack_id]))
@@ -338,7 +332,7 @@ class BackendConformance(BackendSuite):
         assert set(tables(backend, namespace)) == {kept.pack_id}
 
     def test_commit_after_others_needed_packs_held_reports_interleaved_or_stale(
-        self, backend: InspectableBackend, namespace: bytes
+        self, backend: Backend, namespace: bytes
     ) -> None:
         needed, others, pack = (sample_pack(namespace, seed) for seed in (1, 2, 3))
         cursor = backend.commit(namespace, CommitBatch([needed])).cursor
@@ -352,9 +346,7 @@ class BackendConformance(BackendSuite):
         assert not again.stale
         assert not again.interleaved
 
-    def test_changes_with_cursor_returns_later_changes_only(
-        self, backend: InspectableBackend, namespace: bytes
-    ) -> None:
+    def test_changes_with_cursor_returns_later_changes_only(self, backend: Backend, namespace: bytes) -> None:
         first, second, third = (sample_pack(namespace, seed) for seed in range(3))
         backend.commit(namespace, CommitBatch([first]))
         cursor = backend.changes(namespace, None).cursor
@@ -370,7 +362,7 @@ class BackendConformance(BackendSuite):
         assert not list(backend.changes(namespace, changes.cursor).added)
 
     @pytest.mark.parametrize("cursor", [b"", b"x", bytes(15), b"\xff" * 16, bytes(15) + b"\1", b"\xff" * 64])
-    def test_changes_unknown_cursor_resets(self, backend: InspectableBackend, namespace: bytes, cursor: bytes) -> None:
+    def test_changes_unknown_cursor_resets(self, backend: Backend, namespace: bytes, cursor: bytes) -> None:
         pack = sample_pack(namespace, 1)
         backend.commit(namespace, CommitBatch([pack]))
         changes = backend.changes(namespace, cursor)
@@ -379,7 +371,7 @@ class BackendConformance(BackendSuite):
         assert backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)], seen=cursor)).stale
 
     def test_changes_damaged_table_is_omitted_until_rewritten_or_deleted(
-        self, backend: InspectableBackend, namespace: bytes, raw: RawStore
+        self, backend: Backend, namespace: bytes, raw: RawStore
     ) -> None:
         bad, worse, good = (sample_pack(namespace, seed) for seed in range(3))
         cursor = backend.changes(namespace, None).cursor
@@ -411,7 +403,7 @@ class BackendConformance(BackendSuite):
         ],
     )
     def test_read_span_of_several_buffers_returns_stored_bytes(
-        self, backend: InspectableBackend, namespace: bytes, offset: int, lengths: list[int]
+        self, backend: Backend, namespace: bytes, offset: int, lengths: list[int]
     ) -> None:
         pack = sample_pack(namespace, 1, blocks=9, block_bytes=500_000)
         backend.commit(namespace, CommitBatch([pack]))
@@ -421,7 +413,7 @@ class BackendConformance(BackendSuite):
 
     @pytest.mark.parametrize("is_scan", [False, True], ids=["read", "scan"])
     def test_read_random_spans_of_several_packs_returns_stored_bytes(
-        self, backend: InspectableBackend, namespace: bytes, is_scan: bool
+        self, backend: Backend, namespace: bytes, is_scan: bool
     ) -> None:
         packs = [sample_pack(namespace, seed, blocks=5, block_bytes=300_001) for seed in range(4)]
         backend.commit(namespace, CommitBatch(packs))
@@ -442,7 +434,7 @@ class BackendConformance(BackendSuite):
 
     @pytest.mark.parametrize("is_scan", [False, True], ids=["read", "scan"])
     def test_read_hits_and_misses_in_one_call_are_reported_per_span(
-        self, backend: InspectableBackend, namespace: bytes, is_scan: bool
+        self, backend: Backend, namespace: bytes, is_scan: bool
     ) -> None:
         pack, deleted = sample_pack(namespace, 1), sample_pack(namespace, 2)
         backend.commit(namespace, CommitBatch([pack, deleted]))
@@ -463,7 +455,7 @@ class BackendConformance(BackendSuite):
         assert hit == payload
 
     def test_read_damaged_payload_returns_raw_bytes_or_misses(
-        self, backend: InspectableBackend, namespace: bytes, raw: RawStore
+        self, backend: Backend, namespace: bytes, raw: RawStore
     ) -> None:
         pack = sample_pack(namespace, 1, blocks=30, block_bytes=70_000)
         backend.commit(namespace, CommitBatch([pack]))
@@ -475,7 +467,7 @@ class BackendConformance(BackendSuite):
         assert read_pack(backend, namespace, pack.table) == bytes(expected)
 
     def test_manifests_damaged_row_is_omitted_until_rewritten(
-        self, backend: InspectableBackend, namespace: bytes, raw: RawStore
+        self, backend: Backend, namespace: bytes, raw: RawStore
     ) -> None:
         writes = [sample_manifest(f"r{number}", number) for number in range(3)]
         backend.commit(namespace, CommitBatch(manifests=writes))
@@ -490,7 +482,7 @@ class BackendConformance(BackendSuite):
         assert {manifest.id for manifest in backend.manifests(namespace)} == {"r0", "r1", "r2"}
         assert backend.manifest_keys(namespace, ["r1"])[0] == writes[1].keys
 
-    def test_put_note_is_kept_per_namespace(self, backend: InspectableBackend) -> None:
+    def test_put_note_is_kept_per_namespace(self, backend: Backend) -> None:
         if not isinstance(backend, SupportsNotes):
             pytest.skip("the driver keeps no notes")
         ours, theirs = (backend.open_namespace(sample_identity(number)).id for number in (1, 2))
@@ -502,7 +494,7 @@ class BackendConformance(BackendSuite):
         assert backend.note(theirs, "a1") is None
         check_totals(backend)
 
-    def test_publish_status_adds_replaces_and_removes_row(self, backend: InspectableBackend) -> None:
+    def test_publish_status_adds_replaces_and_removes_row(self, backend: Backend) -> None:
         if not isinstance(backend, SupportsStatus):
             pytest.skip("the driver keeps no status rows")
         backend.publish_status("one", b"first")
@@ -513,7 +505,7 @@ class BackendConformance(BackendSuite):
             backend.publish_status("one", None)
         assert backend.statuses() == {"other": b"theirs"}
 
-    def test_statuses_read_only_handle_reads_but_cannot_publish(self, backend: InspectableBackend, url: str) -> None:
+    def test_statuses_read_only_handle_reads_but_cannot_publish(self, backend: Backend, url: str) -> None:
         self.need_sharing()
         reader = self.open(url, read_only=True)
         if not (isinstance(backend, SupportsStatus) and isinstance(reader, SupportsStatus)):
@@ -559,7 +551,7 @@ def _batch(namespace: bytes, number: int) -> CommitBatch:
     return CommitBatch(packs, [sample_manifest(f"r{number}", number)])
 
 
-def _held(backend: InspectableBackend, namespace: bytes, batch: CommitBatch) -> list[bool]:
+def _held(backend: Backend, namespace: bytes, batch: CommitBatch) -> list[bool]:
     """Return, for each pack and manifest of a batch, whether it is stored with the same content."""
     return [
         # ``payload_of`` first: a pack's table exists once its stream has run.
@@ -569,7 +561,7 @@ def _held(backend: InspectableBackend, namespace: bytes, batch: CommitBatch) -> 
 
 
 @contextmanager
-def _other_process(driver: type[InspectableBackend], url: str, numbers: range) -> Iterator[Connection]:
+def _other_process(driver: type[Backend], url: str, numbers: range) -> Iterator[Connection]:
     """Start a process that commits one batch per number and sends the number when the commit has returned. Kill the
     process at the end of the ``with`` block.
     """
@@ -592,7 +584,7 @@ def _receive(connection: Connection) -> int:
     return number
 
 
-def _commit_all(driver: type[InspectableBackend], url: str, numbers: range, returned: Connection) -> None:
+def _commit_all(driver: type[Backend], url: str, numbers: range, returned: Connection) -> None:
     backend = driver.open(StoreUrl.parse(url))
     namespace = backend.open_namespace(sample_identity()).id
     for number in numbers:

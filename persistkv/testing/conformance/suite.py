@@ -10,8 +10,7 @@ from typing import ClassVar
 import pytest
 
 from persistkv.config import StoreUrl
-from persistkv.storage.backend import ReadSpan
-from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage.backend import Backend, ReadSpan
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.identity import Identity
 from persistkv.storage.stats import BackendStats
@@ -54,7 +53,7 @@ class BackendSuite:
     A driver's test class overrides ``driver``, ``url``, ``raw``, and the fixtures for options that the driver supports.
     """
 
-    driver: ClassVar[type[InspectableBackend]]
+    driver: ClassVar[type[Backend]]
     """The driver under test."""
     ends_namespaces: ClassVar[bool] = True
     """Whether a namespace without content takes no room, is not listed, and can be opened read-only. False for drivers
@@ -71,31 +70,31 @@ class BackendSuite:
         return None
 
     @pytest.fixture
-    def raw(self, url: str, backend: InspectableBackend) -> RawStore:
+    def raw(self, url: str, backend: Backend) -> RawStore:
         """The medium of ``url``."""
         raise NotImplementedError
 
     @pytest.fixture
-    def backend(self, url: str) -> Iterator[InspectableBackend]:
+    def backend(self, url: str) -> Iterator[Backend]:
         """The store of ``url``, see ``opened``."""
         yield from self.opened(url)
 
     @pytest.fixture
-    def namespace(self, backend: InspectableBackend) -> bytes:
+    def namespace(self, backend: Backend) -> bytes:
         """The id of a namespace in ``backend``."""
         return backend.open_namespace(sample_identity()).id
 
     @pytest.fixture
-    def small(self, small_url: str | None) -> Iterator[InspectableBackend]:
+    def small(self, small_url: str | None) -> Iterator[Backend]:
         """The store of ``small_url``, see ``opened``."""
         yield from self.opened(small_url)
 
     @pytest.fixture
-    def name(self, small: InspectableBackend) -> bytes:
+    def name(self, small: Backend) -> bytes:
         """The id of a namespace in ``small``."""
         return small.open_namespace(sample_identity()).id
 
-    def opened(self, url: str | None) -> Iterator[InspectableBackend]:
+    def opened(self, url: str | None) -> Iterator[Backend]:
         """Open a store for writing; after the test, which must not close it, check its totals and close it. Skip the
         test if ``url`` is None.
         """
@@ -106,11 +105,9 @@ class BackendSuite:
         check_totals(backend)
         backend.close()
 
-    def open(self, url: str, *, read_only: bool = False) -> InspectableBackend:
+    def open(self, url: str, *, read_only: bool = False) -> Backend:
         """Open a store with the driver under test."""
-        backend = self.driver.open(StoreUrl.parse(url), read_only=read_only)
-        assert isinstance(backend, InspectableBackend)
-        return backend
+        return self.driver.open(StoreUrl.parse(url), read_only=read_only)
 
     def need_persistence(self) -> None:
         """Skip the test if the driver's stores lose their content when they are closed."""
@@ -133,19 +130,19 @@ def sample_identity(number: int = 0) -> Identity:
     return Identity.of({"weights": f"sha256:{number:064x}", "config": {"rope_theta": 1e4, "größe": [1, None, True]}})
 
 
-def read_pack(backend: InspectableBackend, namespace: bytes, table: PackTable) -> bytes | None:
+def read_pack(backend: Backend, namespace: bytes, table: PackTable) -> bytes | None:
     """Return the whole payload of a pack; None if the read is a miss."""
     buffer = bytearray(table.payload_length)
     span = ReadSpan(table.pack_id, 0, [memoryview(buffer)])
     return bytes(buffer) if backend.read(namespace, [span]) == [True] else None
 
 
-def tables(backend: InspectableBackend, namespace: bytes) -> dict[bytes, PackTable]:
+def tables(backend: Backend, namespace: bytes) -> dict[bytes, PackTable]:
     """Return the tables of all packs of a namespace, by pack id."""
     return {table.pack_id: table for table in backend.changes(namespace, None).added}
 
 
-def check_totals(backend: InspectableBackend) -> BackendStats:
+def check_totals(backend: Backend) -> BackendStats:
     """Assert that ``backend.stats()`` equals a count of all packs and manifests; return the stats."""
     names = [namespace.id for namespace in backend.namespaces()]
     found = [table for name in names for table in tables(backend, name).values()]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from persistkv.storage import open_inspectable
+from persistkv.storage import open_backend
 from persistkv.storage.host.prewarm import pending_warm, recent_contexts, request_warm, warm_answers
 from persistkv.storage.records import Choice
 from tests.tools.contexts import Contexts, chain
@@ -17,7 +17,7 @@ from tests.tools.contexts import Contexts, chain
 
 @pytest.fixture
 def writer(tmp_path: Path) -> Iterator[Contexts]:
-    with closing(open_inspectable(f"lmdb://{tmp_path}/store?capacity=16MiB")) as backend:
+    with closing(open_backend(f"lmdb://{tmp_path}/store?capacity=16MiB")) as backend:
         writer = Contexts(backend)
         for name in ("old", "middle", "new"):
             writer.add(name, f"{name}1 {name}2 {name}3")

@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from persistkv.storage import open_inspectable
-from persistkv.storage.backend import CommitBatch
-from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage import open_backend
+from persistkv.storage.backend import Backend, CommitBatch
 from persistkv.storage.identity.verdict import Verdict, read_verdict
 from persistkv.testing.memory import MemoryBackend
 from tests.storage.identity.releases import BLOCKS, KV, Release, compute, identity, keys_of, prompt
@@ -27,10 +26,10 @@ def contexts() -> list[KV]:
 
 
 @pytest.fixture(params=["memory", "lmdb"])
-def backend(request: pytest.FixtureRequest, tmp_path: Path, contexts: list[KV]) -> Iterator[InspectableBackend]:
+def backend(request: pytest.FixtureRequest, tmp_path: Path, contexts: list[KV]) -> Iterator[Backend]:
     """Store that holds the contexts of the old release, on each driver."""
     is_lmdb = request.param == "lmdb"
-    backend = open_inspectable(f"lmdb://{tmp_path}/store?capacity=64MiB") if is_lmdb else MemoryBackend()
+    backend = open_backend(f"lmdb://{tmp_path}/store?capacity=64MiB") if is_lmdb else MemoryBackend()
     old = Release(backend, OLD)
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
         old.run(tokens, kv)
@@ -39,22 +38,22 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path, contexts: list[KV]) 
     backend.close()
 
 
-def verdict_of(backend: InspectableBackend) -> Verdict | None:
+def verdict_of(backend: Backend) -> Verdict | None:
     return read_verdict(backend, identity(NEW).digest, identity(OLD).digest)
 
 
-def kind_of(backend: InspectableBackend) -> str | None:
+def kind_of(backend: Backend) -> str | None:
     verdict = verdict_of(backend)
     return None if verdict is None else verdict.verdict
 
 
-def depths_of(backend: InspectableBackend) -> tuple[int, ...]:
+def depths_of(backend: Backend) -> tuple[int, ...]:
     verdict = verdict_of(backend)
     return () if verdict is None else verdict.depths
 
 
 def test_canary_equal_blocks_of_two_requests_adopt_namespace(
-    backend: InspectableBackend, contexts: list[KV], caplog: pytest.LogCaptureFixture
+    backend: Backend, contexts: list[KV], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "persistkv")
     new = Release(backend, NEW)
@@ -69,9 +68,7 @@ def test_canary_equal_blocks_of_two_requests_adopt_namespace(
     assert any("adopted the blocks of namespace" in record.message for record in caplog.records)
 
 
-def test_canary_recorded_adoption_serves_next_start_immediately(
-    backend: InspectableBackend, contexts: list[KV]
-) -> None:
+def test_canary_recorded_adoption_serves_next_start_immediately(backend: Backend, contexts: list[KV]) -> None:
     first = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
         first.run(tokens, kv)
@@ -81,7 +78,7 @@ def test_canary_recorded_adoption_serves_next_start_immediately(
     assert second.compares
 
 
-def test_canary_adopted_blocks_equal_bytes_of_old_release(backend: InspectableBackend, contexts: list[KV]) -> None:
+def test_canary_adopted_blocks_equal_bytes_of_old_release(backend: Backend, contexts: list[KV]) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
         new.run(tokens, kv)
@@ -93,7 +90,7 @@ def test_canary_adopted_blocks_equal_bytes_of_old_release(backend: InspectableBa
 
 
 def test_canary_different_block_refuses_for_all_later_starts(
-    backend: InspectableBackend, contexts: list[KV], caplog: pytest.LogCaptureFixture
+    backend: Backend, contexts: list[KV], caplog: pytest.LogCaptureFixture
 ) -> None:
     changed = contexts[0].copy()
     changed[2, 1, 0] *= 1.5
@@ -108,7 +105,7 @@ def test_canary_different_block_refuses_for_all_later_starts(
     assert not Release(backend, NEW).compares
 
 
-def test_canary_one_request_is_undecided_and_stores_its_blocks(backend: InspectableBackend, contexts: list[KV]) -> None:
+def test_canary_one_request_is_undecided_and_stores_its_blocks(backend: Backend, contexts: list[KV]) -> None:
     new = Release(backend, NEW)
     new.run(PROMPTS[0], contexts[0])
     assert verdict_of(backend) is None
@@ -116,7 +113,7 @@ def test_canary_one_request_is_undecided_and_stores_its_blocks(backend: Inspecta
     assert new.store.counters.stored_blocks == BLOCKS
 
 
-def test_canary_option_adopt_never_disables_comparison(backend: InspectableBackend, contexts: list[KV]) -> None:
+def test_canary_option_adopt_never_disables_comparison(backend: Backend, contexts: list[KV]) -> None:
     new = Release(backend, NEW, adopt="never")
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
         new.run(tokens, kv)
@@ -124,16 +121,16 @@ def test_canary_option_adopt_never_disables_comparison(backend: InspectableBacke
     assert not new.compares
 
 
-def test_canary_namespace_with_other_weights_is_no_candidate(backend: InspectableBackend) -> None:
+def test_canary_namespace_with_other_weights_is_no_candidate(backend: Backend) -> None:
     assert Release(backend, NEW).compares
     assert not Release(backend, NEW, fields={"weights": "others"}).compares
 
 
-def test_canary_undescribed_rows_are_never_compared(backend: InspectableBackend) -> None:
+def test_canary_undescribed_rows_are_never_compared(backend: Backend) -> None:
     assert not Release(backend, NEW, described=False).compares
 
 
-def test_canary_request_with_held_first_block_is_no_evidence(backend: InspectableBackend, contexts: list[KV]) -> None:
+def test_canary_request_with_held_first_block_is_no_evidence(backend: Backend, contexts: list[KV]) -> None:
     """The request may have loaded its first block instead of computing it."""
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
@@ -143,14 +140,14 @@ def test_canary_request_with_held_first_block_is_no_evidence(backend: Inspectabl
     assert verdict_of(backend) is None
 
 
-def test_canary_request_without_first_blocks_is_no_evidence(backend: InspectableBackend, contexts: list[KV]) -> None:
+def test_canary_request_without_first_blocks_is_no_evidence(backend: Backend, contexts: list[KV]) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
         new.run(tokens, kv, first=2)
     assert verdict_of(backend) is None
 
 
-def test_canary_request_loaded_by_another_tier_is_no_evidence(backend: InspectableBackend, contexts: list[KV]) -> None:
+def test_canary_request_loaded_by_another_tier_is_no_evidence(backend: Backend, contexts: list[KV]) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
         new.canary.loaded_elsewhere(keys_of(tokens)[:1])
@@ -158,7 +155,7 @@ def test_canary_request_loaded_by_another_tier_is_no_evidence(backend: Inspectab
     assert verdict_of(backend) is None
 
 
-def test_canary_unknown_loads_of_other_tiers_end_comparison(backend: InspectableBackend, contexts: list[KV]) -> None:
+def test_canary_unknown_loads_of_other_tiers_end_comparison(backend: Backend, contexts: list[KV]) -> None:
     new = Release(backend, NEW)
     new.canary.loaded_elsewhere([])
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
@@ -166,9 +163,7 @@ def test_canary_unknown_loads_of_other_tiers_end_comparison(backend: Inspectable
     assert verdict_of(backend) is None
 
 
-def test_canary_short_requests_adopt_only_their_depths_until_longer_agree(
-    backend: InspectableBackend, contexts: list[KV]
-) -> None:
+def test_canary_short_requests_adopt_only_their_depths_until_longer_agree(backend: Backend, contexts: list[KV]) -> None:
     new = Release(backend, NEW)
     short = 64  # tokens: 4 blocks
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
@@ -180,9 +175,7 @@ def test_canary_short_requests_adopt_only_their_depths_until_longer_agree(
     assert new.load(PROMPTS[3]) == [True] * BLOCKS
 
 
-def test_canary_difference_beyond_adopted_depths_keeps_adoption(
-    backend: InspectableBackend, contexts: list[KV]
-) -> None:
+def test_canary_difference_beyond_adopted_depths_keeps_adoption(backend: Backend, contexts: list[KV]) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
         new.run(tokens[:64], kv[:, :, :, :64])
@@ -195,9 +188,7 @@ def test_canary_difference_beyond_adopted_depths_keeps_adoption(
     assert (verdict.verdict, verdict.depths, verdict.final) == ("adopted", (4,), True)
 
 
-def test_canary_used_adopted_blocks_are_stored_in_own_namespace(
-    backend: InspectableBackend, contexts: list[KV]
-) -> None:
+def test_canary_used_adopted_blocks_are_stored_in_own_namespace(backend: Backend, contexts: list[KV]) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
         new.run(tokens, kv)
@@ -208,7 +199,7 @@ def test_canary_used_adopted_blocks_are_stored_in_own_namespace(
     assert len(list(backend.manifests(identity(NEW).digest))) == 3
 
 
-def test_canary_deleted_blocks_of_old_release_miss(backend: InspectableBackend, contexts: list[KV]) -> None:
+def test_canary_deleted_blocks_of_old_release_miss(backend: Backend, contexts: list[KV]) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
         new.run(tokens, kv)

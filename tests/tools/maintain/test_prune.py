@@ -10,7 +10,7 @@ import pytest
 
 import persistkv_tools.store
 from persistkv.errors import StoreError
-from persistkv.storage import open_backend, open_inspectable
+from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv_tools.maintain.prune import Prune
@@ -271,7 +271,7 @@ def failing(monkeypatch):
 
     def fail_after(commits: int) -> None:
         def opened(url, *, read_only=False):
-            backend = FaultyBackend.of(open_inspectable(url, read_only=read_only))
+            backend = FaultyBackend.of(open_backend(url, read_only=read_only))
 
             def fail(*_):
                 if backend.calls.count("commit") > commits:
@@ -280,7 +280,7 @@ def failing(monkeypatch):
             backend.before("commit", fail)
             return backend
 
-        monkeypatch.setattr(persistkv_tools.store, "open_inspectable", opened)
+        monkeypatch.setattr(persistkv_tools.store, "open_backend", opened)
 
     return fail_after
 

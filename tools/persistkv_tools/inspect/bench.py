@@ -34,7 +34,7 @@ from persistkv.config import GroupLayout, RowLayout, StoreUrl, parse_size
 from persistkv.errors import ConfigurationError, StoreError
 from persistkv.memory.libc import address_of
 from persistkv.memory.pages import use_huge_pages
-from persistkv.storage import BACKENDS, open_inspectable
+from persistkv.storage import BACKENDS, open_backend
 from persistkv.storage.commit_pipeline import DIRECT_BYTES
 from persistkv.storage.extensions import PlainMedium, SupportsPlainMedium
 from persistkv.storage.host.client import JobOutcome, StoreClient
@@ -151,7 +151,7 @@ def _bench(url: str, job_bytes: int, rounds: int, took: Took) -> BenchReport:
     codecs: list[CodecFigure] = []
     job = _Job(job_bytes)
     try:
-        with closing(open_inspectable(url, read_only=True)) as backend:
+        with closing(open_backend(url, read_only=True)) as backend:
             sample, problem = sample_store(backend, job_bytes), "the store holds less than 1 MiB"
     except StoreError as error:
         sample, problem = b"", str(error)
@@ -274,7 +274,7 @@ def _scratch(url: str, notes: list[str]) -> Iterator[tuple[str, Path | None]]:
     location = f"{parsed.location.rstrip('/')}.bench-{secrets.token_hex(4)}"
     query = urlencode(parsed.options)
     scratch = f"{parsed.scheme}://{location}" + f"?{query}" * bool(query)
-    open_inspectable(scratch).close()
+    open_backend(scratch).close()
     directory = Path(location) if Path(location).is_dir() else None
     try:
         yield scratch, directory

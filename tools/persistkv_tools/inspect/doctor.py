@@ -25,7 +25,7 @@ from rich.text import Text
 from persistkv.config import PAGE_BYTES, StoreUrl
 from persistkv.errors import CorruptPackError, PersistKVError
 from persistkv.releases import TESTED
-from persistkv.storage import open_inspectable
+from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend, ReadSpan
 from persistkv.storage.format.codec import parse_codec
 from persistkv.storage.format.pack import FRAME_BYTES, align, decode_frame
@@ -193,7 +193,7 @@ def _process(environment: Mapping[str, str]) -> Iterator[Check]:
 def _store(url: str) -> Iterator[Check]:
     try:
         location = Path(StoreUrl.parse(url).location)
-        with closing(open_inspectable(url, read_only=True)) as backend:
+        with closing(open_backend(url, read_only=True)) as backend:
             stats = backend.stats()
             created = [head.created for space in backend.namespaces() for head in backend.manifests(space.id)]
             sample = sample_store(backend, _SAMPLE_BYTES)

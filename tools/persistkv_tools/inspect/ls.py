@@ -19,8 +19,7 @@ from msgspec.structs import asdict
 
 from persistkv import open_store
 from persistkv.errors import ConfigurationError, printable
-from persistkv.storage.backend import Namespace
-from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage.backend import Backend, Namespace
 from persistkv.storage.stats import RequestUse
 from persistkv_tools import options, render
 from persistkv_tools.options import RequestView, Selection
@@ -194,7 +193,7 @@ def _hits(request: RequestView) -> str:
 
 def list_requests(
     url: str,
-    backend: InspectableBackend,
+    backend: Backend,
     selection: Selection,
     *,
     namespace: str | None = None,

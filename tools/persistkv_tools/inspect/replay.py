@@ -29,7 +29,7 @@ import typer
 
 from persistkv.config import PAGE_BYTES, StoreUrl, parse_size
 from persistkv.errors import ConfigurationError, FileError, StoreError
-from persistkv.storage import open_inspectable
+from persistkv.storage import open_backend
 from persistkv.storage.host.protocol import HostStats
 from persistkv.storage.host.supervisor import InlineHost
 from persistkv.storage.records import RequestEnd
@@ -120,7 +120,7 @@ def replay_(
         urls = [f"{below}/{one:g}?{bound}" for one, bound in zip(share, bounds, strict=True)]
     with byte_progress() as progress:
         for place in urls:
-            with closing(open_inspectable(place)) as backend:
+            with closing(open_backend(place)) as backend:
                 if any(True for _ in backend.namespaces()):
                     raise ConfigurationError("URL", place, "a new or empty store: a replay fills it")
                 capacity = backend.stats().capacity

@@ -17,7 +17,7 @@ import typer
 
 from persistkv import __version__
 from persistkv.errors import printable
-from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage.backend import Backend
 from persistkv_tools import options, render
 from persistkv_tools.inspect.show import TreeNode, prefix_tree
 from persistkv_tools.inspect.stat import Bin, StoreTotals, store_totals
@@ -134,7 +134,7 @@ def report(
         render.say(f"{output}: {render.format_size(len(made))}")
 
 
-def report_data(url: str, backend: InspectableBackend) -> ReportData:
+def report_data(url: str, backend: Backend) -> ReportData:
     """Read the data of a report. Reads the keys of all requests: some 150 bytes of memory for each block."""
     found = chosen_requests(backend, [], Selection(), None)
     found.sort(key=lambda request: (request.manifest.created, request.manifest.id))
@@ -145,7 +145,7 @@ def report_data(url: str, backend: InspectableBackend) -> ReportData:
     return ReportData(url, time.time(), store_totals(url, backend), periods, largest, tree, group, engines)
 
 
-def _periods(backend: InspectableBackend, found: list[FoundRequest]) -> list[Period]:
+def _periods(backend: Backend, found: list[FoundRequest]) -> list[Period]:
     """Return the intervals of the time charts; ``found`` is sorted by creation time."""
     if not found:
         return []

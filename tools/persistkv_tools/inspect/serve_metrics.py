@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from persistkv.errors import ConfigurationError, MissingExtraError, StoreError, StoreUnavailableError
-from persistkv.storage import open_inspectable
-from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage import open_backend
+from persistkv.storage.backend import Backend
 from persistkv.storage.host.status import read_statuses
 from persistkv_tools import options, render
 
@@ -86,7 +86,7 @@ def serve_metrics(
     except ImportError:
         raise MissingExtraError("prometheus-client", "metrics") from None
     try:
-        open_inspectable(url, read_only=True).close()  # a store of another format, or a wrong URL, ends the command now
+        open_backend(url, read_only=True).close()  # a store of another format, or a wrong URL, ends the command now
     except StoreUnavailableError as error:
         if once:
             raise
@@ -125,7 +125,7 @@ class StoreCollector:
         self._url = url
         self._store = url.partition("?")[0]
         self._lock = threading.RLock()
-        self._backend: InspectableBackend | None = None
+        self._backend: Backend | None = None
 
     def collect(self) -> list[Metric]:
         """Return the metrics of a scrape; only ``persistkv_up``, with value 0, if the store cannot be read."""
@@ -140,7 +140,7 @@ class StoreCollector:
         with self._lock:
             try:
                 if self._backend is None:
-                    self._backend = open_inspectable(self._url, read_only=True)
+                    self._backend = open_backend(self._url, read_only=True)
                 stats, statuses = self._backend.stats(), read_statuses(self._backend)
             except StoreError as error:
                 logger.warning("%s cannot be read: %s", self._store, error)

@@ -16,7 +16,7 @@ import typer
 from rich.tree import Tree
 
 from persistkv.memory.budget import no_collections
-from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage.backend import Backend
 from persistkv.storage.format.pack import Frame, PackTable
 from persistkv_tools import options, render
 from persistkv_tools.options import FoundRequest, RequestView, find_request, opened, short_id
@@ -178,7 +178,7 @@ def _rich_tree(top: TreeNode, title: str) -> Tree:
     return drawn
 
 
-def show_context(url: str, backend: InspectableBackend, found: FoundRequest, *, key_limit: int) -> ContextView:
+def show_context(url: str, backend: Backend, found: FoundRequest, *, key_limit: int) -> ContextView:
     """Return the view of one request, with at most ``key_limit`` keys of each group.
 
     :raises NotFoundError: the request was deleted meanwhile, or its keys are unreadable.
@@ -200,7 +200,7 @@ def show_context(url: str, backend: InspectableBackend, found: FoundRequest, *, 
 
 
 def _places(
-    backend: InspectableBackend, namespace: bytes, named: Iterable[PackTable], chains: Sequence[list[bytes]]
+    backend: Backend, namespace: bytes, named: Iterable[PackTable], chains: Sequence[list[bytes]]
 ) -> dict[bytes, _Place]:
     """Return the locations of the blocks of ``chains`` by key, without blocks that no pack holds.
 
@@ -227,7 +227,7 @@ def _places(
 
 
 def _sharers(
-    backend: InspectableBackend, namespace: bytes, others: Iterable[str], chains: Sequence[list[bytes]]
+    backend: Backend, namespace: bytes, others: Iterable[str], chains: Sequence[list[bytes]]
 ) -> dict[bytes, list[str]]:
     """Return, for each key of ``chains`` that other requests name too, the ids of these requests."""
     wanted = [frozenset(chain) for chain in chains]
@@ -269,7 +269,7 @@ def _pack_views(
     return views
 
 
-def prefix_tree(backend: InspectableBackend, found: FoundRequest, node_limit: int) -> tuple[TreeNode, int]:
+def prefix_tree(backend: Backend, found: FoundRequest, node_limit: int) -> tuple[TreeNode, int]:
     """Return the prefix tree of all requests in a request's namespace, and the index of the KV cache group whose keys
     it is made of: the one with the most blocks of the request. Requests without readable keys in it are left out.
 

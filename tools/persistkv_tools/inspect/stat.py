@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import msgspec
 
 from persistkv import open_store
-from persistkv.storage.backend import Namespace
-from persistkv.storage.extensions import InspectableBackend, SupportsFreeSpace, SupportsMergeState
+from persistkv.storage.backend import Backend, Namespace
+from persistkv.storage.extensions import SupportsFreeSpace, SupportsMergeState
 from persistkv.storage.format.codec import RawCodec
 from persistkv.storage.stats import BackendStats, FreeSpace
 from persistkv_tools import options, render
@@ -217,7 +217,7 @@ def _print_histogram(title: str, header: str, bins: list[Bin]) -> None:
     render.show_table(columns, bins, title=title, left="share")
 
 
-def store_totals(url: str, backend: InspectableBackend) -> StoreTotals:
+def store_totals(url: str, backend: Backend) -> StoreTotals:
     """Return totals of a store. Reads pack tables and manifest heads; no payloads, and no keys of requests."""
     ages, sizes = ([Bin(name) for _, name in (*bounds, (0, None))] for bounds in (_AGES, _SIZES))
     spaces = [_namespace_totals(backend, space, ages, sizes) for space in options.chosen_namespaces(backend, None)]
@@ -251,9 +251,7 @@ def store_totals(url: str, backend: InspectableBackend) -> StoreTotals:
     )
 
 
-def _namespace_totals(
-    backend: InspectableBackend, namespace: Namespace, ages: list[Bin], sizes: list[Bin]
-) -> NamespaceTotals:
+def _namespace_totals(backend: Backend, namespace: Namespace, ages: list[Bin], sizes: list[Bin]) -> NamespaceTotals:
     """Return totals of a namespace; add its requests to the bins."""
     now = time.time()
     totals = NamespaceTotals(namespace.id.hex(), namespace.identity.model_name, namespace.created)

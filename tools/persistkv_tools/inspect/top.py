@@ -14,7 +14,7 @@ from rich.console import Group
 from rich.live import Live
 
 from persistkv.config import parse_duration
-from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage.backend import Backend
 from persistkv.storage.host.status import EngineStatus, read_statuses
 from persistkv.storage.records import StoreCounters
 from persistkv.storage.stats import BackendStats
@@ -130,7 +130,7 @@ def _screen(look: Snapshot) -> Group:
 class Watch:
     """Repeated snapshots of a store and its engines."""
 
-    def __init__(self, url: str, backend: InspectableBackend) -> None:
+    def __init__(self, url: str, backend: Backend) -> None:
         self._url = url
         self._backend = backend
         self._before: dict[str, EngineStatus] = {}

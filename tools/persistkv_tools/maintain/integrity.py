@@ -31,9 +31,8 @@ from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError, FileError
 from persistkv.memory.budget import no_collections
 from persistkv.memory.pages import huge_memory
-from persistkv.storage.backend import ReadSpan
+from persistkv.storage.backend import Backend, ReadSpan
 from persistkv.storage.executor import ThreadPool
-from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.manifest import ManifestKeys
 from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv_tools import options
@@ -128,13 +127,13 @@ class VerifyState(Tally, kw_only=True):
         return xxhash.xxh3_64_intdigest(pack_id, seed=self.salt) < self.sample * 2**64
 
 
-def read_catalogues(backend: InspectableBackend) -> list[NamespacePacks]:
+def read_catalogues(backend: Backend) -> list[NamespacePacks]:
     """Return the packs of each readable namespace, in the order of the namespace ids."""
     with no_collections():  # creates many objects that stay alive
         return [NamespacePacks(backend, name) for name in sorted(space.id for space in backend.namespaces())]
 
 
-def count_rows(backend: InspectableBackend, spaces: list[NamespacePacks]) -> list[Finding] | None:
+def count_rows(backend: Backend, spaces: list[NamespacePacks]) -> list[Finding] | None:
     """Return a finding for each total of the store that differs from its readable rows; None if others kept writing."""
     for _ in range(_ATTEMPTS):
         before = backend.stats()
@@ -193,7 +192,7 @@ class Verifier:
 
     def __init__(
         self,
-        backend: InspectableBackend,
+        backend: Backend,
         spaces: list[NamespacePacks],
         state: VerifyState,
         took: Took,
@@ -309,7 +308,7 @@ def _is_good(piece: Piece, found: memoryview) -> bool:
         return False
 
 
-def check_manifests(backend: InspectableBackend, spaces: list[NamespacePacks], took: Took) -> tuple[int, list[Finding]]:
+def check_manifests(backend: Backend, spaces: list[NamespacePacks], took: Took) -> tuple[int, list[Finding]]:
     """Return the number of requests, and a finding for each with unreadable keys or with blocks that are not held."""
     checked, findings = 0, []
     for space in spaces:
@@ -326,7 +325,7 @@ def check_manifests(backend: InspectableBackend, spaces: list[NamespacePacks], t
     return checked, findings
 
 
-def _suspects(backend: InspectableBackend, space: NamespacePacks, names: list[str], took: Took) -> dict[str, Finding]:
+def _suspects(backend: Backend, space: NamespacePacks, names: list[str], took: Took) -> dict[str, Finding]:
     held = HeldKeys(table.keys for table in space.tables.values()) if names else HeldKeys(())
     found: dict[str, Finding] = {}
     waiting = keys_of(backend, space.namespace, names)

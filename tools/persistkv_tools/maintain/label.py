@@ -10,8 +10,7 @@ import typer
 
 from persistkv import open_store
 from persistkv.errors import ConfigurationError, MissingOptionError, StoreError
-from persistkv.storage.backend import CommitBatch, ManifestWrite
-from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
 from persistkv_tools import options, render
 from persistkv_tools.options import FoundRequest, find_request
 from persistkv_tools.packs import NamespacePacks
@@ -92,7 +91,7 @@ def parse_labels(texts: Iterable[str]) -> dict[str, str]:
 
 
 def relabel(
-    backend: InspectableBackend, found: FoundRequest, given: Mapping[str, str], removed: Collection[str]
+    backend: Backend, found: FoundRequest, given: Mapping[str, str], removed: Collection[str]
 ) -> dict[str, str]:
     """Set and remove labels of a request; return its labels afterwards. A change counts as a use of the request.
 

@@ -25,8 +25,8 @@ import typer
 from persistkv import open_store
 from persistkv.config import parse_size
 from persistkv.errors import MissingOptionError, StoreError, StoreFullError
-from persistkv.storage.backend import CommitBatch, Namespace
-from persistkv.storage.extensions import InspectableBackend, SupportsFreeSpace
+from persistkv.storage.backend import Backend, CommitBatch, Namespace
+from persistkv.storage.extensions import SupportsFreeSpace
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.stats import BackendStats, FreeSpace, RequestUse
@@ -226,7 +226,7 @@ def _amount(amount: Amount) -> str:
 class _Usage:
     """Requests and packs of one namespace, their relations, and the part that a plan deletes."""
 
-    def __init__(self, backend: InspectableBackend, namespace: Namespace) -> None:
+    def __init__(self, backend: Backend, namespace: Namespace) -> None:
         self.namespace = namespace
         self.manifests = {manifest.id: manifest for manifest in backend.manifests(namespace.id)}
         self.doomed: set[str] = set()
@@ -293,8 +293,8 @@ class Prune:
 
     def __init__(
         self,
-        backend: InspectableBackend,
-        writable: Callable[[], InspectableBackend],
+        backend: Backend,
+        writable: Callable[[], Backend],
         selection: Selection | None,
         namespaces: Iterable[Namespace],
         requests: Iterable[FoundRequest] = (),
@@ -387,7 +387,7 @@ class Prune:
             view = RequestView.of(usage.namespace.id, manifest, use)
             (self.plan.requests if manifest.id in usage.going else self.plan.staying).append(view)
 
-    def _delete(self, backend: InspectableBackend, usage: _Usage, packs: list[bytes]) -> None:
+    def _delete(self, backend: Backend, usage: _Usage, packs: list[bytes]) -> None:
         used = usage.used_since()
         wanted = [pack for pack in packs if pack not in used]
         begin = time.monotonic()
@@ -404,7 +404,7 @@ class Prune:
             self.done.goes.add(table)
         time.sleep(min(time.monotonic() - begin, _MOST_PAUSE_S))
 
-    def _count_requests(self, backend: InspectableBackend, usage: _Usage) -> None:
+    def _count_requests(self, backend: Backend, usage: _Usage) -> None:
         if usage.doomed or usage.deleted:
             there = {manifest.id for manifest in backend.manifests(usage.namespace.id)}
             self.done.requests += len(usage.going - there)

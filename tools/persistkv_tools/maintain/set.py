@@ -14,8 +14,9 @@ import typer
 
 from persistkv.config import StoreUrl, parse_duration, parse_size
 from persistkv.errors import ConfigurationError, UnsupportedStoreError
-from persistkv.storage import open_inspectable
-from persistkv.storage.extensions import InspectableBackend, SupportsPolicy
+from persistkv.storage import open_backend
+from persistkv.storage.backend import Backend
+from persistkv.storage.extensions import SupportsPolicy
 from persistkv.storage.policy import Policy
 from persistkv_tools import options, render
 from persistkv_tools.options import ensure_consent, opened, with_uses
@@ -65,7 +66,7 @@ def set_(
     if after != before and not dry_run:
         ensure_consent("set", "--yes or --dry-run", yes=yes, json=json)
         if yes or typer.confirm("Change the policy?"):
-            with closing(open_inspectable(url)) as backend:
+            with closing(open_backend(url)) as backend:
                 if isinstance(backend, SupportsPolicy):
                     backend.set_policy(after)
                     done = True
@@ -94,7 +95,7 @@ def _changed(policy: Policy, values: list[str]) -> Policy:
     return policy
 
 
-def _consequences(backend: InspectableBackend, url: str, before: Policy, after: Policy) -> Consequences:
+def _consequences(backend: Backend, url: str, before: Policy, after: Policy) -> Consequences:
     stats = backend.stats()
     grows = 0 if after.capacity is None else after.capacity - stats.disk_bytes
     location, missing, expiring = Path(StoreUrl.parse(url).location), 0, 0

@@ -27,8 +27,7 @@ from rich.progress import Progress
 from persistkv import open_store
 from persistkv.config import parse_size
 from persistkv.errors import ConfigurationError, StoreError
-from persistkv.storage.backend import CommitBatch
-from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage.backend import Backend, CommitBatch
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.host.status import read_statuses
 from persistkv.storage.namespace_view import SHORTENED_AT_ONCE, read_requests, shortened
@@ -198,7 +197,7 @@ def verify(
 
 def check_store(
     url: str,
-    backend: InspectableBackend,
+    backend: Backend,
     sample: float,
     bytes_per_s: int | None,
     resume: Path | None,
@@ -310,7 +309,7 @@ def _print(summary: Summary, bytes_per_s: int | None) -> None:
     render.say("no problems found" if not summary.problems else f"found {render.count(summary.problems, 'problem')}")
 
 
-def plan_repair(backend: InspectableBackend, findings: Iterable[Finding]) -> RepairPlan:
+def plan_repair(backend: Backend, findings: Iterable[Finding]) -> RepairPlan:
     """Return the packs of ``findings`` that the store still holds, and the requests that name them."""
     plan = RepairPlan()
     bad = {bytes.fromhex(found.pack) for found in findings if found.pack}
@@ -326,7 +325,7 @@ def plan_repair(backend: InspectableBackend, findings: Iterable[Finding]) -> Rep
     return plan
 
 
-def repair_packs(backend: InspectableBackend, findings: Iterable[Finding], done: Repaired) -> None:
+def repair_packs(backend: Backend, findings: Iterable[Finding], done: Repaired) -> None:
     """Delete the packs of ``findings`` that are still bad, and shorten the requests that name them; each commit updates
     ``done``.
 
@@ -339,7 +338,7 @@ def repair_packs(backend: InspectableBackend, findings: Iterable[Finding], done:
                 _delete(backend, space, bytes.fromhex(pack), done)
 
 
-def _delete(backend: InspectableBackend, space: NamespacePacks, pack_id: bytes, done: Repaired) -> None:
+def _delete(backend: Backend, space: NamespacePacks, pack_id: bytes, done: Repaired) -> None:
     name = space.namespace
     for _ in range(_ATTEMPTS):
         space.refresh()
@@ -367,7 +366,7 @@ def _delete(backend: InspectableBackend, space: NamespacePacks, pack_id: bytes, 
 
 
 def _shortenings(
-    backend: InspectableBackend, space: NamespacePacks, bad: Sequence[bytes]
+    backend: Backend, space: NamespacePacks, bad: Sequence[bytes]
 ) -> Iterator[tuple[Sequence[RequestManifest], CommitBatch]]:
     """Yield batches of manifests that name ``bad`` packs, each with the commit that shortens them to the blocks before
     their first bad pack. The commit leaves out those that would keep none.

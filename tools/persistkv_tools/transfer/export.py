@@ -13,8 +13,7 @@ import typer
 
 from persistkv import open_store
 from persistkv.errors import ConfigurationError, FileError, MissingOptionError
-from persistkv.storage.backend import Namespace
-from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage.backend import Backend, Namespace
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.format.pack import PackTable
@@ -39,7 +38,7 @@ class Source(NamedTuple):
     """Return the verified payload of a pack; None if it is damaged, gone, or of an unknown codec."""
 
     @classmethod
-    def of(cls, backend: InspectableBackend, namespace: Namespace, requests: Iterable[RequestManifest]) -> Source:
+    def of(cls, backend: Backend, namespace: Namespace, requests: Iterable[RequestManifest]) -> Source:
         """Return a source for some requests of a namespace in a store."""
         found = sorted(requests, key=lambda manifest: (manifest.created, manifest.id))
 
@@ -55,7 +54,7 @@ class Source(NamedTuple):
 
         return cls(namespace.identity, NamespacePacks(backend, namespace.id), found, keys, read)
 
-    def stored_bytes(self, backend: InspectableBackend) -> int:
+    def stored_bytes(self, backend: Backend) -> int:
         """Return the payload bytes of the packs that the requests name; each pack counts once."""
         chains = (backend.chain(self.identity.digest, manifest.id) or () for manifest in self.requests)
         tables = self.packs.tables
@@ -118,7 +117,7 @@ def export(
 
 
 def export_requests(
-    backend: InspectableBackend, found: Iterable[FoundRequest], writer: ArchiveWriter, begin: Callable[[int], Took]
+    backend: Backend, found: Iterable[FoundRequest], writer: ArchiveWriter, begin: Callable[[int], Took]
 ) -> Sent:
     """Write requests with their packs, each pack once and whole, with blocks of other requests; leave out requests with
     blocks that are damaged or gone.

@@ -12,7 +12,7 @@ import typer
 
 from persistkv.config import StoreUrl
 from persistkv.errors import CorruptPackError, IdentityMismatchError
-from persistkv.storage import open_inspectable
+from persistkv.storage import open_backend
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.manifest import ManifestKeys, decode_manifest, decode_manifest_keys
 from persistkv.storage.format.pack import PackTable
@@ -46,7 +46,7 @@ def import_(
         with open_if_exists(url) as there:
             transfer = Transfer(sources, there, url)
             place, _, _ = transfer.place(there, None, newest=newest)
-        with closing(open_inspectable(place)) as backend:
+        with closing(open_backend(place)) as backend:
             held = [namespace.identity for namespace in backend.namespaces()]
             differences = [one.identity.nearest(held) for one in sources if held and one.identity not in held]
             if differences and strict:

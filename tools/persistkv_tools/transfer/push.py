@@ -23,8 +23,8 @@ from persistkv import open_store
 from persistkv.config import MAX_PACK_BYTES, StoreUrl
 from persistkv.errors import PersistKVError
 from persistkv.storage import BACKENDS
-from persistkv.storage.backend import CommitBatch, ManifestWrite
-from persistkv.storage.extensions import InspectableBackend, SupportsFreeSpace, SupportsPolicy
+from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
+from persistkv.storage.extensions import SupportsFreeSpace, SupportsPolicy
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.format.pack_writer import PackCopy
@@ -124,7 +124,7 @@ class Room(NamedTuple):
     held_bytes: int = _EMPTY_BYTES
 
     @classmethod
-    def of(cls, backend: InspectableBackend) -> Room | None:
+    def of(cls, backend: Backend) -> Room | None:
         """Return the room in an open store; None if its size is unlimited."""
         stats = backend.stats()
         if stats.capacity is None:
@@ -231,9 +231,7 @@ class Transfer:
     request names. The target is open for reading; None: it does not exist yet.
     """
 
-    def __init__(
-        self, sources: Sequence[Source], target: InspectableBackend | None, url: str, *, everything: bool = True
-    ) -> None:
+    def __init__(self, sources: Sequence[Source], target: Backend | None, url: str, *, everything: bool = True) -> None:
         self._url = url
         self._sources = sources
         self._received = Received()
@@ -242,7 +240,7 @@ class Transfer:
         for source in sources:
             self._compare(source, target, everything=everything)
 
-    def _compare(self, source: Source, target: InspectableBackend | None, *, everything: bool) -> None:
+    def _compare(self, source: Source, target: Backend | None, *, everything: bool) -> None:
         namespace, held, names = source.identity.digest, Packs(), set[str]()
         if target is not None and any(space.id == namespace for space in target.namespaces()):
             held = NamespacePacks(target, namespace)
@@ -301,9 +299,7 @@ class Transfer:
         chosen.candidates.reverse()
         return chosen._replace(missing=missing)
 
-    def place(
-        self, there: InspectableBackend | None, least: int | None, *, newest: bool
-    ) -> tuple[str, int | None, Choice]:
+    def place(self, there: Backend | None, least: int | None, *, newest: bool) -> tuple[str, int | None, Choice]:
         """Return the URL to open the target with for writing, the target's capacity, and the content to copy.
 
         If the default capacity of a new target (``there`` is None) is too small for the content, or below ``least``
@@ -332,7 +328,7 @@ class Transfer:
         missing_packs = len(self.content.orphans) - len(choice.orphans)
         return msgspec.structs.replace(self._received, missing=list(choice.missing), missing_packs=missing_packs)
 
-    def run(self, target: InspectableBackend, took: Took, *, newest: bool = False) -> Received:
+    def run(self, target: Backend, took: Took, *, newest: bool = False) -> Received:
         """Copy all content or, with ``newest``, the newest requests that fit. Requests are copied oldest first.
 
         :raises StoreTooSmallError: the content does not fit, and ``newest`` is false; nothing was written.
@@ -358,7 +354,7 @@ class Transfer:
 class _Receiver:
     """Writes to one namespace of the target, as other processes may do meanwhile. Commits update ``received``."""
 
-    def __init__(self, backend: InspectableBackend, source: Source, received: Received, took: Took) -> None:
+    def __init__(self, backend: Backend, source: Source, received: Received, took: Took) -> None:
         self._backend = backend
         self._source = source
         self._received = received

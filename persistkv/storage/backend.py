@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from persistkv.config import MAX_PACK_BYTES, StoreUrl
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
@@ -207,11 +208,43 @@ class Backend(ABC):
     def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
         """Return the tables of these packs, in order, without packs that are not held or whose table is damaged."""
 
+    @abstractmethod
+    def note(self, namespace: bytes, name: str) -> bytes | None:
+        """Return the content of a note, a small record about a namespace; None if there is none, or if it is known to
+        be damaged. Notes are not evicted, and not in ``BackendStats``. They may be deleted with the namespace's last
+        content.
+        """
+
+    @abstractmethod
+    def put_note(self, namespace: bytes, name: str, content: bytes) -> None:
+        """Write a note, replacing the one with the same name. It is durable on return.
+
+        :param name: 1 to 32 letters and digits.
+        :param content: at most 64 KiB, which the store does not interpret.
+        :raises StoreError: the store is open read-only, or the medium failed; the previous note is kept.
+        """
+
+    @abstractmethod
+    def index_file(self, namespace: bytes) -> Path | None:
+        """Return the path of a file in which an engine saves its index of a namespace for the next opening.
+
+        The file is a cache: it may be deleted at any time, and is not part of ``BackendStats.disk_bytes``. None: the
+        store has no directory on this machine, or a remote store has not answered since it was opened.
+        """
+
     # Queries of tools
 
     @abstractmethod
     def namespaces(self) -> Iterator[Namespace]:
         """Iterate over all namespaces with content, in any order, except damaged ones. A driver may list others too."""
+
+    def holds(self, namespace: bytes) -> bool:
+        """Return whether the store has a valid namespace with this id. May ask a server and wait for it. False also if
+        the server has not answered since the store was opened.
+
+        :raises StoreError: the medium failed later.
+        """
+        return any(found.id == namespace for found in self.namespaces())
 
     @abstractmethod
     def manifests(self, namespace: bytes) -> Iterable[RequestManifest]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from persistkv.config import StoreUrl
@@ -17,48 +16,6 @@ from persistkv.storage.backend import Backend
 from persistkv.storage.format.pack import Frame
 from persistkv.storage.policy import Policy
 from persistkv.storage.stats import FreeSpace, MergeState, Rebuilt
-
-
-@runtime_checkable
-class SupportsNamespaceLookup(Protocol):
-    """A medium with high latency per call, which finds one namespace faster than it lists all of them."""
-
-    def holds(self, namespace: bytes) -> bool:
-        """Return whether the store has a valid namespace with this id. May ask a server and wait for it. False also if
-        the server has not answered since the store was opened.
-
-        :raises StoreError: the medium failed later.
-        """
-
-
-@runtime_checkable
-class SupportsNotes(Protocol):
-    """A store that keeps small records (notes) about a namespace. They are not evicted, and not in ``BackendStats``.
-    They may be deleted with the namespace's last content.
-    """
-
-    def note(self, namespace: bytes, name: str) -> bytes | None:
-        """Return the content of a note; None if there is none, or if it is known to be damaged."""
-
-    def put_note(self, namespace: bytes, name: str, content: bytes) -> None:
-        """Write a note, replacing the one with the same name. It is durable on return.
-
-        :param name: 1 to 32 letters and digits.
-        :param content: at most 64 KiB, which the store does not interpret.
-        :raises StoreError: the store is open read-only, or the medium failed; the previous note is kept.
-        """
-
-
-@runtime_checkable
-class SupportsIndexFile(Protocol):
-    """A store with a directory on this machine."""
-
-    def index_file(self, namespace: bytes) -> Path | None:
-        """Return the path of a file in which an engine saves its index of a namespace for the next opening.
-
-        The file is a cache: it may be deleted at any time, and is not part of ``BackendStats.disk_bytes``. None: a
-        remote store has not answered since it was opened, so there is no file yet.
-        """
 
 
 @runtime_checkable

@@ -23,7 +23,7 @@ from persistkv.errors import StoreError, StoreFullError
 from persistkv.memory.budget import no_collections, trim_heap
 from persistkv.storage.backend import Backend, Changes, CommitBatch, CommitResult, ManifestWrite
 from persistkv.storage.executor import Executor
-from persistkv.storage.extensions import SupportsIndexFile, SupportsPolicy
+from persistkv.storage.extensions import SupportsPolicy
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest, context_digest
 from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.format.pack_writer import NewPack
@@ -102,8 +102,7 @@ class NamespaceView:
 
     def _load(self) -> Changes:
         """Load the index from its file, and return the changes since then; without a file, the whole catalogue."""
-        if isinstance(self.backend, SupportsIndexFile):
-            self._file = self.backend.index_file(self.namespace)
+        self._file = self.backend.index_file(self.namespace)
         self._saved = self.cursor = None if self._file is None else self.index.load(self._file)
         changes = self.backend.changes(self.namespace, self.cursor)
         if self._file is not None and changes.reset:

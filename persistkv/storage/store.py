@@ -40,7 +40,7 @@ from persistkv.storage.commit_pipeline import (
     plan_packs,
 )
 from persistkv.storage.executor import Executor
-from persistkv.storage.extensions import SupportsFrames, SupportsNamespaceLookup
+from persistkv.storage.extensions import SupportsFrames
 from persistkv.storage.format.codec import parse_codec
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
 from persistkv.storage.format.pack_writer import PackWriter, Segment
@@ -615,7 +615,7 @@ def _shortage(error: Exception) -> str:
 
 
 def _notice(backend: Backend, identity: Identity, options: StoreOptions, url: str) -> str:
-    if isinstance(backend, SupportsNamespaceLookup) and backend.holds(identity.digest):
+    if backend.holds(identity.digest):
         return ""
     compared = _COMPARED_REMOTELY if backend.capabilities.remote else None
     others = [namespace.identity for namespace in islice(backend.namespaces(), compared)]

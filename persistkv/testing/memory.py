@@ -109,6 +109,9 @@ class MemoryBackend(RowBackend):
     def disk_bytes(self) -> int:
         return self._rows.num_bytes
 
+    def index_file(self, namespace: bytes) -> None:
+        return None
+
     def publish_status(self, engine: str, row: bytes | None) -> None:
         if row is None:
             self._statuses.pop(engine, None)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite, ReadSpan
-from persistkv.storage.extensions import SupportsFrames, SupportsNotes
+from persistkv.storage.extensions import SupportsFrames
 from persistkv.storage.format.codec import RawCodec, ZstdCodec
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackedKeys
@@ -116,8 +116,6 @@ class CatalogueRules(BackendSuite):
 
     def test_namespace_ended_loses_its_notes(self, backend: Backend) -> None:
         self.need_ending_namespaces()
-        if not isinstance(backend, SupportsNotes):
-            pytest.skip("the driver keeps no notes")
         ours, theirs = (backend.open_namespace(sample_identity(number)).id for number in (1, 2))
         for name in (ours, theirs):
             backend.put_note(name, "a1", b"before the first content")

@@ -56,8 +56,9 @@ def commit(url: str, batch: CommitBatch) -> None:
 
 def index_file(url: str) -> Path:
     backend = open_backend(url, read_only=True)
-    path: Path = backend.index_file(IDENTITY.digest)  # type: ignore[attr-defined]
+    path = backend.index_file(IDENTITY.digest)
     backend.close()
+    assert path is not None
     return path
 
 

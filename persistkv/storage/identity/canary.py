@@ -31,7 +31,7 @@ from persistkv.errors import StoreError
 from persistkv.memory.rows import ByteArray, Rows
 from persistkv.storage.backend import Changes, Namespace
 from persistkv.storage.commit_pipeline import Blocks
-from persistkv.storage.extensions import SupportsFrames, SupportsNotes
+from persistkv.storage.extensions import SupportsFrames
 from persistkv.storage.format.pack import UNKNOWN_DEPTH, PackTable
 from persistkv.storage.identity import Identity
 from persistkv.storage.identity.comparison import Agreement, compare, fits
@@ -222,7 +222,7 @@ class Canary:
         if layout.numbers is None or len(layout.numbers.groups) != self._groups:
             return False
         ranges = [group.ranges for group in layout.groups]
-        return isinstance(self._own.backend, SupportsNotes) and all(
+        return all(
             len(found) == 1 and found[0][0] == 0 and fits(layout.numbers, group, found[0][1])
             for group, found in enumerate(ranges)
         )

@@ -11,7 +11,6 @@ import msgspec
 
 from persistkv.errors import StoreError
 from persistkv.storage.backend import Backend, Namespace
-from persistkv.storage.extensions import SupportsNotes
 from persistkv.storage.identity import Identity
 
 logger = logging.getLogger(__name__)
@@ -43,7 +42,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_verdict(backend: Backend, ours: bytes, theirs: bytes) -> Verdict | None:
     """Return the recorded verdict of namespace ``ours`` about ``theirs``; None if there is none that can be read."""
-    content = backend.note(ours, theirs.hex()) if isinstance(backend, SupportsNotes) else None
+    content = backend.note(ours, theirs.hex())
     try:
         found = None if content is None else msgspec.json.decode(content, type=Verdict)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -53,8 +52,7 @@ def read_verdict(backend: Backend, ours: bytes, theirs: bytes) -> Verdict | None
 
 def write_verdict(backend: Backend, ours: bytes, theirs: bytes, verdict: Verdict) -> None:
     """Record the verdict of namespace ``ours`` about ``theirs``. If the medium fails, the previous one is kept."""
-    if isinstance(backend, SupportsNotes):
-        backend.put_note(ours, theirs.hex(), msgspec.json.encode(verdict))
+    backend.put_note(ours, theirs.hex(), msgspec.json.encode(verdict))
 
 
 def verdicts(backend: Backend, namespaces: Sequence[Namespace]) -> dict[tuple[bytes, bytes], Verdict]:

@@ -235,7 +235,7 @@ class SharedNamespace:
         return MergeState(len(commits), oldest, latest.writer.hex(), latest.time)
 
     def index_file(self) -> Path:
-        """Return the path of the file for an engine's index (``SupportsIndexFile``)."""
+        """Return the path of the file for an engine's index (``Backend.index_file``)."""
         return self._folder.path / "index"
 
     def discard(self) -> None:

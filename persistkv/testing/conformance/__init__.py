@@ -33,7 +33,7 @@ from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError, StoreError, StoreFullError, StoreUnavailableError
 from persistkv.memory.rows import StagedBlocks
 from persistkv.storage.backend import Backend, CommitBatch, ReadSpan
-from persistkv.storage.extensions import SupportsNotes, SupportsStatus
+from persistkv.storage.extensions import SupportsStatus
 from persistkv.storage.format.codec import RawCodec
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.testing.conformance.suite import (
@@ -483,8 +483,6 @@ class BackendConformance(BackendSuite):
         assert backend.manifest_keys(namespace, ["r1"])[0] == writes[1].keys
 
     def test_put_note_is_kept_per_namespace(self, backend: Backend) -> None:
-        if not isinstance(backend, SupportsNotes):
-            pytest.skip("the driver keeps no notes")
         ours, theirs = (backend.open_namespace(sample_identity(number)).id for number in (1, 2))
         assert backend.note(ours, "a1") is None
         backend.put_note(ours, "a1", b"first")

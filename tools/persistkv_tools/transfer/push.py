@@ -242,7 +242,7 @@ class Transfer:
 
     def _compare(self, source: Source, target: Backend | None, *, everything: bool) -> None:
         namespace, held, names = source.identity.digest, Packs(), set[str]()
-        if target is not None and any(space.id == namespace for space in target.namespaces()):
+        if target is not None and target.holds(namespace):
             held = NamespacePacks(target, namespace)
             names = {manifest.id for manifest in target.manifests(namespace)}
         tables = source.packs.tables

@@ -302,7 +302,7 @@ class LmdbBackend(CatalogBackend):
         release_free(self._writable())
 
     def publish_status(self, engine: str, row: bytes | None) -> None:
-        """As in ``SupportsStatus``. The file is not synced, and its bytes do not count towards the capacity. Creating
+        """As in ``Backend``. The file is not synced, and its bytes do not count towards the capacity. Creating
         an engine's file deletes those that other engines last wrote over a day ago.
         """
         directory = self._writable().path / files.STATUS_DIRECTORY

@@ -143,6 +143,8 @@ class Backend(ABC):
     """Handle of one open store."""
 
     capabilities: Capabilities = Capabilities()
+    status_interval_s: float | None = None
+    """Seconds between status rows of an engine; None: engines publish no status."""
 
     @classmethod
     @abstractmethod
@@ -295,3 +297,32 @@ class Backend(ABC):
             been deleted before.
         """
         return 0
+
+    # Status: what engines show to other processes
+
+    @abstractmethod
+    def publish_status(self, engine: str, row: bytes | None) -> None:
+        """Publish an engine's status row in place of its previous one; None deletes the row.
+
+        Rows may be lost at any time, in particular by a crash.
+
+        :param engine: unique name of the row, of letters and digits.
+        :param row: content, which the store does not interpret.
+        :raises StoreError: the row was not published; always raised if the store is open read-only.
+        """
+
+    @abstractmethod
+    def statuses(self) -> dict[str, bytes]:
+        """Return the rows of all engines, by name, unverified. The rows of killed engines remain."""
+
+    @property
+    def requests(self) -> Mapping[str, int]:
+        """Number of requests sent since the store was opened, by HTTP method or other kind; empty if not counted."""
+        return {}
+
+    @property
+    def breaker_state(self) -> str | None:
+        """State of the medium's circuit breaker: ``closed``, ``open`` (no requests are sent) or ``half-open``; None:
+        it has none.
+        """
+        return None

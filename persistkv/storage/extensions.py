@@ -8,35 +8,13 @@ other methods.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from persistkv.config import StoreUrl
-from persistkv.storage.backend import Backend
 from persistkv.storage.format.pack import Frame
 from persistkv.storage.policy import Policy
 from persistkv.storage.stats import FreeSpace, MergeState, Rebuilt
-
-
-@runtime_checkable
-class SupportsStatus(Protocol):
-    """A store through which its engines publish their status to other processes."""
-
-    status_interval_s: float | None
-    """Seconds between status rows of an engine; None: engines publish no status."""
-
-    def publish_status(self, engine: str, row: bytes | None) -> None:
-        """Publish an engine's status row in place of its previous one; None deletes the row.
-
-        Rows may be lost at any time, in particular by a crash.
-
-        :param engine: unique name of the row, of letters and digits.
-        :param row: content, which the store does not interpret.
-        :raises StoreError: the row was not published; always raised if the store is open read-only.
-        """
-
-    def statuses(self) -> dict[str, bytes]:
-        """Return the rows of all engines, by name, unverified. The rows of killed engines remain."""
 
 
 @runtime_checkable
@@ -59,19 +37,6 @@ class SupportsFrames(Protocol):
             returns. Not called for missing frames. Must not raise.
         :raises StoreError: the medium failed; frames that were passed to ``take`` before are complete.
         """
-
-
-@runtime_checkable
-class SupportsCounters(Protocol):
-    """A remote medium that counts its requests and has a circuit breaker."""
-
-    @property
-    def requests(self) -> Mapping[str, int]:
-        """Number of requests sent since the store was opened, by HTTP method or other kind; empty if not counted."""
-
-    @property
-    def breaker_state(self) -> str:
-        """State of the circuit breaker: ``closed``, ``open`` (no requests are sent) or ``half-open``."""
 
 
 @runtime_checkable
@@ -171,8 +136,3 @@ class SupportsPlainMedium(Protocol):
 
         :raises ConfigurationError: an option is invalid.
         """
-
-
-def statuses(backend: Backend) -> dict[str, bytes]:
-    """Return the status rows of all engines by name (``SupportsStatus.statuses``); empty if the backend has none."""
-    return backend.statuses() if isinstance(backend, SupportsStatus) else {}

@@ -20,7 +20,6 @@ import pytest
 from persistkv import open_store
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend
-from persistkv.storage.extensions import SupportsStatus
 from persistkv.storage.host.prewarm import acknowledge_warm, pending_warm
 from persistkv.storage.identity import Identity
 from persistkv_tools.options import AdoptionView
@@ -255,7 +254,6 @@ def engine(contexts: tuple[str, Contexts]) -> Iterator[str]:
     stop = threading.Event()
 
     def publish(backend: Backend) -> None:
-        assert isinstance(backend, SupportsStatus)
         status = make_status("e1", namespace=writer.namespace.hex(), time=time.time())
         backend.publish_status("e1", status.encode())
 

@@ -2,7 +2,7 @@
 
 A primary tier is memory of its engine, so other processes cannot fill it; they can only send a warm request.
 ``persistkv warm`` publishes the request as a row in the store, with the backend methods that publish engine status
-(``SupportsStatus``):
+(``Backend.publish_status``):
 
 1. ``ask<n>``: one warm request for one context; n is a digest of namespace and request id. Asking again replaces the
    row and restarts its ttl.
@@ -30,7 +30,6 @@ import msgspec
 
 from persistkv.errors import StoreError, StoreUnavailableError
 from persistkv.storage.backend import Backend
-from persistkv.storage.extensions import SupportsStatus, statuses
 from persistkv.storage.host.status import decoded
 from persistkv.storage.records import Choice
 
@@ -87,7 +86,7 @@ def request_warm(backend: Backend, namespace: bytes, request: str, ttl_s: float 
     :raises StoreError: the medium failed; the request was not published.
     """
     now = time.time()
-    for name, row in decoded(statuses(backend), _DECODE_REQUEST, _ASK):
+    for name, row in decoded(backend.statuses(), _DECODE_REQUEST, _ASK):
         if now >= row.asked + row.ttl_s:
             _withdraw(backend, name)
     asked = WarmRequest(namespace=namespace.hex(), request=request, asked=now, ttl_s=ttl_s)
@@ -111,7 +110,7 @@ def pending_warm(backend: Backend, namespace: bytes, engine: str) -> list[WarmRe
     :param engine: name of this engine's status row (``EngineStatus.engine``).
     """
     now, space = time.time(), namespace.hex()
-    rows = statuses(backend)
+    rows = backend.statuses()
     answers = [answer for _, answer in decoded(rows, _DECODE_ANSWER, _ANSWER) if answer.engine == engine]
     answered = {(answer.namespace, answer.request, answer.asked) for answer in answers}
     asked = [row for _, row in decoded(rows, _DECODE_REQUEST, _ASK) if row.namespace == space]
@@ -142,12 +141,12 @@ def acknowledge_warm(backend: Backend, asked: WarmRequest, engine: str, *, block
 def warm_answers(backend: Backend, asked: WarmRequest) -> list[WarmAnswer]:
     """Return the engines' answers to a warm request, earliest first."""
     prefix = f"{_ANSWER}{_name(asked.namespace, asked.request)}{_BY}"
-    found = [answer for _, answer in decoded(statuses(backend), _DECODE_ANSWER, prefix) if answer.asked == asked.asked]
+    found = [answer for _, answer in decoded(backend.statuses(), _DECODE_ANSWER, prefix) if answer.asked == asked.asked]
     return sorted(found, key=lambda answer: (answer.time, answer.engine))
 
 
 def _publish(backend: Backend, name: str, row: bytes | None) -> None:
-    if not (isinstance(backend, SupportsStatus) and backend.capabilities.shared):
+    if not backend.capabilities.shared:
         raise StoreUnavailableError("this store publishes no rows to other processes: engines cannot be asked")
     backend.publish_status(name, row)
 
@@ -155,7 +154,7 @@ def _publish(backend: Backend, name: str, row: bytes | None) -> None:
 def _withdraw(backend: Backend, name: str) -> None:
     _publish(backend, name, None)
     prefix = f"{_ANSWER}{name.removeprefix(_ASK)}{_BY}"
-    for row in list(statuses(backend)):
+    for row in list(backend.statuses()):
         if row.startswith(prefix):
             _publish(backend, row, None)
 

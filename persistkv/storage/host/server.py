@@ -31,7 +31,6 @@ from persistkv.memory.budget import MAX_IO_THREADS
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
 from persistkv.storage.executor import Executor
-from persistkv.storage.extensions import SupportsCounters
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host import protocol
 from persistkv.storage.host.connection import CONGESTED_BYTES, SocketConnection
@@ -192,8 +191,8 @@ class StoreServer:
         stats = protocol.HostStats(
             ask.token, store.counters, len(store.index), store.staged_bytes, disk_bytes, capacity, time.process_time()
         )
-        if isinstance(backend, SupportsCounters):
-            stats.requests, stats.breaker = dict(backend.requests), backend.breaker_state
+        stats.requests = dict(backend.requests)
+        stats.breaker = backend.breaker_state
         self._send(stats)
 
     async def _answer_recent(self, store: Store, ask: protocol.AskRecent) -> None:

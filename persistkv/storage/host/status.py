@@ -20,7 +20,6 @@ import msgspec
 from persistkv.errors import StoreError
 from persistkv.storage.backend import Backend
 from persistkv.storage.executor import Executor
-from persistkv.storage.extensions import SupportsCounters, SupportsStatus, statuses
 from persistkv.storage.records import StoreCounters
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ def read_statuses(backend: Backend) -> list[EngineStatus]:
 
     :raises StoreError: the medium failed.
     """
-    found = [status for _, status in decoded(statuses(backend), _DECODE)]
+    found = [status for _, status in decoded(backend.statuses(), _DECODE)]
     return sorted(found, key=lambda status: (status.started, status.engine))
 
 
@@ -103,9 +102,8 @@ class StatusPublisher:
         self._store = store
         self._engine_pid = engine_pid
         self._executor = executor
-        backend = store.catalogue.backend
-        self._backend = backend if isinstance(backend, SupportsStatus) else None
-        self._interval_s = None if self._backend is None else self._backend.status_interval_s
+        self._backend = store.catalogue.backend
+        self._interval_s = self._backend.status_interval_s
         self.engine = uuid.uuid4().hex
         """Name of the engine's row."""
         self._started = time.time()
@@ -117,7 +115,7 @@ class StatusPublisher:
         ``EngineStatus``.
         """
         now = time.monotonic()
-        if self._backend is None or self._interval_s is None or now < self._due or self._executor.writing:
+        if self._interval_s is None or now < self._due or self._executor.writing:
             return
         self._due = now + self._interval_s
         status = EngineStatus(
@@ -135,13 +133,13 @@ class StatusPublisher:
             waiting_jobs=waiting_jobs,
             writing_jobs=writing_jobs,
             loading_jobs=loading_jobs,
-            breaker=self._backend.breaker_state if isinstance(self._backend, SupportsCounters) else None,
+            breaker=self._backend.breaker_state,
         )
-        self._executor.begin_write(self._publish(self._backend, status.encode()))
+        self._executor.begin_write(self._publish(status.encode()))
 
-    async def _publish(self, backend: SupportsStatus, row: bytes) -> None:
+    async def _publish(self, row: bytes) -> None:
         try:
-            await self._executor.write(partial(backend.publish_status, self.engine, row))
+            await self._executor.write(partial(self._backend.publish_status, self.engine, row))
         except StoreError as error:
             if not self._failed:
                 logger.info("could not publish engine status: %s", error)
@@ -151,7 +149,7 @@ class StatusPublisher:
 
     def withdraw(self) -> None:
         """Delete this engine's status row and wait until it is deleted. No other write may be in progress."""
-        if self._backend is None or self._interval_s is None:
+        if self._interval_s is None:
             return
         try:
             self._backend.publish_status(self.engine, None)

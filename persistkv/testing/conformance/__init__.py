@@ -33,7 +33,6 @@ from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError, StoreError, StoreFullError, StoreUnavailableError
 from persistkv.memory.rows import StagedBlocks
 from persistkv.storage.backend import Backend, CommitBatch, ReadSpan
-from persistkv.storage.extensions import SupportsStatus
 from persistkv.storage.format.codec import RawCodec
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.testing.conformance.suite import (
@@ -493,8 +492,6 @@ class BackendConformance(BackendSuite):
         check_totals(backend)
 
     def test_publish_status_adds_replaces_and_removes_row(self, backend: Backend) -> None:
-        if not isinstance(backend, SupportsStatus):
-            pytest.skip("the driver keeps no status rows")
         backend.publish_status("one", b"first")
         backend.publish_status("other", b"theirs")
         backend.publish_status("one", b"second")
@@ -506,8 +503,6 @@ class BackendConformance(BackendSuite):
     def test_statuses_read_only_handle_reads_but_cannot_publish(self, backend: Backend, url: str) -> None:
         self.need_sharing()
         reader = self.open(url, read_only=True)
-        if not (isinstance(backend, SupportsStatus) and isinstance(reader, SupportsStatus)):
-            pytest.skip("the driver keeps no status rows")
         assert reader.statuses() == {}
         backend.publish_status("one", b"row")
         assert reader.statuses() == {"one": b"row"}

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from persistkv.errors import StoreError
-from persistkv.storage.extensions import SupportsStatus
 from persistkv.storage.host.status import StatusPublisher
 from tests.storage.stores import inject_faults
 
@@ -25,7 +24,6 @@ def test_status_publisher_failed_row_logs_once_and_next_is_published(
     for _ in range(3):
         publisher.tick(waiting_jobs=0, writing_jobs=0, loading_jobs=0)
     assert caplog.text.count("the disk is full") == 1
-    assert isinstance(backend.inner, SupportsStatus)
     assert backend.inner.statuses() == {}
     backend.clear_faults()
     publisher.tick(waiting_jobs=0, writing_jobs=0, loading_jobs=0)

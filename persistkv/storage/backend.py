@@ -9,16 +9,16 @@ rules of eviction are in ``storage.catalog``, which implements them for all driv
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from persistkv.config import MAX_PACK_BYTES, StoreUrl
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
-from persistkv.storage.format.pack import PackTable
+from persistkv.storage.format.pack import Frame, PackTable
 from persistkv.storage.format.pack_writer import NewPack
 from persistkv.storage.identity import Identity
-from persistkv.storage.stats import BackendStats, RequestUse
+from persistkv.storage.stats import BackendStats, MergeState, RequestUse
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,11 @@ class ReadSpan:
     """Writable and contiguous, filled one after the other; their total size is the number of bytes to read."""
 
 
+TakeFrame = Callable[[int, memoryview], None]
+"""Receives a frame that ``Backend.read_frames`` has read: its index in ``frames``, and its stored bytes, which are
+valid until the call returns. Must not raise."""
+
+
 class Backend(ABC):
     """Handle of one open store."""
 
@@ -205,6 +210,23 @@ class Backend(ABC):
 
         :raises StoreError: the medium failed; the content of all buffers is undefined.
         """
+
+    def read_frames(
+        self, namespace: bytes, pack_id: bytes, frames: Sequence[Frame], buffer: memoryview, take: TakeFrame
+    ) -> None:
+        """Read frames of a pack into one buffer, one after the other: stored bytes, unverified. A remote store reads
+        neighbouring frames with one request.
+
+        :param frames: frames of the pack's table, ascending by offset.
+        :param buffer: at least as large as the largest frame's stored bytes.
+        :param take: called for each frame that was read.
+        :raises StoreError: the medium failed; frames that were passed to ``take`` before are complete.
+        """
+        for number, frame in enumerate(frames):
+            stored = buffer[: frame.stored_length]
+            span = ReadSpan(pack_id, frame.offset, [stored])
+            if self.read(namespace, [span]) == [True]:
+                take(number, stored)
 
     @abstractmethod
     def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
@@ -297,6 +319,13 @@ class Backend(ABC):
             been deleted before.
         """
         return 0
+
+    def merge_state(self, namespace: bytes) -> MergeState | None:
+        """Return the state of a namespace's inbox; None: the store has none, and each commit is in its catalogue.
+
+        :raises StoreError: the medium failed.
+        """
+        return None
 
     # Status: what engines show to other processes
 

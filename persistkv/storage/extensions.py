@@ -12,42 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from persistkv.config import StoreUrl
-from persistkv.storage.format.pack import Frame
 from persistkv.storage.policy import Policy
-from persistkv.storage.stats import FreeSpace, MergeState, Rebuilt
-
-
-@runtime_checkable
-class SupportsFrames(Protocol):
-    """A medium with high latency per call, which fetches neighbouring frames with one request."""
-
-    def read_frames(
-        self,
-        namespace: bytes,
-        pack_id: bytes,
-        frames: Sequence[Frame],
-        buffer: memoryview,
-        take: Callable[[int, memoryview], None],
-    ) -> None:
-        """Read frames of a pack into one buffer, one after the other: stored bytes, unverified.
-
-        :param frames: frames of the pack's table, ascending by offset.
-        :param buffer: at least as large as the largest frame's stored bytes.
-        :param take: called with the index of a frame in ``frames`` and its stored bytes, which are valid until ``take``
-            returns. Not called for missing frames. Must not raise.
-        :raises StoreError: the medium failed; frames that were passed to ``take`` before are complete.
-        """
-
-
-@runtime_checkable
-class SupportsMergeState(Protocol):
-    """A shared store, whose engines merge their commits into an index."""
-
-    def merge_state(self, namespace: bytes) -> MergeState:
-        """Return the state of a namespace's inbox.
-
-        :raises StoreError: the medium failed.
-        """
+from persistkv.storage.stats import FreeSpace, Rebuilt
 
 
 @runtime_checkable

@@ -5,7 +5,7 @@ which all blocks are wanted are read straight into the rows if they are raw, and
 if they are encoded; other frames pass through temporary buffers (scratch memory). The thread that read a part verifies
 and decodes it, while other threads continue to read.
 
-A call to a store with ``SupportsFrames`` has high latency, so one call reads all adjacent frames if some are encoded.
+A call to a remote store has high latency, so one call reads all adjacent frames if some are encoded.
 All of them, raw ones too, pass through a buffer of the size of the largest frame, as they arrive.
 """
 
@@ -26,7 +26,6 @@ from persistkv.errors import CorruptPackError, StoreError
 from persistkv.memory.pages import huge_memory
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import Backend, ReadSpan
-from persistkv.storage.extensions import SupportsFrames
 from persistkv.storage.format.pack import FRAME_BYTES, Frame, align, decode_frame, frame_seed, verify_frame
 from persistkv.storage.index import HeldPack
 
@@ -138,7 +137,7 @@ def plan_reads(
     part_bytes: int,
     scratch_bytes: int,
     *,
-    streams: bool = False,
+    remote: bool = False,
 ) -> tuple[list[list[FrameRead]], list[bytes]]:
     """Return the frames that hold ``keys``, divided into parts, and the missing keys.
 
@@ -148,7 +147,7 @@ def plan_reads(
     :param part_bytes: bound on the stored bytes of a part. Each pack starts a new part, unless the current one has
         fewer than ``scratch_bytes``.
     :param scratch_bytes: bound on the bytes of a part that are not read straight into rows.
-    :param streams: whether the backend has ``SupportsFrames``. Then adjacent encoded frames are a part of their own,
+    :param remote: whether the store is remote. Then adjacent encoded frames are a part of their own,
         without the bound ``scratch_bytes``: they pass through a buffer for one frame.
     """
     wanted: dict[HeldPack, dict[bytes, int]] = {}
@@ -168,8 +167,8 @@ def plan_reads(
                 reads.append(read)
             else:
                 missing.update(dict.fromkeys(read.wanted))
-        for run in _adjacent(reads) if streams else [reads]:
-            if streams and _any_encoded(run):
+        for run in _adjacent(reads) if remote else [reads]:
+            if remote and _any_encoded(run):
                 streamed += _cut(run, part_bytes)
             else:
                 fitting += run
@@ -237,17 +236,17 @@ def read_part(
         with scratch.lend() as take:
             raw = take(max(read.frame.raw_length for read in part))
 
-            streaming = backend if isinstance(backend, SupportsFrames) and _any_encoded(part) else None
+            is_streamed = backend.capabilities.remote and _any_encoded(part)
 
             def finish(number: int, *stored: memoryview) -> None:
                 read = left[number]
-                _finish(read, stored, namespace, rows, raw, outcome, in_rows=read.direct and streaming is None)
+                _finish(read, stored, namespace, rows, raw, outcome, in_rows=read.direct and not is_streamed)
                 del left[number]
 
-            if streaming is not None:
+            if is_streamed:
                 frames = [read.frame for read in part]
                 buffer = take(max(frame.stored_length for frame in frames))
-                streaming.read_frames(namespace, part[0].pack.pack_id, frames, buffer, finish)
+                backend.read_frames(namespace, part[0].pack.pack_id, frames, buffer, finish)
             else:
                 padding = take(PAGE_BYTES)
                 runs = [[(read, _buffers(read, rows, take)) for read in run] for run in _adjacent(part)]

@@ -40,7 +40,6 @@ from persistkv.storage.commit_pipeline import (
     plan_packs,
 )
 from persistkv.storage.executor import Executor
-from persistkv.storage.extensions import SupportsFrames
 from persistkv.storage.format.codec import parse_codec
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
 from persistkv.storage.format.pack_writer import PackWriter, Segment
@@ -103,7 +102,6 @@ class Store:
         self._writable = backend.capabilities.writable
         self._shares = MemoryShares.of(options.staging_bytes)
         self._remote = backend.capabilities.remote
-        self._streams = isinstance(backend, SupportsFrames)
         self._copies_all = self._interval_s is not None or self._remote
         self._scratch = Scratch(self._shares.part)
         waits_s = options.max_age_s if self._interval_s is None else self._interval_s
@@ -528,7 +526,7 @@ class Store:
         is the store's own namespace, record a use of the packs to read.
         """
         bounds = (part_size, self._shares.part)
-        parts, missing = plan_reads(holders, self.rows, keys, block_ids, *bounds, streams=self._streams)
+        parts, missing = plan_reads(holders, self.rows, keys, block_ids, *bounds, remote=self._remote)
         if catalogue is self.catalogue:
             self._touch(read.pack.pack_id for part in parts for read in part)
         where = catalogue.backend, catalogue.namespace, self.rows, self._scratch

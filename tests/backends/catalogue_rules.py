@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite, ReadSpan
-from persistkv.storage.extensions import SupportsFrames
 from persistkv.storage.format.codec import RawCodec, ZstdCodec
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackedKeys
@@ -231,8 +230,6 @@ class CatalogueRules(BackendSuite):
     def test_read_frames_passes_frames_in_order_through_one_buffer(
         self, backend: Backend, namespace: bytes, numbers: Sequence[int]
     ) -> None:
-        if not isinstance(backend, SupportsFrames):
-            pytest.skip("the driver does not read single frames")
         pack = sample_pack(namespace, 1, blocks=6, block_bytes=900_000, codec=ZstdCodec())
         backend.commit(namespace, CommitBatch([pack]))
         payload, frames = payload_of(pack), [pack.table.frames[number] for number in numbers]

@@ -31,7 +31,6 @@ from persistkv.errors import StoreError
 from persistkv.memory.rows import ByteArray, Rows
 from persistkv.storage.backend import Changes, Namespace
 from persistkv.storage.commit_pipeline import Blocks
-from persistkv.storage.extensions import SupportsFrames
 from persistkv.storage.format.pack import UNKNOWN_DEPTH, PackTable
 from persistkv.storage.identity import Identity
 from persistkv.storage.identity.comparison import Agreement, compare, fits
@@ -334,10 +333,11 @@ class Canary:
         """
         layout, executor, backend = self._rows.layout, self._own.executor, self._own.backend
         theirs = Rows(memoryview(bytearray(len(some) * layout.row_stride)), layout)
-        keys, streams = [block.key for block, _ in some], isinstance(backend, SupportsFrames)
-        parts, missing = plan_reads(
-            [pack for _, pack in some], theirs, keys, range(len(some)), _BATCH_BYTES, _BATCH_BYTES, streams=streams
-        )
+        keys = [block.key for block, _ in some]
+        holders = [pack for _, pack in some]
+        bounds = (_BATCH_BYTES, _BATCH_BYTES)
+        is_remote = backend.capabilities.remote
+        parts, missing = plan_reads(holders, theirs, keys, range(len(some)), *bounds, remote=is_remote)
         scratch = Scratch(_BATCH_BYTES)
         reads = [partial(read_part, backend, other.namespace, theirs, scratch, part) for part in parts]
         failed = {*missing, *(key for outcome in await executor.read(reads) for key in outcome.failed)}

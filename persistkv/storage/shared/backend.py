@@ -37,6 +37,7 @@ from persistkv.storage.backend import (
     CommitResult,
     Namespace,
     ReadSpan,
+    TakeFrame,
 )
 from persistkv.storage.blobs import BlobMissingError, Blobs, UnavailableError
 from persistkv.storage.catalog.backend import check_batch, totals
@@ -54,7 +55,6 @@ from persistkv.storage.shared.format import (
 )
 from persistkv.storage.shared.namespace import SharedNamespace
 from persistkv.storage.shared.options import SharedOptions, parse_shared
-from persistkv.storage.shared.packs import Take
 from persistkv.storage.shared.rebuild import FoundPack
 from persistkv.storage.shared.replica import ReplicaFolder
 from persistkv.storage.shared.totals import TotalsBoard
@@ -554,12 +554,7 @@ class SharedBackend(Backend):
         return opened.packs.read(spans)
 
     def read_frames(
-        self,
-        namespace: bytes,
-        pack_id: bytes,
-        frames: Sequence[Frame],
-        buffer: memoryview,
-        take: Take,
+        self, namespace: bytes, pack_id: bytes, frames: Sequence[Frame], buffer: memoryview, take: TakeFrame
     ) -> None:
         opened = self._open(namespace)
         opened.use()

@@ -224,7 +224,7 @@ class SharedNamespace:
             return rebuilder.rebuild(), rebuilder.skipped
 
     def merge_state(self) -> MergeState:
-        """See ``SupportsMergeState``."""
+        """See ``Backend.merge_state``."""
         with self._lock:
             infos = self._medium.listed(self._names.inbox)
             commits = [info for info in infos if self._names.is_commit(info.name)]

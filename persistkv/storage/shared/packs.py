@@ -165,7 +165,7 @@ class PackBlobs:
         return any(blob.nonce != before[pack_id] for pack_id, blob in now.items())
 
     def read_frames(self, pack_id: bytes, frames: Sequence[Frame], buffer: memoryview, take: Take) -> None:
-        """See ``SupportsFrames.read_frames``."""
+        """See ``Backend.read_frames``."""
         spans = [ReadSpan(pack_id, frame.offset, [buffer[: frame.stored_length]]) for frame in frames]
         gap = memoryview(bytearray(max(1, self._gap_bytes)))  # receives the bytes of all gaps
         for run in self._ranges(spans, [False] * len(spans), gap):

@@ -8,7 +8,6 @@ import pytest
 
 from persistkv.storage.backend import Backend, CommitBatch, ReadSpan
 from persistkv.storage.catalog.rows import MANIFESTS, PACKS, manifest_row
-from persistkv.storage.extensions import SupportsFrames
 from persistkv.storage.shared.format import Names
 from persistkv.storage.shared.replica import Replica
 from persistkv.testing.conformance import BackendConformance, RawKind, RawStore
@@ -100,7 +99,6 @@ class TestS3BackendWithKey(TestS3Backend):
         spans = [ReadSpan(pack.pack_id, at, [memoryview(buffer)]) for at, buffer in zip(offsets, buffers, strict=True)]
         assert backend.read(namespace, spans) == [True, False]
         assert buffers[0] == payload[:100]
-        assert isinstance(backend, SupportsFrames)
         came: list[int] = []
         into = memoryview(bytearray(1 << 20))
         backend.read_frames(namespace, pack.pack_id, pack.table.frames, into, lambda number, _: came.append(number))

@@ -12,7 +12,7 @@ import msgspec
 
 from persistkv import open_store
 from persistkv.storage.backend import Backend, Namespace
-from persistkv.storage.extensions import SupportsFreeSpace, SupportsMergeState
+from persistkv.storage.extensions import SupportsFreeSpace
 from persistkv.storage.format.codec import RawCodec
 from persistkv.storage.stats import BackendStats, FreeSpace
 from persistkv_tools import options, render
@@ -275,8 +275,8 @@ def _namespace_totals(backend: Backend, namespace: Namespace, ages: list[Bin], s
             group.stored_bytes += frame.stored_length
             group.codec_ratio = _ratio(group.raw_bytes, group.stored_bytes)
             group.codecs = sorted({*group.codecs, table.codec if frame.encoded else RawCodec.name})
-    if isinstance(backend, SupportsMergeState):
-        state = backend.merge_state(namespace.id)
+    state = backend.merge_state(namespace.id)
+    if state is not None:
         totals.waiting_commits, totals.oldest_waiting = state.waiting, state.oldest
         totals.merged_by, totals.merged_at = state.merged_by, state.merged_at
     totals.codec_ratio = _ratio(totals.raw_bytes, totals.stored_bytes)

@@ -18,6 +18,7 @@ from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.format.pack import Frame, PackTable
 from persistkv.storage.format.pack_writer import NewPack
 from persistkv.storage.identity import Identity
+from persistkv.storage.policy import Policy
 from persistkv.storage.stats import BackendStats, MergeState, RequestUse
 
 
@@ -355,3 +356,27 @@ class Backend(ABC):
         it has none.
         """
         return None
+
+    # Policy
+
+    @classmethod
+    @abstractmethod
+    def new_policy(cls, url: StoreUrl) -> Policy:
+        """Return the policy of a store that ``open`` would create at this URL.
+
+        :raises ConfigurationError: an option is invalid.
+        """
+
+    @abstractmethod
+    def policy(self) -> Policy:
+        """Return the store's recorded policy."""
+
+    @abstractmethod
+    def set_policy(self, policy: Policy) -> None:
+        """Record another capacity and ttl. Open handles in all processes apply them from their next commit on. A local
+        store evicts what exceeds a lower capacity, and returns the disk space, before this call returns.
+
+        :raises ConfigurationError: a value is out of range, or the placement differs; nothing changed.
+        :raises StoreError: the store is open read-only (nothing changed), or the medium failed. ``policy`` tells
+            whether the values were recorded; then later commits evict the rest.
+        """

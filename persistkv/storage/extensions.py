@@ -12,32 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from persistkv.config import StoreUrl
-from persistkv.storage.policy import Policy
 from persistkv.storage.stats import FreeSpace, Rebuilt
-
-
-@runtime_checkable
-class SupportsPolicy(Protocol):
-    """A store whose policy can be changed while other processes use it."""
-
-    @classmethod
-    def new_policy(cls, url: StoreUrl) -> Policy:
-        """Return the policy of a store that ``Backend.open`` would create at this URL.
-
-        :raises ConfigurationError: an option is invalid.
-        """
-
-    def policy(self) -> Policy:
-        """Return the store's recorded policy."""
-
-    def set_policy(self, policy: Policy) -> None:
-        """Record another capacity and ttl. Open handles in all processes apply them from their next commit on. A local
-        store evicts what exceeds a lower capacity, and returns the disk space, before this call returns.
-
-        :raises ConfigurationError: a value is out of range, or the placement differs; nothing changed.
-        :raises StoreError: the store is open read-only (nothing changed), or the medium failed. ``policy`` tells
-            whether the values were recorded; then later commits evict the rest.
-        """
 
 
 @runtime_checkable

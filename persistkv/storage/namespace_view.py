@@ -23,7 +23,6 @@ from persistkv.errors import StoreError, StoreFullError
 from persistkv.memory.budget import no_collections, trim_heap
 from persistkv.storage.backend import Backend, Changes, CommitBatch, CommitResult, ManifestWrite
 from persistkv.storage.executor import Executor
-from persistkv.storage.extensions import SupportsPolicy
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest, context_digest
 from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.format.pack_writer import NewPack
@@ -404,9 +403,8 @@ class NamespaceView:
 def _most_keys(backend: Backend, layout: RowLayout) -> int | None:
     """Estimate how many blocks fit into the store, without regard to its codec. None: unbounded or unknown."""
     capacity = None
-    if isinstance(backend, SupportsPolicy):
-        with suppress(StoreError):
-            capacity = backend.policy().capacity
+    with suppress(StoreError):
+        capacity = backend.policy().capacity
     return None if capacity is None else capacity // min(group.block_bytes for group in layout.groups)
 
 

@@ -17,6 +17,7 @@ from persistkv.errors import StoreError, StoreUnavailableError
 from persistkv.storage.backend import Capabilities
 from persistkv.storage.catalog import TABLES, RowBackend, Rows
 from persistkv.storage.format.codec import Buffer
+from persistkv.storage.policy import Policy
 
 
 class MemoryOptions(msgspec.Struct, frozen=True):
@@ -83,12 +84,24 @@ class MemoryBackend(RowBackend):
 
     @classmethod
     def open(cls, url: StoreUrl, *, read_only: bool = False) -> MemoryBackend:
+        policy = cls.new_policy(url)
+        if read_only:
+            raise StoreUnavailableError(f"memory://{url.location} is new with each open: there is nothing to read")
+        return cls(policy.capacity, policy.ttl_s)
+
+    @classmethod
+    def new_policy(cls, url: StoreUrl) -> Policy:
         options = convert_options(MemoryOptions, url.options, where="memory")
         capacity = None if options.capacity is None else parse_size(options.capacity, name="memory option capacity")
         ttl_s = None if options.ttl is None else parse_duration(options.ttl, name="memory option ttl")
-        if read_only:
-            raise StoreUnavailableError(f"memory://{url.location} is new with each open: there is nothing to read")
-        return cls(capacity, ttl_s)
+        return Policy(capacity, ttl_s)
+
+    def policy(self) -> Policy:
+        return Policy(self.capacity, self.ttl_s)
+
+    def set_policy(self, policy: Policy) -> None:
+        self.capacity = policy.capacity
+        self.ttl_s = policy.ttl_s
 
     @contextmanager
     def rows(self, *, write: bool = False) -> Iterator[MemoryRows]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from persistkv.config import StoreUrl
 from persistkv.errors import CorruptPackError, StoreError, StoreFullError
 from persistkv.storage.backend import Backend, CommitBatch, ReadSpan
-from persistkv.storage.extensions import SupportsPolicy
 from persistkv.storage.identity import Identity
-from persistkv.storage.policy import Policy
 from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv.testing.samples import payload_of, sample_pack
 from tests.backends import test_memory
@@ -127,28 +127,23 @@ def test_before_after_and_fail_unknown_method_raise(backend: FaultyBackend[Memor
         backend.fail("capabilities", StoreError())
 
 
-def test_faulty_backend_has_attributes_and_protocols_of_wrapped_backend(
+def test_faulty_backend_has_attributes_and_own_methods_of_wrapped_backend(
     backend: FaultyBackend[MemoryBackend],
 ) -> None:
-    class WithPolicy(MemoryBackend):
-        @classmethod
-        def new_policy(cls, url: StoreUrl) -> Policy:
-            return Policy(None, None)
+    class Named(MemoryBackend):
+        name = "one"
 
-        def policy(self) -> Policy:
-            return Policy(self.capacity, None)
+        def rename(self, name: str) -> None:
+            self.name = name
 
-        def set_policy(self, policy: Policy) -> None:
-            self.capacity = policy.capacity
-
-    assert not isinstance(backend, SupportsPolicy)
     assert backend.capabilities == MemoryBackend.capabilities
-    wrapped = FaultyBackend.of(WithPolicy(capacity=5))
-    assert isinstance(wrapped, SupportsPolicy)
-    wrapped.fail("set_policy", StoreError(), times=1)
+    wrapped: Any = FaultyBackend.of(Named())
+    wrapped.fail("rename", StoreError(), times=1)
     with pytest.raises(StoreError):
-        wrapped.set_policy(Policy(7, None))
-    assert wrapped.policy().capacity == 5
+        wrapped.rename("two")
+    assert wrapped.name == "one"
+    wrapped.rename("three")
+    assert wrapped.name == "three"
 
 
 def test_close_closes_wrapped_backend(backend: FaultyBackend[MemoryBackend]) -> None:

@@ -109,14 +109,10 @@ class TestCliErrors:
         (("verify", "{url}", "--resume", "{tmp}/here"), "cannot read {tmp}/here: it is not a progress file of verify"),
         (("replay", "{tmp}/new", "{tmp}/absent"), "cannot read {tmp}/absent: No such file or directory"),
         (("push", "{url}", "{url}"), "another store than the source"),
-        (
-            ("set", "plain://db", "ttl=7d"),
-            "plain://db: the driver of this store does not record a policy",
-        ),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
-def test_command_bad_argument_prints_cause_and_remedy(run, filled, plug_ins, tmp_path, arguments, sentence):
+def test_command_bad_argument_prints_cause_and_remedy(run, filled, tmp_path, arguments, sentence):
     (tmp_path / "here").write_text("mine")
     done = run(*(part.format(url=filled, tmp=tmp_path) for part in arguments))
     one_line_error(done, sentence.format(tmp=tmp_path))

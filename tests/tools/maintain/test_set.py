@@ -90,12 +90,6 @@ def test_set_bad_value_exits_2_naming_it(run, store, value, named):
     assert policy(run, store) == {"capacity": GIB, "ttl_s": None, "placement": "inline"}
 
 
-def test_set_store_without_policy_exits_2(run, plug_ins):
-    done = run("set", "plain://store", "capacity=1GiB", "--yes")
-    assert done.returncode == 2
-    assert "plain" in done.stderr
-
-
 @pytest.mark.parametrize("command", ["label one a=b", "pin one", "prune --older-than 30d --yes"])
 def test_writing_command_url_with_other_capacity_keeps_recorded_one(run, store, command):
     name, *rest = command.split()

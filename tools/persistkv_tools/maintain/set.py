@@ -13,10 +13,9 @@ import msgspec
 import typer
 
 from persistkv.config import StoreUrl, parse_duration, parse_size
-from persistkv.errors import ConfigurationError, UnsupportedStoreError
+from persistkv.errors import ConfigurationError
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend
-from persistkv.storage.extensions import SupportsPolicy
 from persistkv.storage.policy import Policy
 from persistkv_tools import options, render
 from persistkv_tools.options import ensure_consent, opened, with_uses
@@ -55,8 +54,6 @@ def set_(
     Example: persistkv set lmdb:///var/cache/kv capacity=200GiB ttl=30d
     """
     with opened(url) as backend:
-        if not isinstance(backend, SupportsPolicy):
-            raise UnsupportedStoreError(url, "record a policy")
         before = backend.policy()
         after = _changed(before, values or [])
         found = _consequences(backend, url, before, after)
@@ -67,9 +64,8 @@ def set_(
         ensure_consent("set", "--yes or --dry-run", yes=yes, json=json)
         if yes or typer.confirm("Change the policy?"):
             with closing(open_backend(url)) as backend:
-                if isinstance(backend, SupportsPolicy):
-                    backend.set_policy(after)
-                    done = True
+                backend.set_policy(after)
+            done = True
     if json:
         policies = {"before": before, "after": after}
         render.print_json({"url": url, **policies, "consequences": found, "changed": done})

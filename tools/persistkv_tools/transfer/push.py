@@ -24,7 +24,7 @@ from persistkv.config import MAX_PACK_BYTES, StoreUrl
 from persistkv.errors import PersistKVError
 from persistkv.storage import BACKENDS
 from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
-from persistkv.storage.extensions import SupportsFreeSpace, SupportsPolicy
+from persistkv.storage.extensions import SupportsFreeSpace
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.format.pack_writer import PackCopy
@@ -312,7 +312,7 @@ class Transfer:
             return self._url, None if room is None else room.capacity, self.choose(room, newest=newest)
         url, parsed = self._url, StoreUrl.parse(self._url)
         driver = BACKENDS.get(parsed.scheme)
-        capacity = driver.new_policy(parsed).capacity if issubclass(driver, SupportsPolicy) else None
+        capacity = driver.new_policy(parsed).capacity
         wanted = max(least or 0, capacity_for(self.content.store_bytes))
         if capacity is not None and capacity < wanted and "capacity" not in parsed.options:
             url += f"{'&' if '?' in url else '?'}capacity={wanted}"

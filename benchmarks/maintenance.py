@@ -18,7 +18,6 @@ from pathlib import Path
 from benchmarks.rig import show
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend, CommitBatch
-from persistkv.storage.extensions import SupportsFreeSpace
 from persistkv.storage.identity import Identity
 from persistkv.testing.samples import sample_manifest, sample_pack
 
@@ -121,7 +120,6 @@ def scatter(backend: Backend, namespace: bytes, size: int) -> None:
 
 def release(backend: Backend, namespace: bytes) -> None:
     """Return all free space to the file system."""
-    assert isinstance(backend, SupportsFreeSpace)
     backend.release_free()
 
 

@@ -56,13 +56,6 @@ class MissingOptionError(ConfigurationError):
         super().__init__(what, None, needed, f"{what} requires {needed}")
 
 
-class UnsupportedStoreError(ConfigurationError):
-    """The driver of a store lacks an optional ability that the operation needs, such as ``list requests``."""
-
-    def __init__(self, url: str, ability: str) -> None:
-        super().__init__("url", url, ability, f"{url}: the driver of this store does not {ability}")
-
-
 class FileError(ConfigurationError):
     """A file that the caller named cannot be used; ``action`` is what failed, such as ``read`` or ``write``."""
 

@@ -298,8 +298,11 @@ class LmdbBackend(CatalogBackend):
                 allocator.largest() * PAGE_BYTES,
             )
 
-    def release_free(self) -> None:
-        release_free(self._writable())
+    def release_free(self) -> int:
+        environment = self._writable()
+        before = self.disk_bytes()
+        release_free(environment)
+        return max(0, before - self.disk_bytes())
 
     def publish_status(self, engine: str, row: bytes | None) -> None:
         """As in ``Backend``. The file is not synced, and its bytes do not count towards the capacity. Creating

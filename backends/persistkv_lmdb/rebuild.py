@@ -85,7 +85,7 @@ class _InvalidError(Exception):
 
 
 def rebuild(path: Path, policy: Policy, progress: Callable[[int, int], None]) -> Rebuilt | None:
-    """Rebuild the store in a directory; see ``SupportsRebuild``.
+    """Rebuild the store in a directory; see ``Backend.rebuild``.
 
     :param policy: of the new catalogue. Without capacity: the default, or more if the segments need it.
     """

@@ -1,9 +1,12 @@
-"""Interface of storage drivers: eight methods that every driver implements. ``extensions`` has the optional ones.
+"""Interface of stores, which the LMDB driver and the shared store implement.
+
+What a kind of store lacks is plain data: fields of ``Capabilities``, None, or an empty result. No caller asks for the
+type of a backend.
 
 Methods raise vendor exceptions as ``StoreError``s; after ``close``, they raise a ``StoreError``. The caller owns
-returned objects. Any thread may call ``read`` and ``tables``, concurrently with any other call; only one thread at a
-time may call the other methods. A pack's payload is its frames as stored. *Held* means: contained in the store. The
-rules of eviction are in ``storage.catalog``, which implements them for all drivers.
+returned objects. Any thread may call ``read``, ``read_frames``, ``scan`` and ``tables``, concurrently with any other
+call; only one thread at a time may call the other methods. A pack's payload is its frames as stored. *Held* means:
+contained in the store. The rules of eviction are in ``storage.catalog``.
 """
 
 from __future__ import annotations
@@ -14,12 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from persistkv.config import MAX_PACK_BYTES, StoreUrl
+from persistkv.errors import StoreError
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.format.pack import Frame, PackTable
 from persistkv.storage.format.pack_writer import NewPack
 from persistkv.storage.identity import Identity
 from persistkv.storage.policy import Policy
-from persistkv.storage.stats import BackendStats, MergeState, RequestUse
+from persistkv.storage.stats import BackendStats, FreeSpace, MergeState, Rebuilt, RequestUse
 
 
 @dataclass(frozen=True)
@@ -313,14 +317,6 @@ class Backend(ABC):
         """Return these ids, held or not, in the order in which ``scan`` of their packs is fastest."""
         return list(pack_ids)
 
-    def delete_quarantined(self) -> int:
-        """Delete the directories in ``BackendStats.quarantined``; return the bytes that they took on disk.
-
-        :raises StoreError: the store is open read-only, or a directory cannot be deleted. Other directories may have
-            been deleted before.
-        """
-        return 0
-
     def merge_state(self, namespace: bytes) -> MergeState | None:
         """Return the state of a namespace's inbox; None: the store has none, and each commit is in its catalogue.
 
@@ -380,3 +376,77 @@ class Backend(ABC):
         :raises StoreError: the store is open read-only (nothing changed), or the medium failed. ``policy`` tells
             whether the values were recorded; then later commits evict the rest.
         """
+
+    # Maintenance
+
+    def free_space(self) -> FreeSpace | None:
+        """Return the free space within the store; None: its medium takes the space of deleted content at once."""
+        return None
+
+    def release_free(self) -> int:
+        """Return the free space of separate payload files to the medium, as far as it supports that; return the bytes
+        by which the store shrank.
+
+        Other processes may use the store meanwhile, and take space from the medium again. The content does not change.
+
+        :raises StoreError: the store is open read-only, or the medium failed; what was returned stays returned.
+        """
+        return 0
+
+    def delete_quarantined(self) -> int:
+        """Delete the directories in ``BackendStats.quarantined``; return the bytes that they took on disk.
+
+        :raises StoreError: the store is open read-only, or a directory cannot be deleted. Other directories may have
+            been deleted before.
+        """
+        return 0
+
+    @classmethod
+    @abstractmethod
+    def rebuild(cls, url: StoreUrl, progress: Callable[[int, int], None]) -> Rebuilt | None:
+        """Find the packs of a store whose catalogue is lost or damaged, by their traces in its payloads, and build a
+        new catalogue of them.
+
+        Each listed pack was verified. Requests are lost: their blocks are found by key. If this call fails or is
+        killed, nothing is lost, and it can be repeated.
+
+        :param progress: called with the bytes of the payloads that were read, and with all of them.
+        :returns: None: the catalogue is not damaged, and nothing was changed.
+        :raises ConfigurationError: an option is invalid.
+        :raises StoreBusyError: another process has the store open for writing; shared stores may be in use.
+        :raises StoreUnavailableError: there is no store, or its payloads are not in files of their own.
+        :raises StoreError: the medium failed; the content is unchanged.
+        """
+
+    @classmethod
+    def erase(cls, url: StoreUrl) -> None:
+        """Delete the content of a store on a remote medium that no process uses.
+
+        :raises StoreError: the medium failed, and some content may be left; or the store is on this machine.
+        """
+        raise StoreError(f"{url.scheme}://{url.location} is erased with its directory")
+
+    @classmethod
+    def plain_medium(cls, url: StoreUrl) -> PlainMedium | None:
+        """Return the medium at this URL for plain reads and writes, apart from the store; None: there is no plain
+        client, or the store is in a local directory, which needs none.
+
+        :raises ConfigurationError: an option is invalid.
+        """
+        return None
+
+
+class PlainMedium(ABC):
+    """Direct access to a medium through the vendor's plain client, without a store: baseline of ``persistkv bench``."""
+
+    @abstractmethod
+    def write(self, buffers: Sequence[memoryview]) -> None:
+        """Write the buffers' bytes in order, durably, apart from the store's data. ``close`` deletes these bytes."""
+
+    @abstractmethod
+    def read(self, buffers: Sequence[memoryview]) -> None:
+        """Read the bytes of the last ``write`` into buffers of the same lengths."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Delete the written data and release the medium; idempotent."""

@@ -17,8 +17,8 @@ B = TypeVar("B", bound=Backend)
 class FaultyBackend(Backend, Generic[B]):
     """Wrapper of an open backend that injects faults into its calls.
 
-    It has every public method and attribute of the wrapped backend's class, including optional protocols, and forwards
-    all calls. Faults can be added and removed at any time, from any thread:
+    It has every public method and attribute of the wrapped backend's class, and forwards all calls. Faults can be added
+    and removed at any time, from any thread:
 
         backend = FaultyBackend.of(MemoryBackend())
         backend.fail("commit", StoreFullError("no room"), times=1)  # the next commit fails, and commits nothing

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import msgspec
@@ -18,6 +18,7 @@ from persistkv.storage.backend import Capabilities
 from persistkv.storage.catalog import TABLES, RowBackend, Rows
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.policy import Policy
+from persistkv.storage.stats import Rebuilt
 
 
 class MemoryOptions(msgspec.Struct, frozen=True):
@@ -95,6 +96,10 @@ class MemoryBackend(RowBackend):
         capacity = None if options.capacity is None else parse_size(options.capacity, name="memory option capacity")
         ttl_s = None if options.ttl is None else parse_duration(options.ttl, name="memory option ttl")
         return Policy(capacity, ttl_s)
+
+    @classmethod
+    def rebuild(cls, url: StoreUrl, progress: Callable[[int, int], None]) -> Rebuilt | None:
+        raise StoreUnavailableError(f"memory://{url.location} is new with each open: there is nothing to rebuild")
 
     def policy(self) -> Policy:
         return Policy(self.capacity, self.ttl_s)

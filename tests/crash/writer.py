@@ -21,7 +21,6 @@ from typing import TypeVar
 from persistkv.config import StoreUrl
 from persistkv.errors import StoreError
 from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
-from persistkv.storage.extensions import SupportsFreeSpace
 from persistkv.storage.format.codec import RawCodec
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackedKeys
@@ -116,7 +115,7 @@ def work(backend: Backend, first: int, seed: int, commits: int | None = None) ->
         seen = result.cursor
         report(done=numbers, evicted=[pack_id.hex() for pack_id in gone], cursor=seen.hex(), **found)
         gone.clear()
-        if draw.random() < _RELEASES and isinstance(backend, SupportsFreeSpace):
+        if draw.random() < _RELEASES:
             with suppress(StoreError):
                 backend.release_free()
 

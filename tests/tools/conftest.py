@@ -34,13 +34,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 @pytest.fixture
 def plug_ins(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install two drivers: the example ``sqlite``, and ``plain``, which has no optional protocols."""
+    """Install a driver: the example ``sqlite``."""
     directory = tmp_path_factory.mktemp("plug-ins")
     info = directory / "drivers-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: drivers\nVersion: 1.0\n")
-    drivers = "sqlite = persistkv_sqlite:SqliteBackend\nplain = tests.tools.plain_driver:PlainBackend\n"
-    (info / "entry_points.txt").write_text(f"[persistkv.backends]\n{drivers}")
+    driver = "sqlite = persistkv_sqlite:SqliteBackend"
+    (info / "entry_points.txt").write_text(f"[persistkv.backends]\n{driver}\n")
     monkeypatch.syspath_prepend(directory)
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from persistkv.errors import ConfigurationError, MissingExtraError, StoreError
-from persistkv.storage.extensions import PlainMedium
+from persistkv.storage.backend import PlainMedium
 from persistkv_s3.client.credentials import DeferredCredentials
 from persistkv_s3.client.transport import (
     Body,

@@ -185,17 +185,13 @@ class SharedBackend(Backend):
 
     @classmethod
     def erase(cls, url: StoreUrl) -> None:
-        """Delete all blobs of a store that no engine uses.
-
-        :raises StoreError: the medium failed; some may be left.
-        """
         _, rest = cls.split_options(url)
         with closing(cls.open_blobs(url, rest, read_only=False)) as blobs:
             blobs.delete([info.name for info in blobs.list("")])
 
     @classmethod
     def rebuild(cls, url: StoreUrl, progress: Callable[[int, int], None]) -> Rebuilt | None:
-        """See ``SupportsRebuild``. Engines may use the store meanwhile."""
+        """See ``Backend``. Engines may use the store meanwhile."""
         options, rest = cls.split_options(url)
         blobs = cls.open_blobs(url, rest, read_only=False)
         place = f"{url.scheme}://{url.location}"

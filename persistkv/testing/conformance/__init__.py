@@ -13,9 +13,9 @@ A driver's tests subclass it, and define the driver and the URLs of its stores:
         def raw(self, url, backend):
             return MyRawStore(url)  # the medium's own client, without the driver
 
-Tests of capacity, of features that a driver's ``Capabilities`` exclude, and of optional protocols that the driver does
-not implement are skipped. Rules that ``persistkv.storage.catalog`` implements for all drivers, such as cascading
-deletions and ``ttl``, are tested in persistkv's repository.
+Tests of capacity, and of features that a driver's ``Capabilities`` exclude, are skipped. Rules that
+``persistkv.storage.catalog`` implements for all drivers, such as cascading deletions and ``ttl``, are tested in
+persistkv's repository.
 """
 
 from __future__ import annotations

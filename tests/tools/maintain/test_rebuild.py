@@ -79,12 +79,6 @@ def test_rebuild_store_in_use_exits_with_3(run, store):
     assert "open for writing" in done.stderr
 
 
-def test_rebuild_driver_without_it_exits_with_2(run, plug_ins):
-    done = run("rebuild", "plain://store")
-    assert done.returncode == 2
-    assert "rebuild" in done.stderr
-
-
 def test_rebuild_renamed_store_can_be_pushed_to_the_present_one(run, store):
     path = path_of(store)
     (path / "data.mdb").write_bytes(os.urandom((path / "data.mdb").stat().st_size))

@@ -29,20 +29,18 @@ import numpy.typing as npt
 import typer
 import xxhash
 
-from persistkv import open_store
 from persistkv.config import GroupLayout, RowLayout, StoreUrl, parse_size
 from persistkv.errors import ConfigurationError, StoreError
 from persistkv.memory.libc import address_of
 from persistkv.memory.pages import use_huge_pages
 from persistkv.storage import BACKENDS, open_backend
+from persistkv.storage.backend import PlainMedium
 from persistkv.storage.commit_pipeline import DIRECT_BYTES
-from persistkv.storage.extensions import PlainMedium, SupportsPlainMedium
 from persistkv.storage.host.client import JobOutcome, StoreClient
 from persistkv.storage.host.protocol import Hello, HostStats
 from persistkv.storage.host.supervisor import Host, ProcessHost
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
-from persistkv.storage.shared import SharedBackend
 from persistkv_tools import options, render
 from persistkv_tools.inspect.doctor import CODECS, LEAST_GAIN, sample_store
 from persistkv_tools.packs import Took
@@ -155,7 +153,7 @@ def _bench(url: str, job_bytes: int, rounds: int, took: Took) -> BenchReport:
             sample, problem = sample_store(backend, job_bytes), "the store holds less than 1 MiB"
     except StoreError as error:
         sample, problem = b"", str(error)
-    with _scratch(url, notes) as (scratch, directory), ExitStack() as stack:
+    with _scratch(url) as (scratch, directory), ExitStack() as stack:
         if (plain := _plain_medium(scratch, directory, notes)) is not None:
             stack.enter_context(closing(plain))
         keys = [job.fresh_keys() for _ in range(rounds + 1)]
@@ -266,9 +264,9 @@ def recommend(figures: Sequence[CodecFigure]) -> Advice:
 
 
 @contextmanager
-def _scratch(url: str, notes: list[str]) -> Iterator[tuple[str, Path | None]]:
+def _scratch(url: str) -> Iterator[tuple[str, Path | None]]:
     """Create a temporary store next to that of the URL; yield its URL and directory (None: remote). At the end, remove
-    the directory, or all blobs of a shared store; empty another remote one.
+    the directory, or erase the remote store.
     """
     parsed = StoreUrl.parse(url)
     location = f"{parsed.location.rstrip('/')}.bench-{secrets.token_hex(4)}"
@@ -281,12 +279,8 @@ def _scratch(url: str, notes: list[str]) -> Iterator[tuple[str, Path | None]]:
     finally:
         if directory is not None:
             shutil.rmtree(directory)
-        elif issubclass(driver := BACKENDS.get(parsed.scheme), SharedBackend):
-            driver.erase(StoreUrl.parse(scratch))
         else:
-            with open_store(scratch, read_only=False) as store:
-                store.prune(orphans=True)
-            notes.append(f"{scratch} was emptied; a few small records may stay")
+            BACKENDS.get(parsed.scheme).erase(StoreUrl.parse(scratch))
 
 
 class _Job:
@@ -384,10 +378,10 @@ def _plain_medium(scratch: str, directory: Path | None, notes: list[str]) -> Pla
             notes.append(f"writes that bypass the page cache do not work here ({error.strerror}): there are no ratios")
             return None
     parsed = StoreUrl.parse(scratch)
-    if issubclass(driver := BACKENDS.get(parsed.scheme), SupportsPlainMedium):
-        return driver.plain_medium(parsed)
-    notes.append("the speed without persistkv cannot be measured here: there are no ratios")
-    return None
+    plain = BACKENDS.get(parsed.scheme).plain_medium(parsed)
+    if plain is None:
+        notes.append("the speed without persistkv cannot be measured here: there are no ratios")
+    return plain
 
 
 class _PlainDisk(PlainMedium):

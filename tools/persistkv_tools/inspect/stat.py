@@ -12,7 +12,6 @@ import msgspec
 
 from persistkv import open_store
 from persistkv.storage.backend import Backend, Namespace
-from persistkv.storage.extensions import SupportsFreeSpace
 from persistkv.storage.format.codec import RawCodec
 from persistkv.storage.stats import BackendStats, FreeSpace
 from persistkv_tools import options, render
@@ -230,8 +229,8 @@ def store_totals(url: str, backend: Backend) -> StoreTotals:
         for name in ("requests", "packs", "blocks", "raw_bytes", "stored_bytes"):
             setattr(totals, name, getattr(totals, name) + getattr(space, name))
     free = None
-    if isinstance(backend, SupportsFreeSpace):
-        extents = backend.free_space()
+    extents = backend.free_space()
+    if extents is not None:
         outside = _ratio(extents.payload_bytes - extents.largest_bytes, extents.payload_bytes)
         free = FreeTotals(**asdict(extents), fragmentation=outside)
     return StoreTotals(

@@ -26,7 +26,6 @@ from persistkv import open_store
 from persistkv.config import parse_size
 from persistkv.errors import MissingOptionError, StoreError, StoreFullError
 from persistkv.storage.backend import Backend, CommitBatch, Namespace
-from persistkv.storage.extensions import SupportsFreeSpace
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.stats import BackendStats, FreeSpace, RequestUse
@@ -160,7 +159,7 @@ def prune(
                 failure = error
             else:
                 stats = store.backend.stats()
-                free = store.backend.free_space() if isinstance(store.backend, SupportsFreeSpace) else None
+                free = store.backend.free_space()
     if json:
         what = {"plan": plan, "done": done, "quarantined": damaged}
         disk = {"disk_bytes": stats and stats.disk_bytes, "free_bytes": stats and _free_bytes(free)}
@@ -348,10 +347,8 @@ class Prune:
             self._count_requests(backend, usage)
         if self.quarantined.directories:
             self.quarantined.deleted_bytes = backend.delete_quarantined()
-        if self.done.goes.packs and isinstance(backend, SupportsFreeSpace):
-            before = backend.stats().disk_bytes
-            backend.release_free()
-            self.done.freed_bytes = max(0, before - backend.stats().disk_bytes)
+        if self.done.goes.packs:
+            self.done.freed_bytes = backend.release_free()
         return self.done
 
     def _shrink_to(self, stored_bytes: int) -> None:

@@ -11,9 +11,7 @@ import typer
 from rich.progress import Progress
 
 from persistkv.config import StoreUrl
-from persistkv.errors import UnsupportedStoreError
 from persistkv.storage import BACKENDS
-from persistkv.storage.extensions import SupportsRebuild
 from persistkv.storage.stats import Rebuilt
 from persistkv_tools import options, render
 from persistkv_tools.progress import byte_progress
@@ -56,8 +54,6 @@ def rebuild(url: options.Url, json: options.Json = False) -> None:
     """
     parsed = StoreUrl.parse(url)
     driver = BACKENDS.get(parsed.scheme)
-    if not issubclass(driver, SupportsRebuild):
-        raise UnsupportedStoreError(url, "rebuild a catalogue")
     begin = time.monotonic()
     with byte_progress() as progress:
         found = driver.rebuild(parsed, _shown(progress))

@@ -24,7 +24,6 @@ from persistkv.config import MAX_PACK_BYTES, StoreUrl
 from persistkv.errors import PersistKVError
 from persistkv.storage import BACKENDS
 from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
-from persistkv.storage.extensions import SupportsFreeSpace
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.format.pack_writer import PackCopy
@@ -132,8 +131,8 @@ class Room(NamedTuple):
         named = sum(manifest.blocks for space in backend.namespaces() for manifest in backend.manifests(space.id))
         content_bytes = _store_bytes(stats.stored_bytes, stats.packs, stats.requests, stats.blocks + named)
         on_disk = stats.disk_bytes
-        if isinstance(backend, SupportsFreeSpace):
-            free = backend.free_space()
+        free = backend.free_space()
+        if free is not None:
             on_disk -= free.catalogue_bytes + free.payload_bytes
         # A killed writer leaves files longer than their content, until the next commit.
         held_bytes = min(on_disk, content_bytes + _EMPTY_BYTES)

@@ -36,7 +36,7 @@ from persistkv_lmdb.allocator import Allocator, read_extents
 from persistkv_lmdb.commit import BatchCommit, StaleError, fit_capacity, release_free
 from persistkv_lmdb.environment import ENVIRONMENTS, Environment
 from persistkv_lmdb.files import ReplacedError
-from persistkv_lmdb.layout import DEFAULT_CAPACITY, PLACEMENTS, Transaction, is_capacity, read_policy, write_policy
+from persistkv_lmdb.layout import DEFAULT_CAPACITY, Transaction, is_capacity, read_policy, write_policy
 from persistkv_lmdb.mounts import remote_type
 from persistkv_lmdb.opening import delete_quarantined, quarantined
 from persistkv_lmdb.rebuild import rebuild
@@ -95,7 +95,6 @@ class LmdbBackend(CatalogBackend):
     Any thread may call ``read``, ``scan`` and ``tables``; only one thread at a time may call the other methods.
     """
 
-    capabilities = Capabilities(placements=PLACEMENTS)
     status_interval_s: float | None = 2.0
 
     def __init__(self, shared: Environment, policy: Policy, *, read_only: bool, cached: bool) -> None:
@@ -104,7 +103,7 @@ class LmdbBackend(CatalogBackend):
         self._policy = policy  # of a store that is created in place of a removed one
         self._following = threading.RLock()
         self._read_only = read_only
-        self.capabilities = replace(type(self).capabilities, writable=not read_only)
+        self.capabilities = Capabilities(writable=not read_only)
         if read_only:
             self.status_interval_s = None
         self._direct = False if cached else None

@@ -28,18 +28,14 @@ from persistkv.storage.stats import BackendStats, FreeSpace, MergeState, Rebuilt
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Capabilities of a driver or of an open store."""
+    """What callers must know of a kind of store, or of an open one."""
 
-    persistent: bool = True
-    """Committed data is available after the store is opened again, by any process."""
     shared: bool = True
-    """Several processes may have the store open and write to it."""
+    """Several processes may have the store open and write to it. False: it ends with its handle."""
     remote: bool = False
     """Calls use a network: latency is high, and many calls run concurrently."""
     writable: bool = True
     """``commit`` is possible; False: the handle was opened read-only."""
-    placements: tuple[str, ...] = ()
-    """Names of the driver's ways to store payloads. Each store has one, chosen when it is created. Empty: only one."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ class Policy:
     ttl_s: float | None
     """Seconds from their last use until packs and requests expire; None: they never expire."""
     placement: str | None = None
-    """One of ``Capabilities.placements``, which ``set_policy`` cannot change. None: the driver has only one."""
+    """How the store keeps payloads; ``set_policy`` cannot change it. None: the driver has only one way."""
 
     def __post_init__(self) -> None:
         """:raises ConfigurationError: capacity or ttl is not positive."""

@@ -72,7 +72,7 @@ class MemoryRows(Rows):
 class MemoryBackend(RowBackend):
     """Storage driver that keeps all data in memory; ``capacity`` in bytes and ``ttl_s``: see ``MemoryOptions``."""
 
-    capabilities = Capabilities(persistent=False, shared=False)
+    capabilities = Capabilities(shared=False)
     status_interval_s: float | None = None
 
     def __init__(self, capacity: int | None = None, ttl_s: float | None = None) -> None:

@@ -387,7 +387,7 @@ class EvictionRules(BackendSuite):
             assert read_pack(small, name, table) == payload_of(written[table.pack_id])
 
     def test_eviction_order_is_kept_after_reopen(self, small_url: str | None) -> None:
-        self.need_persistence()
+        self.need_sharing()
         if small_url is None:
             pytest.skip("the driver does not support a capacity")
         packs: list[PackWriter] = []

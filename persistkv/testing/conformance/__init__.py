@@ -75,7 +75,7 @@ class BackendConformance(BackendSuite):
     """Tests of the contract of ``persistkv.storage.backend``."""
 
     def test_open_closed_store_returns_committed_content(self, url: str) -> None:
-        self.need_persistence()
+        self.need_sharing()
         first = self.open(url)
         opened = first.open_namespace(sample_identity())
         pack, manifest = sample_pack(opened.id, 1), sample_manifest("r1")
@@ -101,7 +101,7 @@ class BackendConformance(BackendSuite):
             self.open(url, read_only=True)
 
     def test_open_read_only_reads_and_rejects_writes(self, url: str) -> None:
-        self.need_persistence()
+        self.need_sharing()
         writer = self.open(url)
         assert writer.capabilities.writable
         opened = writer.open_namespace(sample_identity())
@@ -526,7 +526,7 @@ class BackendConformance(BackendSuite):
         backend.close()
 
     def test_commit_killed_process_keeps_acknowledged_batches(self, url: str) -> None:
-        self.need_persistence()
+        self.need_sharing()
         with _other_process(self.driver, url, range(1_000_000)) as returned:
             numbers = [_receive(returned) for _ in range(12)]
         backend = self.open(url)

@@ -109,18 +109,13 @@ class BackendSuite:
         """Open a store with the driver under test."""
         return self.driver.open(StoreUrl.parse(url), read_only=read_only)
 
-    def need_persistence(self) -> None:
-        """Skip the test if the driver's stores lose their content when they are closed."""
-        if not self.driver.capabilities.persistent:
-            pytest.skip("the driver's stores are not persistent")
-
     def need_ending_namespaces(self) -> None:
         """Skip the test if the driver keeps namespaces without content."""
         if not self.ends_namespaces:
             pytest.skip("the driver keeps namespaces without content")
 
     def need_sharing(self) -> None:
-        """Skip the test if only one process can use a store."""
+        """Skip the test if the driver's stores end with their handle."""
         if not self.driver.capabilities.shared:
             pytest.skip("the driver's stores are not shared")
 

@@ -22,8 +22,7 @@ class TestFaultyBackendWithoutFaults(test_memory.TestMemoryBackend):
         return FaultyBackend.of(MemoryBackend.open(StoreUrl.parse(url), read_only=read_only))
 
     @pytest.fixture
-    def raw(self, backend: Backend) -> test_memory.RawMemory:
-        assert isinstance(backend, FaultyBackend)
+    def raw(self, backend: FaultyBackend[MemoryBackend]) -> test_memory.RawMemory:
         return test_memory.RawMemory(backend.inner)
 
 

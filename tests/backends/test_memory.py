@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from persistkv.storage.backend import Backend
 from persistkv.storage.catalog import LOG_ENTRIES
 from persistkv.testing.conformance import BackendConformance, RawKind, RawStore
 from persistkv.testing.conformance.suite import sample_identity
@@ -60,8 +59,7 @@ class TestMemoryBackend(BackendConformance, CatalogueRules, EvictionRules):
         return "memory://aging?ttl=1h"
 
     @pytest.fixture
-    def raw(self, backend: Backend) -> RawMemory:
-        assert isinstance(backend, MemoryBackend)
+    def raw(self, backend: MemoryBackend) -> RawMemory:
         return RawMemory(backend)
 
 

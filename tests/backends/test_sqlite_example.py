@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from persistkv.storage.backend import Backend
 from persistkv.testing.conformance import BackendConformance
 from persistkv_sqlite import SqliteBackend, SqliteBlobs
 from tests.backends.catalogue_rules import CatalogueRules
@@ -32,6 +31,5 @@ class TestSqliteExample(BackendConformance, CatalogueRules, EvictionRules):
         return f"sqlite://{directory}/kv.db?refresh=0s&cache={directory}/cache"
 
     @pytest.fixture
-    def raw(self, directory: Path, backend: Backend) -> RawShared:
-        assert isinstance(backend, SqliteBackend)
+    def raw(self, directory: Path, backend: SqliteBackend) -> RawShared:
         return RawShared(SqliteBlobs(directory / "kv.db"), backend)

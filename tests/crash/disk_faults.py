@@ -39,10 +39,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from persistkv.config import GroupLayout, RowLayout
+from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.errors import StoreError
 from persistkv.memory.rows import Rows
-from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.host.client import JobOutcome, StoreClient
 from persistkv.storage.host.protocol import Hello
@@ -338,7 +337,8 @@ def look(url: str, store: Path, known: Known) -> Outcome:
     """Open the store as the next process would, and check it."""
     right = everything()
     rows = Rows(memoryview(bytearray(len(right) * BLOCK_BYTES)), _LAYOUT)
-    opened = Store(open_backend(url), IDENTITY, rows, OPTIONS, url=url)
+    backend = LmdbBackend.open(StoreUrl.parse(url))
+    opened = Store(backend, IDENTITY, rows, OPTIONS, url=url)
     assert not list(store.glob("damaged-*")), "the store was quarantined"
     held = [key for key in right if opened.contains(key)]
     missing = {*map(bytes.fromhex, known.held)} - {*held}
@@ -346,8 +346,6 @@ def look(url: str, store: Path, known: Known) -> Outcome:
     assert len(opened.index) == len(held), "the index lists blocks that were never stored"
     assert not opened.read(held, range(len(held))), "held blocks cannot be read"
     assert all(bytes(rows.places(0, row)[0]) == right[key] for row, key in enumerate(held)), "wrong bytes"
-    backend = opened.catalogue.backend
-    assert isinstance(backend, LmdbBackend)
     manifests = {manifest.id for manifest in backend.manifests(opened.namespace)}
     assert known.persisted != LAST or str(LAST) in manifests, "the request that was persisted last is missing"
     for name in manifests:

@@ -31,7 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from persistkv.storage import open_backend
+from persistkv.config import StoreUrl
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.conformance.suite import check_totals, read_pack
 from persistkv.testing.samples import payload_of
@@ -145,8 +145,7 @@ class _ExpectedWithHeld(Expected):
 
 def open_and_check(url: str, store: Path, expected: _ExpectedWithHeld) -> Outcome:
     """Open, check and write the store, as the first process after a power loss would."""
-    backend = open_backend(url)
-    assert isinstance(backend, LmdbBackend)
+    backend = LmdbBackend.open(StoreUrl.parse(url))
     has_output = expected.has_output
     assert not has_output or not list(store.glob("damaged-*")), "the store was quarantined"
     if has_output:

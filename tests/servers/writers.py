@@ -73,8 +73,12 @@ def content(key: bytes) -> npt.NDArray[np.uint8]:
 
 
 def open_store(url: str) -> Store:
+    return store_of(S3Backend.open(StoreUrl.parse(url)), url)
+
+
+def store_of(backend: S3Backend, url: str) -> Store:
     rows = Rows(memoryview(bytearray((PREFIX + OWN) * BLOCK)), RowLayout(BLOCK, (GroupLayout(((0, BLOCK),)),)))
-    return Store(S3Backend.open(StoreUrl.parse(url)), IDENTITY, rows, OPTIONS, url=url)
+    return Store(backend, IDENTITY, rows, OPTIONS, url=url)
 
 
 def read_some(store: Store, keys: list[bytes]) -> tuple[int, int]:
@@ -161,9 +165,8 @@ def stored_objects(client: object, bucket: str, prefix: str) -> list[str]:
 
 def problems_of(url: str, bucket: str, client: object, reports: list[Report]) -> list[str]:
     """Return descriptions of all violations in the store."""
-    store = open_store(url)
-    backend = store.catalogue.backend
-    assert isinstance(backend, SharedBackend)
+    backend = S3Backend.open(StoreUrl.parse(url))
+    store = store_of(backend, url)
     last = _key(b"last", 0, 0)  # who commits merges what others left
     store.put("last", [last], [0], [0])
     store.end_request(RequestEnd("last", "last", ([last],), 16, 16))

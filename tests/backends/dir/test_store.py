@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from persistkv.storage.backend import Backend
 from persistkv.testing.conformance import BackendConformance
 from persistkv_dir import DirBackend, DirBlobs
 from tests.backends.catalogue_rules import CatalogueRules
@@ -23,6 +22,5 @@ class TestDirBackend(BackendConformance, CatalogueRules, EvictionRules):
         return f"file://{tmp_path}/store?refresh=0s&cache={tmp_path}/cache"
 
     @pytest.fixture
-    def raw(self, tmp_path: Path, backend: Backend) -> RawShared:
-        assert isinstance(backend, DirBackend)
+    def raw(self, tmp_path: Path, backend: DirBackend) -> RawShared:
         return RawShared(DirBlobs(tmp_path / "store"), backend)

@@ -72,8 +72,7 @@ class TestS3Backend(BackendConformance, CatalogueRules, EvictionRules):
         return f"s3://{bucket}/store?endpoint_url={endpoint}&refresh=0s"
 
     @pytest.fixture
-    def raw(self, raw_client: Any, bucket: str, backend: Backend) -> RawS3:
-        assert isinstance(backend, S3Backend)
+    def raw(self, raw_client: Any, bucket: str, backend: S3Backend) -> RawS3:
         return RawS3(raw_client, bucket, backend)
 
 

@@ -257,7 +257,7 @@ class Backend(ABC):
         store has no directory on this machine, or a remote store has not answered since it was opened.
         """
 
-    # Queries of tools
+    # Queries
 
     @abstractmethod
     def namespaces(self) -> Iterator[Namespace]:
@@ -416,11 +416,11 @@ class Backend(ABC):
 
     @classmethod
     def erase(cls, url: StoreUrl) -> None:
-        """Delete the content of a store on a remote medium that no process uses.
+        """Delete the content of a store that no process uses. A store that is a directory is deleted with it instead.
 
-        :raises StoreError: the medium failed, and some content may be left; or the store is on this machine.
+        :raises StoreError: the medium failed, and some content may be left; or the driver's stores are directories.
         """
-        raise StoreError(f"{url.scheme}://{url.location} is erased with its directory")
+        raise StoreError(f"{url.scheme}://{url.location} is a directory: delete that")
 
     @classmethod
     def plain_medium(cls, url: StoreUrl) -> PlainMedium | None:

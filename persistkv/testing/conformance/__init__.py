@@ -481,6 +481,12 @@ class BackendConformance(BackendSuite):
         assert {manifest.id for manifest in backend.manifests(namespace)} == {"r0", "r1", "r2"}
         assert backend.manifest_keys(namespace, ["r1"])[0] == writes[1].keys
 
+    def test_holds_namespace_with_content_is_true_others_false(self, backend: Backend, namespace: bytes) -> None:
+        assert not backend.holds(sample_identity(7).digest)
+        backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
+        assert backend.holds(namespace)
+        assert not backend.holds(sample_identity(7).digest)
+
     def test_put_note_is_kept_per_namespace(self, backend: Backend) -> None:
         ours, theirs = (backend.open_namespace(sample_identity(number)).id for number in (1, 2))
         assert backend.note(ours, "a1") is None

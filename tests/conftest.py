@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, suppress
 
 import pytest
 
+from persistkv.testing import MemoryBackend
 from tests.host_processes import host_processes, mark_run
 
 _GRACE_S = 10.0  # an orphaned host process commits the blocks that it accepted
@@ -38,3 +39,10 @@ def _no_host_process_left() -> Iterator[None]:
                     os.kill(pid, signal.SIGKILL)
             pytest.fail(f"the test left host processes behind: {sorted(left)}")
         time.sleep(0.01)
+
+
+@pytest.fixture
+def memory_store() -> Iterator[Callable[[], MemoryBackend]]:
+    """Return a function that opens new stores in memory; close them after the test."""
+    with ExitStack() as opened:
+        yield lambda: opened.enter_context(closing(MemoryBackend()))

@@ -1,4 +1,4 @@
-"""Both drivers compared with a model that keeps its store in a list: eviction order, dependent deletions, totals."""
+"""Both placements compared with a model that keeps its store in a list: eviction order, dependent deletions, totals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from persistkv.storage.format.pack import UNKNOWN_DEPTH
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, tables
-from persistkv.testing.memory import MemoryBackend
 from persistkv.testing.samples import sample_manifest, sample_pack
 
 NUMBERS = st.integers(0, 11)
@@ -202,10 +201,6 @@ class EvictionMachine(RuleBasedStateMachine):
             self.directory.cleanup()
 
 
-def in_memory(directory: str) -> Backend:
-    return MemoryBackend(capacity=4 << 20)
-
-
 def inline(directory: str) -> Backend:
     return open_backend(f"lmdb://{directory}/store?capacity=4MiB&placement=inline")
 
@@ -217,7 +212,6 @@ def in_extents(directory: str) -> Backend:
 @pytest.mark.parametrize(
     ("open_store", "examples"),
     [
-        pytest.param(in_memory, 100, id="memory"),
         pytest.param(inline, 30, id="inline"),
         pytest.param(in_extents, 30, id="extents"),
         pytest.param(inline, 150, id="inline, long", marks=pytest.mark.slow),

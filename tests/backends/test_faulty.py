@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,24 +12,32 @@ from persistkv.errors import CorruptPackError, StoreError, StoreFullError
 from persistkv.storage.backend import Backend, CommitBatch, ReadSpan
 from persistkv.storage.identity import Identity
 from persistkv.testing import FaultyBackend, MemoryBackend
+from persistkv.testing.conformance import BackendConformance
 from persistkv.testing.samples import payload_of, sample_pack
-from tests.backends import test_memory
+from tests.backends.raw_shared import RawShared
 
 
-class TestFaultyBackendWithoutFaults(test_memory.TestMemoryBackend):
-    """The wrapped backend passes the suite that the backend passes."""
+class TestFaultyBackendWithoutFaults(BackendConformance):
+    """The wrapped backend passes the suite."""
+
+    driver = MemoryBackend
+    ends_namespaces = False
+
+    @pytest.fixture
+    def url(self) -> str:
+        return "memory://test"
 
     def open(self, url: str, *, read_only: bool = False) -> FaultyBackend[MemoryBackend]:
         return FaultyBackend.of(MemoryBackend.open(StoreUrl.parse(url), read_only=read_only))
 
     @pytest.fixture
-    def raw(self, backend: FaultyBackend[MemoryBackend]) -> test_memory.RawMemory:
-        return test_memory.RawMemory(backend.inner)
+    def raw(self, backend: FaultyBackend[MemoryBackend]) -> RawShared:
+        return RawShared(backend.inner.blobs, backend.inner)
 
 
 @pytest.fixture
-def backend() -> FaultyBackend[MemoryBackend]:
-    return FaultyBackend.of(MemoryBackend(capacity=1 << 30))
+def backend(memory_store: Callable[[], MemoryBackend]) -> FaultyBackend[MemoryBackend]:
+    return FaultyBackend.of(memory_store())
 
 
 @pytest.fixture
@@ -143,6 +152,7 @@ def test_faulty_backend_has_attributes_and_own_methods_of_wrapped_backend(
     assert wrapped.name == "one"
     wrapped.rename("three")
     assert wrapped.name == "three"
+    wrapped.close()
 
 
 def test_close_closes_wrapped_backend(backend: FaultyBackend[MemoryBackend]) -> None:

@@ -6,6 +6,7 @@ valid again, so only the parser can reject them.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import itertools
 import random
@@ -19,11 +20,12 @@ import numpy as np
 import xxhash
 
 from persistkv.base import make_offload_key
-from persistkv.config import GroupLayout, RowLayout
+from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.errors import ConfigurationError, CorruptPackError
 from persistkv.memory.rows import Rows, StagedBlocks
 from persistkv.storage.backend import CommitBatch, ManifestWrite
-from persistkv.storage.catalog.rows import manifest_row
+from persistkv.storage.catalog.rows import META, PIECES, SEQUENCE, TABLES, manifest_row
+from persistkv.storage.catalog.rows import PACKS as PACK_ROWS
 from persistkv.storage.format.authentication import Authenticator
 from persistkv.storage.format.codec import Codec, PlanesCodec, RawCodec, ZstdCodec, parse_codec
 from persistkv.storage.format.manifest import (
@@ -56,8 +58,7 @@ from persistkv.storage.shared.format import (
 )
 from persistkv.storage.shared.replica import Replica
 from persistkv.storage.store import Store
-from persistkv.testing.memory import MemoryBackend
-from tests.memory_rows import set_payload, set_table_row
+from persistkv_lmdb import LmdbBackend
 
 BLOCK = 1024
 STRIDE = 4096
@@ -187,15 +188,37 @@ def _resealed(table: PackTable, payload: bytes) -> PackTable:
     return msgspec.structs.replace(table, packed_frames=pack_frames(frames))
 
 
+@functools.cache
+def _store() -> LmdbBackend:
+    """Return the store of this process, which ends with it."""
+    directory = tempfile.TemporaryDirectory(prefix="persistkv-fuzz-", dir="/dev/shm")
+    backend = LmdbBackend.open(StoreUrl.parse(f"lmdb://{directory.name}/store?capacity=4MiB&placement=inline"))
+    atexit.register(directory.cleanup)
+    atexit.register(backend.close)
+    return backend
+
+
+def _empty_store() -> LmdbBackend:
+    """Return the store of this process without content, whatever the damage has left in it."""
+    backend = _store()
+    with backend.rows(write=True) as rows:
+        for table in set(TABLES) - {META}:
+            for key in [bytes(key) for key, _ in rows.range(table, b"")]:
+                rows.delete(table, key)
+    return backend
+
+
 def _serve(number: int, table: bytes, payload: bytes, *, exact: bool) -> bool:
     """Open a store with a damaged pack and read all blocks of the pack. Return whether any block was served."""
-    backend = MemoryBackend()
+    backend = _empty_store()
     namespace = backend.open_namespace(IDENTITY).id
     backend.commit(namespace, CommitBatch([PACKS[number]]))
-    set_table_row(backend, namespace, PACKS[number].pack_id, table)
-    set_payload(backend, namespace, PACKS[number].pack_id, payload)
+    name = namespace + PACKS[number].pack_id
+    with backend.rows(write=True) as rows:
+        rows.put(PACK_ROWS, name, SEQUENCE.pack(1) + table)
+        rows.put(PIECES, name + bytes(4), payload)
     memory = bytearray(b"\xaa" * (10 * STRIDE))
-    store = Store(backend, IDENTITY, Rows(memoryview(memory), LAYOUT), StoreOptions(), url="fuzz://memory")
+    store = Store(backend, IDENTITY, Rows(memoryview(memory), LAYOUT), StoreOptions(), url="fuzz://store")
     wanted = [
         (segment.group, key, block)
         for segment in PACKS[number].segments

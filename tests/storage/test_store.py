@@ -19,7 +19,7 @@ from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.identity import Identity
 from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import tables
-from tests.memory_rows import payload
+from tests.memory_store import payload
 from tests.storage.stores import end, inject_faults, manifests, refill
 
 Keys = Callable[..., list[bytes]]

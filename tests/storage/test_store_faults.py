@@ -14,7 +14,7 @@ from persistkv.storage.backend import Backend, CommitBatch
 from persistkv.storage.store import Store
 from persistkv.testing import FaultyBackend
 from persistkv.testing.conformance.suite import tables
-from tests.memory_rows import set_payload, swap_payloads
+from tests.memory_store import set_payload, swap_payloads
 from tests.storage.stores import end, flip_reads, inject_faults, manifests
 
 Keys = Callable[..., list[bytes]]

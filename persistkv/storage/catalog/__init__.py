@@ -1,7 +1,7 @@
 """The catalogue of a store: packs, manifests, eviction order, pins, ttl, change log and totals, as sorted table rows.
 
 All drivers share this implementation. A driver supplies transactions over ``Rows`` and storage for payloads: see
-``CatalogBackend``, and ``RowBackend`` for drivers that store payloads in rows, too.
+``CatalogBackend``.
 
 **Eviction.** A store with a capacity evicts packs and manifests, across all its namespaces: in ``commit``, or, if it is
 remote, in one of its processes soon after a commit.
@@ -23,7 +23,7 @@ remote, in one of its processes soon after a commit.
 8. A pack has low priority if manifests of low priority, and no others, have named it since it was written.
 """
 
-from persistkv.storage.catalog.backend import Catalog, CatalogBackend, RowBackend
+from persistkv.storage.catalog.backend import Catalog, CatalogBackend
 from persistkv.storage.catalog.rows import TABLES, Rows
 from persistkv.storage.catalog.transaction import LOG_ENTRIES, CatalogTransaction, Evicted, Payloads
 
@@ -35,6 +35,5 @@ __all__ = [
     "CatalogTransaction",
     "Evicted",
     "Payloads",
-    "RowBackend",
     "Rows",
 ]

@@ -10,13 +10,12 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from typing import TypeVar
 
-from persistkv.errors import StoreError, StoreFullError
-from persistkv.storage.backend import Backend, Changes, CommitBatch, CommitResult, Namespace, ReadSpan
+from persistkv.errors import StoreError
+from persistkv.storage.backend import Backend, Changes, CommitBatch, Namespace
 from persistkv.storage.catalog.order import read_clock
 from persistkv.storage.catalog.rows import (
     ADDED,
@@ -34,7 +33,6 @@ from persistkv.storage.catalog.rows import (
     USES,
     Chain,
     NamespaceState,
-    RowPayloads,
     Rows,
     Use,
     cursor_sequence,
@@ -42,14 +40,11 @@ from persistkv.storage.catalog.rows import (
     decode_namespace,
     decoded,
     encode_namespace,
-    is_current,
     manifest_row,
     manifests_of,
     pack_table,
-    read_pieces,
     state_or_empty,
 )
-from persistkv.storage.catalog.transaction import CatalogTransaction, Evicted, kept_names, rows_bound
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest, decode_manifest, decode_manifest_keys
 from persistkv.storage.format.pack import ID_BYTES, PackTable, table_lengths
@@ -191,49 +186,6 @@ class CatalogBackend(Catalog, Backend):
 
     def stats(self) -> BackendStats:
         return totals(self.states(), self.disk_bytes(), None)
-
-
-class RowBackend(CatalogBackend):
-    """Base class of drivers that store payloads as table rows, too. Their transactions must be able to reuse the room
-    that they have freed. A driver implements ``open``, ``close``, ``rows``, ``disk_bytes`` and ``has_room``.
-    """
-
-    capacity: int | None = None  # bound of the store in bytes; None: unbounded
-    ttl_s: float | None = None  # seconds from their last use until packs and requests expire; None: never
-
-    @abstractmethod
-    def has_room(self, rows: Rows, num_bytes: int) -> bool:
-        """Return whether the transaction of ``rows`` may add ``num_bytes`` within ``capacity``, which is not None."""
-
-    def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
-        check_batch(namespace, batch)
-        with self.rows(write=True) as rows:
-            keep = kept_names(namespace, batch)
-            transaction = CatalogTransaction(rows, RowPayloads(rows), namespace, keep, opened=self.opened)
-            if batch.seen is not None and not is_current(transaction.cursor, batch.seen):
-                return CommitResult(batch.seen, stale=True)
-            transaction.remove(batch)
-            transaction.expire(self.ttl_s)
-            self._make_room(rows, transaction, batch)
-            transaction.add(batch)
-            transaction.finish()
-            return CommitResult(transaction.cursor, transaction.evicted)
-
-    def _make_room(self, rows: Rows, transaction: CatalogTransaction, batch: CommitBatch) -> None:
-        missing = transaction.missing(batch.packs)
-        if self.capacity is None or not (missing or batch.manifests):
-            return
-        need = sum(pack.payload_bound for pack in missing) + rows_bound(missing, batch.manifests)
-        need += transaction.beginning_bytes
-        if transaction.evict(lambda: self.has_room(rows, need), at_most=1 << 62) is not Evicted.ENOUGH:
-            raise StoreFullError(f"{need} bytes do not fit a capacity of {self.capacity}")
-
-    def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-        with self.rows() as rows:
-            return [read_pieces(rows, namespace + span.pack_id, span.offset, span.buffers) for span in spans]
-
-    def stats(self) -> BackendStats:
-        return replace(super().stats(), capacity=self.capacity)
 
 
 def totals(states: Sequence[NamespaceState], disk_bytes: int, capacity: int | None) -> BackendStats:

@@ -15,7 +15,7 @@ from persistkv.storage.host.client import StoreClient
 from persistkv.storage.records import RequestEnd
 from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv.testing.conformance.suite import tables
-from tests.memory_rows import flip
+from tests.memory_store import flip
 
 BLOCK = 64 << 10
 PATIENCE_S = 30.0
@@ -92,8 +92,8 @@ def medium(monkeypatch: pytest.MonkeyPatch) -> Iterator[Medium]:
     medium = Medium()
     monkeypatch.setattr("persistkv.storage.host.server.open_backend", lambda url: medium.backend)
     yield medium
-    medium.commits.open()
-    medium.reads.open()
+    medium.open()
+    medium.backend.inner.close()
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ def test_pending_warm_skips_foreign_and_unreadable_rows(backend: LmdbBackend) ->
 
 
 def test_request_warm_unshared_or_read_only_store_raises(backend: LmdbBackend, url: str) -> None:
-    with pytest.raises(StoreUnavailableError):
-        request_warm(MemoryBackend(), SPACE, "r1")
+    with closing(MemoryBackend()) as unshared, pytest.raises(StoreUnavailableError):
+        request_warm(unshared, SPACE, "r1")
     with closing(open_backend(url, read_only=True)) as reader, pytest.raises(StoreError):
         request_warm(reader, SPACE, "r1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -83,9 +84,10 @@ def test_canary_adopted_blocks_equal_bytes_of_old_release(backend: Backend, cont
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
         new.run(tokens, kv)
     new.load(PROMPTS[2])
-    other = Release(MemoryBackend(), OLD)
-    other.run(PROMPTS[2], contexts[2])
-    other.load(PROMPTS[2])
+    with closing(MemoryBackend()) as store:
+        other = Release(store, OLD)
+        other.run(PROMPTS[2], contexts[2])
+        other.load(PROMPTS[2])
     assert np.array_equal(new.rows.array[:BLOCKS], other.rows.array[:BLOCKS])
 
 

@@ -10,7 +10,7 @@ import pytest
 from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.identity import Identity
-from persistkv.testing import FaultyBackend, MemoryBackend
+from persistkv.testing import FaultyBackend
 from persistkv.testing.samples import sample_manifest
 from persistkv_tools.inspect.ls import Sort, list_requests
 from persistkv_tools.options import Selection, short_id
@@ -234,8 +234,8 @@ class TestUse:
         assert used == sorted(used, reverse=True)
         assert found[-1]["id"] == "b"
 
-    def test_list_requests_store_without_use_records_returns_none(self):
-        backend = FaultyBackend.of(MemoryBackend())
+    def test_list_requests_store_without_use_records_returns_none(self, memory_store):
+        backend = FaultyBackend.of(memory_store())
         backend.after("uses", lambda uses, namespace, manifest_ids: [None for _ in uses])
         Contexts(backend).add("one", "a b")
         (view,) = list_requests("", backend, Selection(), sort=Sort.USED).requests

@@ -17,7 +17,7 @@ from persistkv.storage import open_backend
 from persistkv.storage.host.status import read_statuses
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreCounters
-from persistkv.testing import FaultyBackend, MemoryBackend
+from persistkv.testing import FaultyBackend
 from persistkv_tools.inspect.top import Watch, engine_name, hit_rate
 from tests.storage.statuses import make_status
 from tests.tools.contexts import begin_namespace
@@ -92,15 +92,20 @@ def test_top_interrupted_on_terminal_exits_0(url, engine):
     assert b"Traceback" not in shown
 
 
-def status_backend(statuses):
-    """Return a store that reports the current content of ``statuses``."""
-    backend = FaultyBackend.of(MemoryBackend())
-    backend.after("statuses", lambda _: {name: status.encode() for name, status in statuses.items()})
-    return backend
+@pytest.fixture
+def status_backend(memory_store):
+    """Return a function that returns a store, which reports the current content of ``statuses``."""
+
+    def report(statuses):
+        backend = FaultyBackend.of(memory_store())
+        backend.after("statuses", lambda _: {name: status.encode() for name, status in statuses.items()})
+        return backend
+
+    return report
 
 
 class TestWatch:
-    def test_rates_are_change_per_second_between_status_rows(self):
+    def test_rates_are_change_per_second_between_status_rows(self, status_backend):
         rows = {}
         watch = Watch("lmdb:///x", status_backend(rows))
         rows["e1"] = make_status(time=1000.0, counters=StoreCounters(stored_raw_bytes=100, evicted_blocks=1))
@@ -112,7 +117,7 @@ class TestWatch:
         (view,) = watch.look().engines  # the row is unchanged
         assert view.rates.stored_raw_bytes == 100.0
 
-    def test_outdated_engines_sort_last(self):
+    def test_outdated_engines_sort_last(self, status_backend):
         now = time.time()
         rows = {"old": make_status("old", started=1.0), "new": make_status("new", started=2.0, time=now)}
         assert [(view.engine, view.live) for view in Watch("", status_backend(rows)).look().engines] == [
@@ -120,7 +125,7 @@ class TestWatch:
             ("old", False),
         ]
 
-    def test_engine_has_model_name_and_pid_of_engine_process(self):
+    def test_engine_has_model_name_and_pid_of_engine_process(self, status_backend):
         rows = {}
         backend = status_backend(rows)
         namespace = begin_namespace(backend, Identity.of({"model_name": "/models/llama"})).hex()

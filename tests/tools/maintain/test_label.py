@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 
 import pytest
 
 from persistkv.errors import StoreError
+from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
-from persistkv.testing import FaultyBackend, MemoryBackend
+from persistkv.testing import FaultyBackend
 from persistkv.testing.samples import sample_pack
 from persistkv_tools.maintain.label import relabel
 from persistkv_tools.options import NotFoundError, find_request
@@ -48,16 +50,16 @@ def test_label_keeps_all_other_fields(run, store):
     assert run("verify", store).returncode == 0
 
 
-def test_relabel_pinned_request_stays_pinned():
+def test_relabel_pinned_request_stays_pinned(tmp_path):
     """A pinned request remains although other requests fill the store."""
-    backend = MemoryBackend(capacity=100_000)
-    writer = Contexts(backend)
-    writer.add("kept", "a b c")
-    backend.commit(writer.namespace, CommitBatch(pins=[("kept", True)]))
-    relabel(backend, find_request(backend, "kept"), {"user": "anna"}, [])
-    for number in range(30):
-        writer.add(f"r{number}", f"{number}-a {number}-b {number}-c")
-    held = {manifest.id: manifest.labels for manifest in backend.manifests(writer.namespace)}
+    with closing(open_backend(f"lmdb://{tmp_path}/small?capacity=4MiB")) as backend:
+        writer = Contexts(backend, block_bytes=64 << 10)
+        writer.add("kept", "a b c")
+        backend.commit(writer.namespace, CommitBatch(pins=[("kept", True)]))
+        relabel(backend, find_request(backend, "kept"), {"user": "anna"}, [])
+        for number in range(30):
+            writer.add(f"r{number}", f"{number}-a {number}-b {number}-c")
+        held = {manifest.id: manifest.labels for manifest in backend.manifests(writer.namespace)}
     assert held["kept"] == {"user": "anna"}
     assert len(held) < 31
 
@@ -96,8 +98,8 @@ def with_second_writer(backend, seeds):
 
 class TestRelabelConcurrentCommits:
     @pytest.fixture
-    def memory(self):
-        backend = MemoryBackend()
+    def memory(self, memory_store):
+        backend = memory_store()
         Contexts(backend).add("one", "a b c")
         return backend
 

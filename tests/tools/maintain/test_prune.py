@@ -12,7 +12,7 @@ import persistkv_tools.store
 from persistkv.errors import StoreError
 from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
-from persistkv.testing import FaultyBackend, MemoryBackend
+from persistkv.testing import FaultyBackend
 from persistkv_tools.maintain.prune import Prune
 from persistkv_tools.options import Selection
 from tests.tools.contexts import Contexts
@@ -238,8 +238,8 @@ def test_prune_namespace_keeps_other_namespaces(run, filled):
 
 class TestPruneConcurrentChanges:
     @pytest.fixture
-    def store(self):
-        backend = MemoryBackend()
+    def store(self, memory_store):
+        backend = memory_store()
         writer = Contexts(backend)
         for number in range(4):
             writer.add(f"r{number}", f"a{number} b{number}")

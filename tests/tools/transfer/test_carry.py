@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import xxhash
@@ -16,14 +17,14 @@ from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.storage.format.codec import ZstdCodec
 from persistkv.storage.identity import Identity
-from persistkv.testing import FaultyBackend, MemoryBackend
+from persistkv.testing import FaultyBackend
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_tools.options import FoundRequest, Selection
 from persistkv_tools.transfer.archive import ArchiveReader, ArchiveWriter, CorruptArchiveError
 from persistkv_tools.transfer.export import export_requests
 from persistkv_tools.transfer.import_ import verify_archive
 from persistkv_tools.transfer.push import Transfer
-from tests.memory_rows import flip
+from tests.memory_store import flip
 from tests.tools.contexts import Contexts, begin_namespace
 from tests.tools.damage import store_with_a_bad_pack
 from tests.tools.transfers import ignore, push
@@ -63,8 +64,8 @@ def contents(backend):
 
 
 @pytest.fixture
-def source():
-    backend = MemoryBackend()
+def source(memory_store):
+    backend = memory_store()
     writer = Contexts(backend, groups=2, codec=ZstdCodec(1))
     writer.add("anna-1", "s1 s2 a1", labels={"user": "anna"}, age_s=300.0)
     writer.add("anna-2", "s1 s2 a1 a2", labels={"user": "anna"}, age_s=200.0)
@@ -87,31 +88,31 @@ def exported(backend, path, found=None):
 
 
 class TestArchive:
-    def test_import_into_empty_store_reproduces_source(self, source, tmp_path):
+    def test_import_into_empty_store_reproduces_source(self, source, tmp_path, memory_store):
         backend, _ = source
         sent = exported(backend, tmp_path / "a.pkv")
         assert (sent.namespaces, sent.requests, sent.packs, sent.incomplete) == (2, 4, 4, [])
         assert verified(tmp_path / "a.pkv") == (2, 4, 4)
-        target = MemoryBackend()
+        target = memory_store()
         received = import_archive(target, tmp_path / "a.pkv", ignore)
         assert (received.packs, received.requests, received.incomplete) == (4, 4, [])
         assert contents(target) == contents(backend)
         again = import_archive(target, tmp_path / "a.pkv", ignore)
         assert (again.packs, again.requests, again.packs_held, again.requests_held) == (0, 0, 4, 4)
 
-    def test_export_selection_contains_only_needed_packs(self, source, tmp_path):
+    def test_export_selection_contains_only_needed_packs(self, source, tmp_path, memory_store):
         backend, writer = source
         found = [request for request in all_requests(backend) if request.manifest.id == "bert-1"]
         exported(backend, tmp_path / "a.pkv", found)
-        target = MemoryBackend()
+        target = memory_store()
         import_archive(target, tmp_path / "a.pkv", ignore)
         assert catalogue(target, writer.namespace).keys() == {writer.packs["anna-1"], writer.packs["bert-1"]}
         assert [manifest.id for manifest in target.manifests(writer.namespace)] == ["bert-1"]
 
-    def test_imported_request_is_deleted_with_its_pack(self, source, tmp_path):
+    def test_imported_request_is_deleted_with_its_pack(self, source, tmp_path, memory_store):
         backend, writer = source
         exported(backend, tmp_path / "a.pkv")
-        target = MemoryBackend()
+        target = memory_store()
         import_archive(target, tmp_path / "a.pkv", ignore)
         target.commit(writer.namespace, CommitBatch(deletions=[writer.packs["anna-2"]]))
         assert {manifest.id for manifest in target.manifests(writer.namespace)} == {"anna-1", "bert-1"}
@@ -204,10 +205,10 @@ def split(data):
 
 
 class TestPush:
-    def test_second_push_copies_only_new_requests(self, source):
+    def test_second_push_copies_only_new_requests(self, source, memory_store):
         backend, writer = source
         writer.add("orphan", "o", manifest=False)
-        target = MemoryBackend()
+        target = memory_store()
         first = push(backend, target, backend.namespaces(), Selection(), ignore)
         assert (first.requests, first.packs, first.packs_held) == (4, 5, 0)
         assert contents(target) == contents(backend)
@@ -216,10 +217,10 @@ class TestPush:
         assert (second.requests, second.packs, second.requests_held) == (1, 1, 4)
         assert contents(target) == contents(backend)
 
-    def test_interrupted_push_resumes_with_remaining_requests(self, source):
+    def test_interrupted_push_resumes_with_remaining_requests(self, source, memory_store):
         backend, _ = source
 
-        target = FaultyBackend.of(MemoryBackend())
+        target = FaultyBackend.of(memory_store())
 
         def interrupt_the_third(*_):
             if target.calls.count("commit") == 3:
@@ -232,17 +233,17 @@ class TestPush:
         assert rest.requests == 2
         assert contents(target) == contents(backend)
 
-    def test_selection_copies_only_its_packs(self, source):
+    def test_selection_copies_only_its_packs(self, source, memory_store):
         backend, writer = source
-        target = MemoryBackend()
+        target = memory_store()
         received = push(backend, target, backend.namespaces(), Selection(labels=(("user", "anna"),)), ignore)
         assert (received.requests, received.packs) == (2, 2)
         assert catalogue(target, writer.namespace).keys() == {writer.packs["anna-1"], writer.packs["anna-2"]}
 
-    def test_damaged_pack_and_its_request_are_not_copied(self, source, tmp_path):
+    def test_damaged_pack_and_its_request_are_not_copied(self, source, tmp_path, memory_store):
         backend, writer = source
         flip(backend, writer.namespace, writer.packs["anna-2"], 0)
-        target = MemoryBackend()
+        target = memory_store()
         received = push(backend, target, backend.namespaces(), Selection(), ignore)
         assert received.incomplete == ["anna-2"]
         assert writer.packs["anna-2"] not in catalogue(target, writer.namespace)
@@ -251,27 +252,30 @@ class TestPush:
         assert (sent.requests, sent.incomplete) == (3, ["anna-2"])
         assert verified(tmp_path / "a.pkv")[2] == 3
 
-    def test_requests_evicted_during_push_are_reported_as_lost(self, source):
+    def test_requests_evicted_during_push_are_reported_as_lost(self, memory_store, tmp_path):
         """The capacity of the target shrinks during the copy."""
-        backend, writer = source
+        backend = memory_store()
+        writer = Contexts(backend, block_bytes=32 << 10)
         for number in range(20):
             writer.add(f"r{number:02d}", f"shared r{number} a b c", age_s=90.0 - number)
         writer.add("again", "shared r5 a d", age_s=1.0)  # needs a pack of r05, which is gone by then
 
-        target = FaultyBackend.of(MemoryBackend())
+        target = FaultyBackend.of(open_backend(f"lmdb://{tmp_path}/target"))
 
         def shrink(*_):
             if target.calls.count("commit") == 10:
-                target.inner.capacity = 200_000
+                policy = target.inner.policy()
+                target.inner.set_policy(replace(policy, capacity=1 << 20))
 
         target.before("commit", shrink)
         sent = list[bytes]()
         target.before("commit", lambda _, batch: sent.extend(pack.pack_id for pack in batch.packs))
         received = push(backend, target, backend.namespaces(), Selection(), ignore)
         left = {manifest.id for held in target.namespaces() for manifest in target.manifests(held.id)}
+        target.close()
         assert received.lost
         assert left.isdisjoint(received.lost)
-        assert len(left) + len(received.lost) + len(received.incomplete) == 25
+        assert len(left) + len(received.lost) + len(received.incomplete) == 21
         assert "again" in received.incomplete
         assert received.lost_packs > 0
         assert not received.complete

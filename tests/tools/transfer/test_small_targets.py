@@ -10,7 +10,6 @@ import pytest
 from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.identity import Identity
-from persistkv.testing import MemoryBackend
 from persistkv_tools.options import Selection
 from persistkv_tools.transfer.push import Room, capacity_for
 from tests.tools.contexts import Contexts
@@ -183,8 +182,8 @@ class TestSmallTargets:
         for size in (0, 1 << 20, 100 << 20, 3 << 30, 700 << 30, 9 << 40):
             assert Room(capacity_for(size)).free_bytes >= size
 
-    def test_push_target_without_capacity_accepts_all_requests(self, source):
-        target = MemoryBackend()
+    def test_push_target_without_capacity_accepts_all_requests(self, source, memory_store):
+        target = memory_store()
         with closing(open_backend(source, read_only=True)) as backend:
             received = push(backend, target, backend.namespaces(), Selection(), ignore)
         assert (received.requests, received.complete) == (24, True)

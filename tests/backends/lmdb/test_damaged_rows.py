@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.catalog.rows import Use
+from persistkv.storage.catalog.rows import Rows, Use
 from persistkv.storage.format.pack_writer import PackWriter
-from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import tables
-from persistkv.testing.memory import MemoryBackend
 from persistkv.testing.samples import sample_manifest, sample_pack
+from persistkv_lmdb import LmdbBackend
+from tests.backends.lmdb.conftest import Opener
 
 HOUR_S = 3600.0
 
@@ -33,31 +33,36 @@ def advance_clocks(monkeypatch: pytest.MonkeyPatch) -> AdvanceClocks:
 
 
 @pytest.fixture
-def backend() -> MemoryBackend:
-    return MemoryBackend(ttl_s=HOUR_S)
+def placement() -> str:
+    return "inline"
 
 
 @pytest.fixture
-def namespace(backend: MemoryBackend) -> bytes:
-    return backend.open_namespace(Identity.of({})).id
+def backend(open_store: Opener) -> LmdbBackend:
+    return open_store("?ttl=1h")
+
+
+def content(rows: Rows, table: str) -> list[tuple[bytes, bytes]]:
+    """Return copies of all rows of a table: the buffers of a transaction end with its next change."""
+    return [(bytes(key), bytes(value)) for key, value in rows.range(table, b"")]
 
 
 def small_packs(namespace: bytes, seeds: Iterable[int]) -> list[PackWriter]:
     return [sample_pack(namespace, seed, blocks=1, block_bytes=1) for seed in seeds]
 
 
-def run_expiry(backend: MemoryBackend, namespace: bytes) -> None:
+def run_expiry(backend: LmdbBackend, namespace: bytes) -> None:
     for _ in range(5):
         backend.commit(namespace, CommitBatch())
 
 
 def test_expiry_use_in_future_does_not_delay_other_packs(
-    backend: MemoryBackend, namespace: bytes, advance_clocks: AdvanceClocks
+    backend: LmdbBackend, namespace: bytes, advance_clocks: AdvanceClocks
 ) -> None:
     packs = small_packs(namespace, range(5))
     backend.commit(namespace, CommitBatch(packs[:1]))
     with backend.rows(write=True) as rows:
-        ((key, row),) = rows.range("uses", b"")
+        ((key, row),) = content(rows, "uses")
         use = Use.decode(row)
         assert use is not None
         rows.put("uses", key, use._replace(time=time.time() + 1e6 * HOUR_S).encode())
@@ -69,13 +74,13 @@ def test_expiry_use_in_future_does_not_delay_other_packs(
 
 @pytest.mark.parametrize(("table", "listed"), [("packs", "uses"), ("manifests", "chains")])
 def test_expiry_dangling_rows_are_deleted_and_delay_no_other_pack(
-    backend: MemoryBackend, namespace: bytes, advance_clocks: AdvanceClocks, table: str, listed: str
+    backend: LmdbBackend, namespace: bytes, advance_clocks: AdvanceClocks, table: str, listed: str
 ) -> None:
     gone = small_packs(namespace, range(150))
     manifests = [sample_manifest(f"r{seed}", packs=[pack.pack_id]) for seed, pack in enumerate(gone)]
     backend.commit(namespace, CommitBatch(gone, manifests))
     with backend.rows(write=True) as rows:
-        for key in [key for key, _ in rows.range(table, b"")]:
+        for key, _ in content(rows, table):
             rows.delete(table, key)
     kept = small_packs(namespace, range(200, 220))
     backend.commit(namespace, CommitBatch(kept))
@@ -84,30 +89,30 @@ def test_expiry_dangling_rows_are_deleted_and_delay_no_other_pack(
         run_expiry(backend, namespace)
     assert not tables(backend, namespace)
     with backend.rows() as rows:
-        assert not list(rows.range(listed, b""))
-        assert not list(rows.range("order", b""))
+        assert not content(rows, listed)
+        assert not content(rows, "order")
 
 
 @pytest.mark.parametrize("table", ["chains", "expiries"])
 def test_expiry_damaged_row_does_not_delay_other_requests(
-    backend: MemoryBackend, namespace: bytes, advance_clocks: AdvanceClocks, table: str
+    backend: LmdbBackend, namespace: bytes, advance_clocks: AdvanceClocks, table: str
 ) -> None:
     packs = small_packs(namespace, range(3))
     manifests = [sample_manifest(f"r{seed}", packs=[pack.pack_id], ttl_s=60.0) for seed, pack in enumerate(packs)]
     backend.commit(namespace, CommitBatch(packs, manifests))
     with backend.rows(write=True) as rows:
-        ((key, row), *_) = rows.range(table, b"")
+        ((key, row), *_) = content(rows, table)
         rows.delete(table, key)
-        rows.put(table, key if table == "chains" else key[:-5], bytes(row)[:7])
+        rows.put(table, key if table == "chains" else key[:-5], row[:7])
     advance_clocks(120.0)
     run_expiry(backend, namespace)
     assert len(tables(backend, namespace)) == 1
     with backend.rows() as rows:
-        assert not list(rows.range("expiries", b""))
+        assert not content(rows, "expiries")
 
 
 def test_commit_pack_without_use_row_restores_row_and_pack_expires(
-    backend: MemoryBackend, namespace: bytes, advance_clocks: AdvanceClocks
+    backend: LmdbBackend, namespace: bytes, advance_clocks: AdvanceClocks
 ) -> None:
     (pack,) = small_packs(namespace, [1])
     backend.commit(namespace, CommitBatch([pack]))
@@ -120,13 +125,13 @@ def test_commit_pack_without_use_row_restores_row_and_pack_expires(
 
 
 def test_commit_touch_at_moment_of_failed_commit_delays_expiry(
-    backend: MemoryBackend, namespace: bytes, advance_clocks: AdvanceClocks
+    backend: LmdbBackend, namespace: bytes, advance_clocks: AdvanceClocks
 ) -> None:
     """A failed commit may have recorded a use durably; the next transaction then has the same moment number."""
     (pack,) = small_packs(namespace, [1])
     backend.commit(namespace, CommitBatch([pack]))
     with backend.rows(write=True) as rows:
-        ((key, row),) = rows.range("uses", b"")
+        ((key, row),) = content(rows, "uses")
         use = Use.decode(row)
         assert use is not None
         rows.delete("order", use.order_key(key))

@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptStoreError, StoreFullError
-from persistkv.storage.catalog.rows import META, RowPayloads, Rows
+from persistkv.storage.catalog.rows import META, TableRows
 from persistkv.storage.format.codec import Buffer
-from persistkv_lmdb.layout import EXTENTS, FREE, HOLES, RESERVED, SEGMENTS, SIZES, SPACE_ROW, Transaction
+from persistkv_lmdb.inline import InlinePayloads
+from persistkv_lmdb.layout import EXTENTS, FREE, HOLES, RESERVED, SEGMENTS, SIZES, SPACE_ROW
 from persistkv_lmdb.segments import Extent, SegmentFiles
 
 _EXTENT = struct.Struct("<III")
@@ -49,13 +50,13 @@ def decode_extents(row: Buffer) -> list[Extent]:
     return [] if len(row) % _EXTENT.size else [Extent(*fields) for fields in _EXTENT.iter_unpack(row)]
 
 
-def read_extents(rows: Rows, name: bytes) -> list[Extent] | None:
+def read_extents(rows: TableRows, name: bytes) -> list[Extent] | None:
     """Return the extents of a pack; None if its payload is not in extents, an empty list if its row is damaged."""
     row = rows.get(EXTENTS, name)
     return None if row is None else decode_extents(row)
 
 
-def read_reserved(rows: Rows, writer: int) -> list[Extent]:
+def read_reserved(rows: TableRows, writer: int) -> list[Extent]:
     """Return the extents that a writer has reserved, in the order in which it uses them."""
     row = rows.get(RESERVED, _WRITER.pack(writer))
     return [] if row is None else decode_extents(row)
@@ -118,7 +119,7 @@ class Space(NamedTuple):
         return max(0, self.total - self.free - self.reserved) * PAGE_BYTES
 
 
-def read_space(rows: Rows) -> Space:
+def read_space(rows: TableRows) -> Space:
     """Return the recorded counts of pages; zeros if the row is missing or invalid."""
     row = rows.get(META, SPACE_ROW)
     return Space() if row is None or len(row) != _SPACE.size else Space(*_SPACE.unpack(row))
@@ -131,7 +132,7 @@ class Allocator:
     the totals say, or an extent is outside of its segment), the transaction must be rolled back.
     """
 
-    def __init__(self, transaction: Transaction) -> None:
+    def __init__(self, transaction: TableRows) -> None:
         self._rows = transaction
         self._before = read_space(transaction)
         self.total, self.free, self.reserved = self._before
@@ -349,7 +350,7 @@ class Payloads:
     :param limit: bound on the bytes of all segments.
     """
 
-    def __init__(self, transaction: Transaction, files: SegmentFiles, limit: int, *, inline: bool) -> None:
+    def __init__(self, transaction: TableRows, files: SegmentFiles, limit: int, *, inline: bool) -> None:
         self.limit = limit
         self.allocator = Allocator(transaction)
         self.placed: Mapping[bytes, Sequence[Extent]] = {}
@@ -360,16 +361,16 @@ class Payloads:
         """Holes that this transaction has made, to be punched after its commit."""
         self._rows = transaction
         self._files = files
-        self._inline = RowPayloads(transaction)
+        self._inline = InlinePayloads(transaction)
         self._is_inline = inline
 
-    def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
+    def write(self, name: bytes, stream: Iterator[Buffer]) -> None:
         """Store a payload in LMDB, or record the extents in ``placed`` as those of the pack.
 
         :raises NotPlacedError: the payload is to be in extents, and was not written.
         """
         if self._is_inline:
-            self._inline.write(name, stream, at_most)
+            self._inline.write(name, stream)
         elif name in self.placed:
             self.allocator.publish(name, self.placed[name])
             self.published.add(name)

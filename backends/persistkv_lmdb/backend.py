@@ -26,7 +26,7 @@ from persistkv.errors import ConfigurationError, StoreError, StoreFullError
 from persistkv.storage.backend import Capabilities, CommitBatch, CommitResult, Namespace, ReadSpan
 from persistkv.storage.catalog import CatalogBackend
 from persistkv.storage.catalog.backend import check_batch
-from persistkv.storage.catalog.rows import PACKS, SEQUENCE, read_pieces
+from persistkv.storage.catalog.rows import PACKS, SEQUENCE, TableRows
 from persistkv.storage.format.files import replace_file
 from persistkv.storage.format.pack import table_lengths
 from persistkv.storage.policy import Policy
@@ -36,7 +36,8 @@ from persistkv_lmdb.allocator import Allocator, read_extents
 from persistkv_lmdb.commit import BatchCommit, StaleError, fit_capacity, release_free
 from persistkv_lmdb.environment import ENVIRONMENTS, Environment
 from persistkv_lmdb.files import ReplacedError
-from persistkv_lmdb.layout import DEFAULT_CAPACITY, Transaction, is_capacity, read_policy, write_policy
+from persistkv_lmdb.inline import read_pieces
+from persistkv_lmdb.layout import DEFAULT_CAPACITY, is_capacity, read_policy, write_policy
 from persistkv_lmdb.mounts import remote_type
 from persistkv_lmdb.opening import delete_quarantined, quarantined
 from persistkv_lmdb.rebuild import rebuild
@@ -152,12 +153,12 @@ class LmdbBackend(CatalogBackend):
         return convert_options(LmdbOptions, url.options, where="lmdb").policy
 
     @contextmanager
-    def rows(self, *, write: bool = False) -> Iterator[Transaction]:
+    def rows(self, *, write: bool = False) -> Iterator[TableRows]:
         with self._transaction(write=write) as (_, transaction):
             yield transaction
 
     @contextmanager
-    def _transaction(self, *, write: bool = False) -> Iterator[tuple[Environment, Transaction]]:
+    def _transaction(self, *, write: bool = False) -> Iterator[tuple[Environment, TableRows]]:
         """Run a transaction of the store that is at the path now, as ``Environment.transaction``. Yield its environment
         and the transaction.
         """
@@ -347,7 +348,7 @@ def _path_of(url: StoreUrl) -> Path:
     return path
 
 
-def _place_of(rows: Transaction, namespace: bytes, span: ReadSpan) -> list[Extent] | None:
+def _place_of(rows: TableRows, namespace: bytes, span: ReadSpan) -> list[Extent] | None:
     """Return the extents of the pack of a span; none if its payload ends before the span, None if it is not in extents.
 
     The extents are longer than the payload: they end with its table and a trailer.

@@ -35,7 +35,7 @@ from typing import NamedTuple
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreError, StoreFullError
 from persistkv.storage.backend import CommitBatch, CommitResult
-from persistkv.storage.catalog import CatalogTransaction, Evicted
+from persistkv.storage.catalog import CatalogTransaction, Evicted, TableRows
 from persistkv.storage.catalog.rows import (
     GENERATION_BYTES,
     LINKS,
@@ -43,7 +43,6 @@ from persistkv.storage.catalog.rows import (
     PACKS,
     is_current,
     pack_table,
-    page_bytes,
     state_or_empty,
 )
 from persistkv.storage.catalog.transaction import kept_names, rows_bound
@@ -61,7 +60,8 @@ from persistkv_lmdb.allocator import (
 )
 from persistkv_lmdb.environment import CATALOGUE_AHEAD, MIN_CATALOGUE, Environment
 from persistkv_lmdb.files import ReplacedError
-from persistkv_lmdb.layout import Transaction, encode_tail, read_erasures, read_ttl, tail_pages, write_erasures
+from persistkv_lmdb.inline import page_bytes
+from persistkv_lmdb.layout import encode_tail, read_erasures, read_ttl, tail_pages, write_erasures
 from persistkv_lmdb.segments import Extent
 
 _EVICTED_AT_ONCE = 32  # packs and manifests that one transaction evicts or deletes, in about 3 ms: other engines wait
@@ -261,7 +261,7 @@ class BatchCommit:
         self._restart_unpublished(room)
         return CommitResult(commit.cursor, self._evicted, interleaved=self._interleaved)
 
-    def _erase(self, transaction: Transaction, commit: CatalogTransaction, pack_ids: Iterable[bytes] = ()) -> None:
+    def _erase(self, transaction: TableRows, commit: CatalogTransaction, pack_ids: Iterable[bytes] = ()) -> None:
         """Record that a rebuild must not find the packs that this transaction has deleted so far, nor these ones."""
         names = {self._namespace + pack_id for pack_id in pack_ids}
         names.update(table.namespace + table.pack_id for table in commit.evicted)
@@ -291,7 +291,7 @@ class BatchCommit:
             if pack.pack_id in self._placed and not is_published:
                 pack.restart()
 
-    def _spare(self, rows: Transaction) -> list[Extent]:
+    def _spare(self, rows: TableRows) -> list[Extent]:
         """Return the extents that are reserved for this process and that no placed pack is in.
 
         If placed packs are in extents that are not reserved (any more), all placed packs are forgotten.
@@ -305,7 +305,7 @@ class BatchCommit:
         self._placed.clear()
         return reserved
 
-    def _added(self, rows: Transaction) -> list[NewPack]:
+    def _added(self, rows: TableRows) -> list[NewPack]:
         """Return the packs that the batch adds to the store: those not held, or that it deletes first."""
         packs: dict[bytes, NewPack] = {}
         for pack in self._batch.packs:
@@ -314,7 +314,7 @@ class BatchCommit:
             pack for pack in packs.values() if pack.pack_id in self._rewritten or not self._holds(rows, pack.pack_id)
         ]
 
-    def _holds(self, rows: Transaction, pack_id: bytes) -> bool:
+    def _holds(self, rows: TableRows, pack_id: bytes) -> bool:
         name = self._namespace + pack_id
         return pack_table(name, rows.get(PACKS, name)) is not None
 
@@ -366,7 +366,7 @@ class BatchCommit:
             else:
                 at_most = min(4 * at_most, at_once)
 
-    def _begin(self, transaction: Transaction, *, as_it_is: bool = False) -> tuple[CatalogTransaction, Room]:
+    def _begin(self, transaction: TableRows, *, as_it_is: bool = False) -> tuple[CatalogTransaction, Room]:
         """Return the catalogue of a write transaction, and the part of the capacity that it may use (``Room``)."""
         room = Room(self._environment, transaction, as_it_is=as_it_is)
         opened = self._environment.opened
@@ -381,7 +381,7 @@ class BatchCommit:
         room.expect(added, room.unplaced, rows)
         return commit, room
 
-    def _check_seen(self, rows: Transaction, cursor: bytes) -> None:
+    def _check_seen(self, rows: TableRows, cursor: bytes) -> None:
         """Raise StaleError if other commits, up to the position ``cursor``, make the batch stale."""
         if self._seen is None or is_current(cursor, self._seen):
             return
@@ -472,7 +472,7 @@ class Amount(NamedTuple):
 class Room:
     """Part of the capacity that a write transaction may use. ``as_it_is`` assumes that no file can grow."""
 
-    def __init__(self, environment: Environment, transaction: Transaction, *, as_it_is: bool = False) -> None:
+    def __init__(self, environment: Environment, transaction: TableRows, *, as_it_is: bool = False) -> None:
         self._environment = environment
         self._transaction = transaction
         self.payloads = environment.payloads(transaction)

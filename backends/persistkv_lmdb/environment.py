@@ -35,14 +35,13 @@ from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreBusyError, StoreError, StoreFullError
 from persistkv.storage.backend import Namespace
 from persistkv.storage.catalog.order import read_clock, write_clock
-from persistkv.storage.catalog.rows import STATES
+from persistkv.storage.catalog.rows import STATES, TableRows
 from persistkv.storage.policy import Policy
 from persistkv_lmdb import files
 from persistkv_lmdb.allocator import Allocator, Payloads, read_reserved, read_space
 from persistkv_lmdb.files import ReplacedError
 from persistkv_lmdb.layout import (
     INLINE,
-    Transaction,
     create_databases,
     open_databases,
     read_capacity,
@@ -94,7 +93,7 @@ class Shares(NamedTuple):
         return min(max(self.capacity // _GROWTH_SHARE, least), _MOST_GROWTH)
 
 
-def _read_shares(transaction: Transaction) -> Shares:
+def _read_shares(transaction: TableRows) -> Shares:
     capacity, inline = read_capacity(transaction), read_placement(transaction) == INLINE
     share = capacity if inline else max(capacity // _CATALOGUE_SHARE, min(MIN_CATALOGUE, capacity // 4 * 3))
     return Shares(capacity, inline, (share - LOCK_FILE_BYTES) // PAGE_BYTES * PAGE_BYTES)
@@ -149,7 +148,7 @@ class Environment:
             undone.pop_all()
 
     @contextmanager
-    def transaction(self, *, write: bool = False) -> Iterator[Transaction]:
+    def transaction(self, *, write: bool = False) -> Iterator[TableRows]:
         """Run a transaction. A write transaction is committed durably when the ``with`` block ends. It is aborted if
         the block raises or the commit fails.
 
@@ -172,7 +171,7 @@ class Environment:
                     if isinstance(begun, lmdb.Transaction):
                         with begun:
                             try:
-                                yield Transaction(begun, self._databases)
+                                yield TableRows(begun, self._databases)
                                 payloads = self._payloads if write else None
                                 if payloads is not None:
                                     payloads.allocator.finish()
@@ -226,7 +225,7 @@ class Environment:
             self.writer = self._guard.claim()
         return self.writer
 
-    def release_reserved(self, transaction: Transaction, *, own: bool = False) -> None:
+    def release_reserved(self, transaction: TableRows, *, own: bool = False) -> None:
         """Release the reservations of dead processes in a write transaction; ``own``: also that of this process."""
         allocator, guard = self.payloads(transaction).allocator, self._guard
         for writer in allocator.writers():
@@ -234,7 +233,7 @@ class Environment:
             if is_dead or (own and writer == self.writer):
                 allocator.release(writer)
 
-    def payloads(self, transaction: Transaction) -> Payloads:
+    def payloads(self, transaction: TableRows) -> Payloads:
         """Return the payload storage of the running write transaction, the same object on each call.
 
         :raises StoreFullError: a segment file was lost or truncated, and the disk has no space to replace it.
@@ -257,7 +256,7 @@ class Environment:
         if has_holes and on_disk > allocator.total * PAGE_BYTES + _UNPUNCHED_BYTES:
             self.files.punch(allocator.holes())
 
-    def _segment_limit_bytes(self, transaction: Transaction) -> int:
+    def _segment_limit_bytes(self, transaction: TableRows) -> int:
         """Return the bound on the disk space of all segments: what ``data.mdb``, after the growth of one transaction,
         leaves of the capacity, or of a smaller disk.
         """
@@ -481,7 +480,7 @@ class Environment:
         """
         self._env.set_mapsize(0)  # adopts the size that other processes have written
         with self._env.begin(buffers=True) as txn:
-            shares = _read_shares(Transaction(txn, self._databases))
+            shares = _read_shares(TableRows(txn, self._databases))
         allowed, held = shares.catalogue_bytes, self.file_bytes()
         self.map_bytes = allowed if held <= allowed else held + _headroom_bytes(held)
         self._env.set_mapsize(self.map_bytes)
@@ -503,7 +502,7 @@ class Environment:
             return begun
         try:
             is_next = self._env.info()["last_txnid"] == begun.id() - 1
-            fits = _read_shares(Transaction(begun, self._databases)) == self.shares
+            fits = _read_shares(TableRows(begun, self._databases)) == self.shares
         except BaseException:
             begun.abort()  # not left to garbage collection: it holds LMDB's write lock
             raise

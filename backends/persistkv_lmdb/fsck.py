@@ -38,11 +38,11 @@ from persistkv.storage.catalog.rows import (
     ORDER,
     ORDER_KEY,
     PACKS,
-    PIECES,
     STATES,
     USES,
     Chain,
     NamespaceState,
+    TableRows,
     Use,
     decode_namespace,
     decoded,
@@ -55,8 +55,8 @@ from persistkv_lmdb.files import DATA_FILE
 from persistkv_lmdb.layout import (
     DATABASES,
     EXTENTS,
+    PIECES,
     OtherReleaseError,
-    Transaction,
     open_databases,
     read_placement,
 )
@@ -181,12 +181,12 @@ def examine(directory: Path) -> Finding:
             except CorruptStoreError as error:
                 return Finding(Verdict.UNRECOGNISED, str(error))
             with env.begin(buffers=True) as txn:
-                return Finding(Verdict.FINE, _examine_rows(Transaction(txn, databases)))
+                return Finding(Verdict.FINE, _examine_rows(TableRows(txn, databases)))
     except (CorruptStoreError, lmdb.Error) as error:
         return Finding(Verdict.DAMAGED, str(error))
 
 
-def _examine_rows(transaction: Transaction) -> str:
+def _examine_rows(transaction: TableRows) -> str:
     """Check all rows of a snapshot; return one line of findings.
 
     :raises CorruptStoreError: a row on which the driver depends is invalid.
@@ -218,7 +218,7 @@ def _examine_rows(transaction: Transaction) -> str:
 
 
 def recount(
-    transaction: Transaction, states: dict[bytes, NamespaceState], unreadable: Counter[str]
+    transaction: TableRows, states: dict[bytes, NamespaceState], unreadable: Counter[str]
 ) -> dict[bytes, NamespaceState]:
     """Return the totals of each namespace, by id, recounted from its rows.
 
@@ -242,7 +242,7 @@ def recount(
     return counted
 
 
-def space_faults(transaction: Transaction) -> Iterator[str]:
+def space_faults(transaction: TableRows) -> Iterator[str]:
     """Yield a line per fault: a page that is not in exactly one extent, or indices or totals that do not agree."""
     allocator = Allocator(transaction)
     segments = allocator.segments()

@@ -22,8 +22,7 @@ import xxhash
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptStoreError
-from persistkv.storage.catalog.lmdb_rows import LmdbRows
-from persistkv.storage.catalog.rows import META, TABLES, Rows
+from persistkv.storage.catalog.rows import META, TABLES, TableRows
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import TRAILER_BYTES, PackTable
 from persistkv.storage.policy import Policy
@@ -36,16 +35,16 @@ FORMAT_VERSION = 1
 DEFAULT_CAPACITY = 10 << 30  # 10 GiB
 _MIN_CAPACITY = 1 << 20  # 1 MiB
 _MAX_CAPACITY = 64 << 40  # 64 TiB: half of the address space of a process on x86-64
-_META_PAGES = 2
 
-# Databases of the allocator, in addition to those of ``persistkv.storage.catalog.rows``.
+# Databases of payloads, in addition to those of ``persistkv.storage.catalog.rows``.
+PIECES = "pieces"  # namespace, pack id, u32 big-endian → at most 256 KiB of a payload that is inline
 EXTENTS = "extents"  # namespace, pack id → extents (page ranges of segment files) of a payload that is not inline
 SEGMENTS = "segments"  # number of a segment file → number of its 4 KiB pages
 FREE = "free"  # free extents by place: segment, first page → number of pages
 HOLES = "holes"  # extents without disk space, by place: segment, first page → number of pages
 SIZES = "sizes"  # free extents by size: number of pages, segment, first page → empty
 RESERVED = "reserved"  # number of a writer → extents that it has reserved, in the order in which it uses them
-DATABASES = (*TABLES, EXTENTS, SEGMENTS, FREE, SIZES, HOLES, RESERVED)
+DATABASES = (*TABLES, PIECES, EXTENTS, SEGMENTS, FREE, SIZES, HOLES, RESERVED)
 
 # Rows of ``meta``, in addition to the catalogue's: key and shape.
 _FORMAT_ROW, _FORMAT, _MAGIC = b"format", struct.Struct("<8sI"), b"PKVLMDB1"
@@ -68,16 +67,6 @@ class OtherReleaseError(CorruptStoreError):
     """The store was written by another release, in another format."""
 
 
-class Transaction(LmdbRows):
-    """One running LMDB transaction of a local store."""
-
-    def used_bytes(self) -> int:
-        """Return the bytes of the pages of ``data.mdb`` that this transaction's snapshot uses, without free pages."""
-        stats = [self.txn.stat(), *map(self.txn.stat, self._databases.values())]
-        pages = sum(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats)
-        return int((_META_PAGES + pages) * stats[0]["psize"])
-
-
 def create_databases(env: lmdb.Environment, txn: lmdb.Transaction[memoryview], policy: Policy) -> dict[str, _Database]:
     """Open the databases of a store in a write transaction; in an empty environment, create them and record ``policy``.
 
@@ -86,7 +75,7 @@ def create_databases(env: lmdb.Environment, txn: lmdb.Transaction[memoryview], p
     if txn.stat()["entries"]:
         return open_databases(env, txn)
     databases = {name: env.open_db(name.encode(), txn=txn) for name in DATABASES}
-    transaction = Transaction(txn, databases)
+    transaction = TableRows(txn, databases)
     transaction.put(META, _FORMAT_ROW, _FORMAT.pack(_MAGIC, FORMAT_VERSION))
     write_policy(transaction, policy)
     transaction.put(META, _PLACEMENT_ROW, str(policy.placement).encode())
@@ -120,13 +109,13 @@ def is_capacity(num_bytes: int | None) -> bool:
     return num_bytes is not None and _MIN_CAPACITY <= num_bytes <= _MAX_CAPACITY
 
 
-def read_capacity(rows: Rows) -> int:
+def read_capacity(rows: TableRows) -> int:
     """Return the recorded capacity in bytes; the default if the row is missing or out of range."""
     capacity = _read_number(rows, _CAPACITY_ROW, _BYTES)
     return int(capacity) if is_capacity(int(capacity)) else DEFAULT_CAPACITY
 
 
-def read_policy(rows: Rows) -> Policy:
+def read_policy(rows: TableRows) -> Policy:
     """Return the recorded policy. An invalid capacity is read as the default, an invalid ttl as None.
 
     :raises CorruptStoreError: the recorded placement is missing or unknown.
@@ -134,13 +123,13 @@ def read_policy(rows: Rows) -> Policy:
     return Policy(read_capacity(rows), read_ttl(rows), read_placement(rows))
 
 
-def read_ttl(rows: Rows) -> float | None:
+def read_ttl(rows: TableRows) -> float | None:
     """Return the recorded ttl in seconds; None if there is none, or if the row is out of range."""
     ttl_s = _read_number(rows, _TTL_ROW, _TTL)
     return ttl_s if 0 < ttl_s < math.inf else None
 
 
-def write_policy(rows: Rows, policy: Policy) -> None:
+def write_policy(rows: TableRows, policy: Policy) -> None:
     """Record the capacity and ttl of a policy, without its placement, which is fixed at creation."""
     rows.put(META, _CAPACITY_ROW, _BYTES.pack(policy.capacity))
     if policy.ttl_s is None:
@@ -149,7 +138,7 @@ def write_policy(rows: Rows, policy: Policy) -> None:
         rows.put(META, _TTL_ROW, _TTL.pack(policy.ttl_s))
 
 
-def read_placement(rows: Rows) -> str:
+def read_placement(rows: TableRows) -> str:
     """Return which of ``PLACEMENTS`` the store has.
 
     :raises CorruptStoreError: the row is missing or unknown.
@@ -161,16 +150,16 @@ def read_placement(rows: Rows) -> str:
     return placement
 
 
-def read_erasures(rows: Rows) -> int:
+def read_erasures(rows: TableRows) -> int:
     """Return the number of the last erasure (see ``recovery``); 0 if there is none."""
     return int(_read_number(rows, _ERASURES_ROW, _BYTES))
 
 
-def write_erasures(rows: Rows, number: int) -> None:
+def write_erasures(rows: TableRows, number: int) -> None:
     rows.put(META, _ERASURES_ROW, _BYTES.pack(number))
 
 
-def _read_number(rows: Rows, name: bytes, shape: struct.Struct) -> float:
+def _read_number(rows: TableRows, name: bytes, shape: struct.Struct) -> float:
     row = rows.get(META, name)
     number: float = shape.unpack(row)[0] if row is not None and len(row) == shape.size else 0
     return number

@@ -28,7 +28,7 @@ from persistkv.errors import CorruptPackError, CorruptStoreError, StoreUnavailab
 from persistkv.storage.backend import CommitBatch, Namespace
 from persistkv.storage.catalog import CatalogTransaction
 from persistkv.storage.catalog.order import read_clock, write_clock
-from persistkv.storage.catalog.rows import NAMESPACES, STATES, NamespaceState, encode_namespace
+from persistkv.storage.catalog.rows import NAMESPACES, STATES, NamespaceState, TableRows, encode_namespace
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import ID_BYTES, PackTable, align, frame_seed, pack_id, verify_frame
 from persistkv.storage.format.pack_writer import PackCopy
@@ -40,7 +40,6 @@ from persistkv_lmdb.fsck import DAMAGE, Verdict, inspect
 from persistkv_lmdb.layout import (
     DATABASES,
     DEFAULT_CAPACITY,
-    Transaction,
     create_databases,
     decode_table,
     decode_trailer,
@@ -351,7 +350,7 @@ class _Placed:
         self._allocator = allocator
         self._extents = extents
 
-    def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
+    def write(self, name: bytes, stream: Iterator[Buffer]) -> None:
         self._allocator.publish(name, [self._extents[name]])
 
     def delete(self, name: bytes) -> None:
@@ -395,26 +394,26 @@ class _Builder:
         ) as env:
             with env.begin(write=True, buffers=True) as txn:
                 databases = create_databases(env, txn, replace(self._policy, capacity=DEFAULT_CAPACITY))
-                rows = Transaction(txn, databases)
+                rows = TableRows(txn, databases)
                 self._record_space(rows, packs)
                 write_erasures(rows, erasures)
             for namespace, group in groupby(packs, key=lambda pack: pack.name[:ID_BYTES]):
                 self.namespaces += 1
                 with env.begin(write=True, buffers=True) as txn:
-                    rows = Transaction(txn, databases)
+                    rows = TableRows(txn, databases)
                     rows.put(NAMESPACES, namespace, encode_namespace(namespaces[namespace]))
                     rows.put(STATES, namespace, NamespaceState(os.urandom(8)).encode())
                 while some := list(islice(group, _PACKS_AT_ONCE)):
                     with env.begin(write=True, buffers=True) as txn:
-                        self._add(Transaction(txn, databases), namespace, some)
+                        self._add(TableRows(txn, databases), namespace, some)
             with env.begin(write=True, buffers=True) as txn:
-                rows = Transaction(txn, databases)
+                rows = TableRows(txn, databases)
                 moment, clock = read_clock(rows)
                 write_clock(rows, moment + 1, clock)
                 self._record_capacity(rows, (env.info()["last_pgno"] + 1) * env.stat()["psize"])
             env.sync(True)
 
-    def _record_space(self, rows: Transaction, packs: Sequence[FoundPack]) -> None:
+    def _record_space(self, rows: TableRows, packs: Sequence[FoundPack]) -> None:
         allocator = Allocator(rows)
         extents = sorted(pack.extent for pack in packs)
         used = {number: list(group) for number, group in groupby(extents, key=lambda extent: extent.segment)}
@@ -424,7 +423,7 @@ class _Builder:
             allocator.adopt(number, segment.pages, free, holes)
         allocator.finish()
 
-    def _add(self, rows: Transaction, namespace: bytes, packs: Sequence[FoundPack]) -> None:
+    def _add(self, rows: TableRows, namespace: bytes, packs: Sequence[FoundPack]) -> None:
         payloads = _Placed(Allocator(rows), {pack.name: pack.extent for pack in packs})
         copies = []
         for pack in packs:
@@ -435,7 +434,7 @@ class _Builder:
         commit.add(CommitBatch(copies))
         commit.finish()
 
-    def _record_capacity(self, rows: Transaction, catalogue_bytes: int) -> None:
+    def _record_capacity(self, rows: TableRows, catalogue_bytes: int) -> None:
         """Record the capacity: without a given one, the catalogue may grow to twice its size, and takes at most 1/4."""
         segments = sum(segment.disk_bytes for segment in self._segments.values())
         least = max(8 * catalogue_bytes, 2 * catalogue_bytes + segments + _GROWTH_BYTES)

@@ -24,7 +24,7 @@ from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.errors import ConfigurationError, CorruptPackError
 from persistkv.memory.rows import Rows, StagedBlocks
 from persistkv.storage.backend import CommitBatch, ManifestWrite
-from persistkv.storage.catalog.rows import META, PIECES, SEQUENCE, TABLES, manifest_row
+from persistkv.storage.catalog.rows import META, SEQUENCE, manifest_row
 from persistkv.storage.catalog.rows import PACKS as PACK_ROWS
 from persistkv.storage.format.authentication import Authenticator
 from persistkv.storage.format.codec import Codec, PlanesCodec, RawCodec, ZstdCodec, parse_codec
@@ -59,6 +59,7 @@ from persistkv.storage.shared.format import (
 from persistkv.storage.shared.replica import Replica
 from persistkv.storage.store import Store
 from persistkv_lmdb import LmdbBackend
+from persistkv_lmdb.layout import DATABASES, PIECES
 
 BLOCK = 1024
 STRIDE = 4096
@@ -202,7 +203,7 @@ def _empty_store() -> LmdbBackend:
     """Return the store of this process without content, whatever the damage has left in it."""
     backend = _store()
     with backend.rows(write=True) as rows:
-        for table in set(TABLES) - {META}:
+        for table in set(DATABASES) - {META}:
             for key in [bytes(key) for key, _ in rows.range(table, b"")]:
                 rows.delete(table, key)
     return backend

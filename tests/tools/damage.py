@@ -11,8 +11,9 @@ import lmdb
 
 from persistkv.config import PAGE_BYTES, StoreUrl
 from persistkv.storage import open_backend
-from persistkv.storage.catalog.rows import PIECE_BYTES, SEQUENCE, manifest_row
+from persistkv.storage.catalog.rows import SEQUENCE, manifest_row
 from persistkv.storage.format.pack import PackTable
+from persistkv_lmdb.inline import PIECE_BYTES
 from persistkv_lmdb.layout import DATABASES
 from tests.tools.contexts import Contexts
 

@@ -1,6 +1,6 @@
 """The catalogue of a store: packs, manifests, eviction order, pins, ttl, change log and totals, as sorted table rows.
 
-All drivers share this implementation. A driver supplies transactions over ``Rows`` and storage for payloads: see
+All drivers share this implementation. A driver supplies transactions over ``TableRows`` and storage for payloads: see
 ``CatalogBackend``.
 
 **Eviction.** A store with a capacity evicts packs and manifests, across all its namespaces: in ``commit``, or, if it is
@@ -24,7 +24,7 @@ remote, in one of its processes soon after a commit.
 """
 
 from persistkv.storage.catalog.backend import Catalog, CatalogBackend
-from persistkv.storage.catalog.rows import TABLES, Rows
+from persistkv.storage.catalog.rows import TABLES, TableRows
 from persistkv.storage.catalog.transaction import LOG_ENTRIES, CatalogTransaction, Evicted, Payloads
 
 __all__ = [
@@ -35,5 +35,5 @@ __all__ = [
     "CatalogTransaction",
     "Evicted",
     "Payloads",
-    "Rows",
+    "TableRows",
 ]

@@ -1,6 +1,6 @@
 """A ``Backend`` over sorted table rows: a driver adds transactions, payload storage and a check for free room.
 
-A row here is a key with a value in a table (see ``Rows``), not a row of the primary tier.
+A row here is a key with a value in a table (see ``TableRows``), not a row of the primary tier.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from persistkv.storage.catalog.rows import (
     USES,
     Chain,
     NamespaceState,
-    Rows,
+    TableRows,
     Use,
     cursor_sequence,
     decode_change,
@@ -64,7 +64,7 @@ class Catalog(ABC):
     """
 
     @abstractmethod
-    def rows(self, *, write: bool = False) -> AbstractContextManager[Rows]:
+    def rows(self, *, write: bool = False) -> AbstractContextManager[TableRows]:
         """Return a transaction over table rows for a ``with`` block: committed at its end, rolled back if it raises.
 
         Read transactions may run in any thread, concurrently with each other and with a write transaction. They must
@@ -125,13 +125,13 @@ class Catalog(ABC):
         with self.rows() as rows:
             skew = read_clock(rows)[1].skew
 
-        def read(rows: Rows, name: bytes) -> RequestUse | None:
+        def read(rows: TableRows, name: bytes) -> RequestUse | None:
             chain = Chain.decode(rows.get(CHAINS, name))
             return None if chain is None else _use_of(rows, namespace, chain, skew, moments)
 
         return self._each([manifest_row(namespace, manifest_id) for manifest_id in manifest_ids], read)
 
-    def _each(self, names: Sequence[bytes], read: Callable[[Rows, bytes], T]) -> list[T]:
+    def _each(self, names: Sequence[bytes], read: Callable[[TableRows, bytes], T]) -> list[T]:
         """Return what ``read`` returns for each name. Up to 256 names share a read transaction."""
         found: list[T] = []
         for start in range(0, len(names), _AT_ONCE):
@@ -207,7 +207,7 @@ def check_batch(namespace: bytes, batch: CommitBatch) -> None:
         raise StoreError(f"a pack of another namespace than {namespace.hex()}")
 
 
-def _changes_since(rows: Rows, namespace: bytes, since: int, state: NamespaceState) -> Changes | None:
+def _changes_since(rows: TableRows, namespace: bytes, since: int, state: NamespaceState) -> Changes | None:
     """Return the changes after the one with the number ``since``; None if the log no longer has all of them."""
     added: dict[bytes, None] = {}
     removed: dict[bytes, bytes] = {}
@@ -225,7 +225,7 @@ def _changes_since(rows: Rows, namespace: bytes, since: int, state: NamespaceSta
 
 
 def _use_of(
-    rows: Rows, namespace: bytes, chain: Chain, skew: float, moments: dict[bytes, list[int]]
+    rows: TableRows, namespace: bytes, chain: Chain, skew: float, moments: dict[bytes, list[int]]
 ) -> RequestUse | None:
     """Return the last use and the sharing of a stored request; None if the row with the use of its last pack is missing
     or damaged.

@@ -39,7 +39,7 @@ from persistkv.storage.catalog.rows import (
     ORDER_KEY,
     USES,
     Chain,
-    Rows,
+    TableRows,
     Use,
 )
 from persistkv.storage.format.pack import ID_BYTES
@@ -117,7 +117,7 @@ def _boot() -> bytes:
         return bytes(16)
 
 
-def read_clock(rows: Rows) -> tuple[int, StoreClock]:
+def read_clock(rows: TableRows) -> tuple[int, StoreClock]:
     """Return the number of the last moment (batch that used a pack or manifest) and the clock at that moment; in a new
     store 0 and the present time.
 
@@ -135,14 +135,14 @@ def read_clock(rows: Rows) -> tuple[int, StoreClock]:
     raise CorruptStoreError(f"unreadable clock: {bytes(row).hex()}")
 
 
-def write_clock(rows: Rows, moment: int, clock: StoreClock) -> None:
+def write_clock(rows: TableRows, moment: int, clock: StoreClock) -> None:
     """Record the number of the last moment and the clock at that moment."""
     seconds, at, unconfirmed, since = clock
     row = _CLOCK.pack(moment, seconds, at.wall, at.since_boot, at.boot, unconfirmed, since)
     rows.put(META, _CLOCK_ROW, row)
 
 
-def next_expiry(rows: Rows) -> float:
+def next_expiry(rows: TableRows) -> float:
     """Return the earliest time, on the store's clock, at which a manifest that is not used again expires by its own
     ttl; infinity if no manifest has one.
     """
@@ -155,14 +155,14 @@ def next_expiry(rows: Rows) -> float:
     return first
 
 
-def _listed(rows: Rows, found: bytes) -> Chain | None:
+def _listed(rows: TableRows, found: bytes) -> Chain | None:
     """Return the chain of the manifest that a key of ``EXPIRIES`` lists; None if the key is damaged or out of date."""
     chain = Chain.decode(rows.get(CHAINS, found[-NAME_BYTES:]))
     valid = chain is not None and chain.ttl_s > 0 and found == EXPIRY_KEY.pack(chain.expires, found[-NAME_BYTES:])
     return chain if valid else None
 
 
-def _expiry(rows: Rows, found: bytes, chain: Chain) -> float:
+def _expiry(rows: TableRows, found: bytes, chain: Chain) -> float:
     """Return the time at which the manifest with the key ``found`` in ``EXPIRIES`` expires, unless it is used again."""
     namespace = found[-NAME_BYTES:-ID_BYTES]
     use = Use.decode(rows.get(USES, namespace + chain.packs[-1])) if chain.packs else None
@@ -177,7 +177,7 @@ class EvictionOrder:
     :raises CorruptStoreError: the row of the clock is damaged.
     """
 
-    def __init__(self, rows: Rows, at: float | None = None) -> None:
+    def __init__(self, rows: TableRows, at: float | None = None) -> None:
         self._rows = rows
         self._commutes = False
         moment, before = read_clock(rows)
@@ -189,7 +189,7 @@ class EvictionOrder:
         self._clock_changed = clock.at.boot != before.at.boot or abs(clock.skew - before.skew) > _SKEW_S
 
     @classmethod
-    def timed(cls, rows: Rows) -> EvictionOrder:
+    def timed(cls, rows: TableRows) -> EvictionOrder:
         """Return the order of a catalogue whose uses carry their own times, so that they commute: see ``set_time``."""
         order = cls.__new__(cls)
         order._rows = rows

@@ -1,24 +1,25 @@
-"""Sorted table rows: the interface that a driver implements for its catalogue, and the encoding of the rows.
+"""Tables of the catalogue in an LMDB environment, each of them a database, and the encoding of their rows.
 
-docs/format.md specifies the encoding. Payloads may be rows, too: pieces of at most 256 KiB. In LMDB, a value takes
-contiguous pages, and a full, fragmented file has no contiguous room for larger values.
+docs/format.md specifies the encoding.
 """
 
 from __future__ import annotations
 
 import struct
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptPackError, CorruptStoreError, StoreError
 from persistkv.storage.backend import Namespace
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
 from persistkv.storage.identity import Identity
+
+if TYPE_CHECKING:
+    import lmdb
+    from lmdb import _Database
 
 T = TypeVar("T")
 
@@ -26,11 +27,10 @@ T = TypeVar("T")
 # begin with the namespace's id (16 bytes), so a namespace is one range of each table.
 META = "meta"
 """``clock`` → number of the last moment, then ``StoreClock``. ``note``, namespace, name → content of a note
-(``SupportsNotes``). Drivers also store their own rows here."""
+(``Backend.note``). Drivers also store their own rows here."""
 NAMESPACES = "namespaces"  # namespace → time of creation, then the identity's canonical JSON
 STATES = "states"  # namespace → ``NamespaceState``
 PACKS = "packs"  # namespace, pack id → the sequence number at which the pack was added, then its table
-PIECES = "pieces"  # namespace, pack id, u32 big-endian → at most 256 KiB of a payload that is stored in rows
 LOG = "log"  # namespace, sequence number big-endian → ``+`` or ``-``, pack id; after ``-``, fingerprints of its keys
 MANIFESTS = "manifests"  # namespace, digest of the manifest's id → the manifest's head
 MANIFEST_KEYS = "manifest_keys"  # namespace, digest of the manifest's id → the manifest's keys
@@ -40,35 +40,44 @@ CHAINS = "chains"  # namespace, digest of the manifest's id → ``Chain``
 LINKS = "links"  # namespace, pack id, digest of the id of a manifest that names the pack → empty
 EXPIRIES = "expiries"  # ``EXPIRY_KEY`` → empty: manifests with a ttl of their own, by the earliest time of expiry
 
-TABLES = (META, NAMESPACES, STATES, PACKS, PIECES, LOG, MANIFESTS, MANIFEST_KEYS, USES, ORDER, CHAINS, LINKS, EXPIRIES)
+TABLES = (META, NAMESPACES, STATES, PACKS, LOG, MANIFESTS, MANIFEST_KEYS, USES, ORDER, CHAINS, LINKS, EXPIRIES)
 
 
-class Rows(ABC):
-    """Rows (key and value) of all tables of a store within one transaction of its driver, sorted by key in each table.
+class TableRows:
+    """Rows (key and value) of all tables of a store within one LMDB transaction, sorted by key in each table.
 
-    A row's key has at most 64 bytes, its value at most 256 KiB. Values in ``PACKS`` and ``MANIFEST_KEYS`` have no
-    limit. Returned buffers are valid until a row is changed or the transaction ends. ``table`` is one of ``TABLES``.
-    Unrelated to the rows of the primary tier.
+    A row's key has at most 64 bytes. Returned buffers are valid until a row is changed, or the transaction ends. A
+    change that finds no room raises LMDB's error; the transaction must then be rolled back.
+
+    :param databases: by the name of the table.
     """
 
-    @abstractmethod
+    def __init__(self, txn: lmdb.Transaction[memoryview], databases: Mapping[str, _Database]) -> None:
+        self.txn = txn
+        self._databases = databases
+
     def get(self, table: str, key: bytes) -> Buffer | None:
         """Return the value of a key; None if there is no such row."""
+        return self.txn.get(key, db=self._databases[table])
 
-    @abstractmethod
     def put(self, table: str, key: bytes, value: Buffer) -> None:
-        """Write a row, replacing the row with the same key.
+        """Write a row, replacing the row with the same key."""
+        self.txn.put(key, value, db=self._databases[table])
 
-        :raises StoreFullError: there is no room; the transaction must be rolled back.
-        """
+    def put_many(self, table: str, rows: Sequence[tuple[bytes, bytes]]) -> None:
+        """Write many rows at once, as ``put`` does."""
+        with self.cursor(table) as cursor:
+            cursor.putmulti(rows)
 
-    @abstractmethod
     def delete(self, table: str, key: bytes) -> bool:
         """Delete a row; return whether it existed."""
+        return self.txn.delete(key, db=self._databases[table])
 
-    @abstractmethod
     def range(self, table: str, start: bytes) -> Iterator[tuple[Buffer, Buffer]]:
         """Iterate over (key, value) from the key ``start`` on, ascending. Do not change rows meanwhile."""
+        cursor = self.cursor(table)
+        if cursor.set_range(start):
+            yield from cursor.iternext()
 
     def starting_with(self, table: str, prefix: bytes) -> Iterator[tuple[Buffer, Buffer]]:
         """Iterate over the rows whose keys start with ``prefix``, ascending. Do not change rows meanwhile."""
@@ -78,15 +87,28 @@ class Rows(ABC):
             yield key, value
 
     def first(self, table: str, start: bytes) -> bytes | None:
-        """Return the first key of a table from ``start`` on; None if there is none."""
-        return next((bytes(key) for key, _ in self.range(table, start)), None)
+        """Return the first key of a table from ``start`` on; None if there is none. The caller may change rows next."""
+        with self.cursor(table) as cursor:
+            return bytes(cursor.key()) if cursor.set_range(start) else None
+
+    def cursor(self, table: str) -> lmdb.Cursor[memoryview]:
+        return self.txn.cursor(self._databases[table])
+
+    def count(self, table: str) -> int:
+        """Return the number of rows of a table."""
+        return int(self.txn.stat(self._databases[table])["entries"])
+
+    def used_bytes(self) -> int:
+        """Return the bytes of the pages that this transaction's snapshot uses, without free pages."""
+        stats = [self.txn.stat(), *map(self.txn.stat, self._databases.values())]
+        pages = sum(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats)
+        return int((_META_PAGES + pages) * stats[0]["psize"])
 
 
-PIECE_BYTES = 256 << 10  # 256 KiB: small enough to find contiguous room in a store of a few MiB
+_META_PAGES = 2  # of an LMDB environment
 
 NOTE = b"note"
 SEQUENCE = struct.Struct("<Q")
-_PIECE = struct.Struct(">I")
 LOG_KEY = struct.Struct(">16sQ")
 ADDED, REMOVED = b"+", b"-"
 _CREATED = struct.Struct("<d")
@@ -224,7 +246,7 @@ class NamespaceState:
         self.stored_bytes += sign * table.payload_length
 
 
-def read_state(rows: Rows, namespace: bytes) -> NamespaceState:
+def read_state(rows: TableRows, namespace: bytes) -> NamespaceState:
     """Return the recorded state of a namespace.
 
     :raises StoreError: there is no such namespace, or its row is damaged.
@@ -235,7 +257,7 @@ def read_state(rows: Rows, namespace: bytes) -> NamespaceState:
     return NamespaceState.decode(row)
 
 
-def state_or_empty(rows: Rows, namespace: bytes) -> NamespaceState:
+def state_or_empty(rows: TableRows, namespace: bytes) -> NamespaceState:
     """Return the recorded state of a namespace; the state of an empty one, with ``NO_GENERATION``, if it has no row.
 
     :raises CorruptStoreError: its row is damaged.
@@ -315,65 +337,8 @@ def decoded(decode: Callable[[Buffer], T], row: Buffer | None) -> T | None:
         return None
 
 
-def manifests_of(rows: Rows, pack: bytes) -> Iterator[bytes]:
+def manifests_of(rows: TableRows, pack: bytes) -> Iterator[bytes]:
     """Yield the keys (``manifest_row``) of the manifests that name a pack, whose key is ``pack``. Do not change rows
     meanwhile.
     """
     return (pack[:ID_BYTES] + bytes(key[2 * ID_BYTES :]) for key, _ in rows.starting_with(LINKS, pack))
-
-
-class RowPayloads:
-    """Payloads of packs, stored in pieces as rows of the table ``PIECES`` within one transaction (a ``Payloads``)."""
-
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
-
-    def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
-        for index, piece in enumerate(_pieces(stream)):
-            self._rows.put(PIECES, name + _PIECE.pack(index), piece)
-
-    def delete(self, name: bytes) -> None:
-        for key in [bytes(key) for key, _ in self._rows.starting_with(PIECES, name)]:
-            self._rows.delete(PIECES, key)
-
-
-def _pieces(stream: Iterator[Buffer]) -> Iterator[Buffer]:
-    """Cut a stream into pieces of ``PIECE_BYTES``, the last one shorter; copy only those of several buffers."""
-    parts: list[memoryview] = []
-    length = 0
-    for part in stream:
-        rest = memoryview(part)
-        while length + len(rest) >= PIECE_BYTES:
-            cut = PIECE_BYTES - length
-            yield b"".join([*parts, rest[:cut]]) if parts else rest[:cut]
-            parts, length, rest = [], 0, rest[cut:]
-        if rest:
-            parts.append(rest)
-            length += len(rest)
-    if parts:
-        yield b"".join(parts)
-
-
-def page_bytes(payload_length: int) -> int:
-    """Return an upper bound on the bytes of the pages that the pieces of a payload take, LMDB's headers included."""
-    return payload_length + PAGE_BYTES * (2 * (payload_length // PIECE_BYTES) + 2)
-
-
-def read_pieces(rows: Rows, name: bytes, offset: int, buffers: Sequence[memoryview]) -> bool:
-    """Fill ``buffers``, one after the other, with the bytes of the pack ``name`` (namespace and pack id) from the byte
-    ``offset`` on. Return False if the pack is absent or too short: the buffers then have undefined content.
-    """
-    index, start = divmod(offset, PIECE_BYTES)
-    piece = rows.get(PIECES, name + _PIECE.pack(index))
-    for buffer in buffers:
-        rest = buffer.cast("B")
-        while rest:
-            if start == PIECE_BYTES:
-                index, start = index + 1, 0
-                piece = rows.get(PIECES, name + _PIECE.pack(index))
-            if piece is None or start >= len(piece):
-                return False
-            count = min(len(rest), len(piece) - start)
-            rest[:count] = piece[start : start + count]
-            start, rest = start + count, rest[count:]
-    return True

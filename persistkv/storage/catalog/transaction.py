@@ -34,7 +34,7 @@ from persistkv.storage.catalog.rows import (
     STATES,
     Chain,
     NamespaceState,
-    Rows,
+    TableRows,
     Use,
     encode_change,
     encode_namespace,
@@ -67,12 +67,11 @@ class Evicted(enum.Enum):
 class Payloads(Protocol):
     """Payload storage of one transaction. A rollback of the transaction undoes all writes and deletions."""
 
-    def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
+    def write(self, name: bytes, stream: Iterator[Buffer]) -> None:
         """Write a pack's payload, or start writing it: the buffers of the stream may be read until the transaction
         ends. Errors of the stream are raised unchanged.
 
         :param name: namespace and pack id.
-        :param at_most: upper bound on the bytes of the stream.
         :raises StoreFullError: there is no room for the payload.
         """
 
@@ -98,7 +97,7 @@ class CatalogTransaction:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: TableRows,
         payloads: Payloads,
         namespace: bytes,
         keep: Collection[bytes] = (),
@@ -278,7 +277,7 @@ class CatalogTransaction:
             return
         self._delete_pack(name)
         self.grew = True
-        self._payloads.write(name, pack.stream(), pack.payload_bound)
+        self._payloads.write(name, pack.stream())
         self._log(name, ADDED)
         self._rows.put(PACKS, name, SEQUENCE.pack(self._state.sequence) + pack.table.encode())
         depth = min((frame.depth for frame in pack.table.frames), default=UNKNOWN_DEPTH)

@@ -31,7 +31,6 @@ import lmdb
 from persistkv.errors import CorruptPackError, StoreError
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.catalog.backend import Catalog
-from persistkv.storage.catalog.lmdb_rows import LmdbRows
 from persistkv.storage.catalog.order import EvictionOrder
 from persistkv.storage.catalog.rows import (
     CHAINS,
@@ -50,7 +49,7 @@ from persistkv.storage.catalog.rows import (
     USES,
     Chain,
     NamespaceState,
-    Rows,
+    TableRows,
     Use,
     manifest_row,
     pack_table,
@@ -172,7 +171,7 @@ class _Bodies:
         self.deleted: list[bytes] = []
         """Ids of the packs that the transaction has deleted."""
 
-    def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
+    def write(self, name: bytes, stream: Iterator[Buffer]) -> None:
         for _ in stream:
             pass
 
@@ -224,12 +223,12 @@ class Replica(Catalog):
         return contained
 
     @contextmanager
-    def rows(self, *, write: bool = False) -> Iterator[LmdbRows]:
+    def rows(self, *, write: bool = False) -> Iterator[TableRows]:
         with self._transaction(write=write) as rows:
             yield rows
 
     @contextmanager
-    def _transaction(self, *, write: bool, abort: bool = False) -> Iterator[LmdbRows]:
+    def _transaction(self, *, write: bool, abort: bool = False) -> Iterator[TableRows]:
         with self._changed:
             if self._closed:
                 raise StoreError(f"{self._directory}: the replica is closed")
@@ -237,7 +236,7 @@ class Replica(Catalog):
         try:
             txn = self._env.begin(write=write, buffers=True)
             try:
-                yield LmdbRows(txn, self._databases)
+                yield TableRows(txn, self._databases)
             except BaseException:
                 txn.abort()
                 raise
@@ -477,7 +476,7 @@ class Replica(Catalog):
 class _Goal:
     """Goal of an eviction: bytes to free, and a time before which nothing was last used."""
 
-    def __init__(self, rows: LmdbRows, order: EvictionOrder, bodies: _Bodies, excess: int, horizon: float) -> None:
+    def __init__(self, rows: TableRows, order: EvictionOrder, bodies: _Bodies, excess: int, horizon: float) -> None:
         self._rows = rows
         self._order = order
         self._bodies = bodies
@@ -499,7 +498,7 @@ class _Goal:
 class _Application:
     """Applies deltas to the rows of a replica, within one transaction."""
 
-    def __init__(self, rows: LmdbRows, namespace: bytes) -> None:
+    def __init__(self, rows: TableRows, namespace: bytes) -> None:
         self._rows = rows
         self._namespace = namespace
         self._order = EvictionOrder.timed(rows)
@@ -749,7 +748,7 @@ class _Part:
         self._dropped: list[Dropped] = []
         self._pins: list[Pin] = []
 
-    def add_request(self, rows: Rows, namespace: bytes, digest: bytes, version: _Version) -> None:
+    def add_request(self, rows: TableRows, namespace: bytes, digest: bytes, version: _Version) -> None:
         row = namespace + digest
         self.length += 64
         if version.dropped:
@@ -781,7 +780,7 @@ class _Part:
         return delta
 
 
-def _dumped_packs(rows: Rows, namespace: bytes) -> Iterator[PackEntry]:
+def _dumped_packs(rows: TableRows, namespace: bytes) -> Iterator[PackEntry]:
     """Iterate over all blobs of packs."""
     for name, value in rows.range(BLOBS, b""):
         pack_id, nonce = bytes(name[:ID_BYTES]), bytes(name[ID_BYTES:])
@@ -791,7 +790,7 @@ def _dumped_packs(rows: Rows, namespace: bytes) -> Iterator[PackEntry]:
         yield PackEntry(pack_id, nonce, row.tags + encoded, 0.0 if use is None else use.time)
 
 
-def _removals(rows: Rows, bodies: _Bodies, transaction: CatalogTransaction) -> Removals:
+def _removals(rows: TableRows, bodies: _Bodies, transaction: CatalogTransaction) -> Removals:
     removals = Removals(tables=list(transaction.evicted))
     for pack_id in dict.fromkeys(bodies.deleted):
         removals.packs += _names_of(rows, pack_id)
@@ -800,18 +799,18 @@ def _removals(rows: Rows, bodies: _Bodies, transaction: CatalogTransaction) -> R
     return removals
 
 
-def _names_of(rows: Rows, pack_id: bytes) -> list[bytes]:
+def _names_of(rows: TableRows, pack_id: bytes) -> list[bytes]:
     """Return the names of all blobs of a pack."""
     return [bytes(name) for name, _ in rows.starting_with(BLOBS, pack_id)]
 
 
-def _shown(rows: Rows, pack_id: bytes) -> bytes | None:
+def _shown(rows: TableRows, pack_id: bytes) -> bytes | None:
     """Return the name of the blob that the catalogue shows for a pack: the smallest; None: there is none."""
     name = rows.first(BLOBS, pack_id)
     return name if name is not None and name.startswith(pack_id) else None
 
 
-def _blob_row(rows: Rows, name: bytes) -> _BlobRow:
+def _blob_row(rows: TableRows, name: bytes) -> _BlobRow:
     row = rows.get(BLOBS, name)
     return _BlobRow(0, b"", b"") if row is None else _decode_blob_row(bytes(row))
 
@@ -822,21 +821,21 @@ def _decode_blob_row(row: bytes) -> _BlobRow:
     return _BlobRow(counted, row[_BLOB.size : end], row[end:])
 
 
-def _read_version(rows: Rows, digest: bytes) -> _Version:
+def _read_version(rows: TableRows, digest: bytes) -> _Version:
     row = rows.get(VERSIONS, digest)
     return _Version() if row is None else _Version._make(_VERSION.unpack(row))
 
 
-def _write_version(rows: Rows, digest: bytes, version: _Version) -> None:
+def _write_version(rows: TableRows, digest: bytes, version: _Version) -> None:
     rows.put(VERSIONS, digest, _VERSION.pack(*version))
 
 
-def _versions(rows: Rows) -> Iterator[tuple[bytes, _Version]]:
+def _versions(rows: TableRows) -> Iterator[tuple[bytes, _Version]]:
     for digest, row in rows.range(VERSIONS, b""):
         yield bytes(digest), _Version._make(_VERSION.unpack(row))
 
 
-def _read_bytes(rows: Rows) -> int:
+def _read_bytes(rows: TableRows) -> int:
     row = rows.get(META, _BYTES_ROW)
     return 0 if row is None else int(_BYTES.unpack(row)[0])
 

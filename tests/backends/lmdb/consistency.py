@@ -13,16 +13,16 @@ from persistkv.storage.catalog.rows import (
     NAMESPACES,
     NO_GENERATION,
     PACKS,
-    PIECES,
     STATES,
     NamespaceState,
+    TableRows,
     pack_table,
 )
 from persistkv.storage.format.pack import ID_BYTES
 from persistkv_lmdb import LmdbBackend
 from persistkv_lmdb.allocator import Allocator, decode_extents, pages_of
 from persistkv_lmdb.fsck import recount, space_faults
-from persistkv_lmdb.layout import EXTENTS, Transaction, tail_pages
+from persistkv_lmdb.layout import EXTENTS, PIECES, tail_pages
 
 
 def find_faults(backend: LmdbBackend) -> list[str]:
@@ -49,7 +49,7 @@ def find_faults(backend: LmdbBackend) -> list[str]:
     return found
 
 
-def _pack_faults(transaction: Transaction) -> Iterator[str]:
+def _pack_faults(transaction: TableRows) -> Iterator[str]:
     """Yield a line per pack without exactly one payload of its length, and per payload without a pack."""
     extents = {bytes(key): pages_of(decode_extents(row)) for key, row in transaction.starting_with(EXTENTS, b"")}
     pieces: Counter[bytes] = Counter()
@@ -67,7 +67,7 @@ def _pack_faults(transaction: Transaction) -> Iterator[str]:
         yield f"a payload belongs to {name.hex()}, which is no pack"
 
 
-def _total_faults(transaction: Transaction) -> Iterator[str]:
+def _total_faults(transaction: TableRows) -> Iterator[str]:
     """Yield a line per namespace whose recorded totals differ from a recount of its rows."""
     states = {bytes(key): NamespaceState.decode(row) for key, row in transaction.starting_with(STATES, b"")}
     for name, counted in recount(transaction, states, Counter()).items():
@@ -75,7 +75,7 @@ def _total_faults(transaction: Transaction) -> Iterator[str]:
             yield f"namespace {name.hex()}: {states[name]}; counted: {counted}"
 
 
-def _namespace_faults(transaction: Transaction) -> Iterator[str]:
+def _namespace_faults(transaction: TableRows) -> Iterator[str]:
     """Yield a line per namespace that has rows but no content, or content but no totals."""
     with_content = _namespaces_in(transaction, PACKS) | _namespaces_in(transaction, MANIFESTS)
     for table in (NAMESPACES, STATES, LOG):
@@ -88,5 +88,5 @@ def _namespace_faults(transaction: Transaction) -> Iterator[str]:
             yield f"namespace {bytes(key).hex()} has no generation"
 
 
-def _namespaces_in(transaction: Transaction, table: str) -> set[bytes]:
+def _namespaces_in(transaction: TableRows, table: str) -> set[bytes]:
     return {bytes(key[:ID_BYTES]) for key, _ in transaction.starting_with(table, b"")}

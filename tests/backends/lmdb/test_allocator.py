@@ -21,12 +21,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreError, StoreFullError
 from persistkv.storage.backend import CommitBatch, ReadSpan
+from persistkv.storage.catalog import TableRows
 from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_lmdb import LmdbBackend
 from persistkv_lmdb.allocator import Allocator, pages_of, read_extents, split, without
-from persistkv_lmdb.layout import DATABASES, Transaction
+from persistkv_lmdb.layout import DATABASES
 from tests.backends.lmdb.conftest import Opener, stdout_of
 from tests.backends.lmdb.consistency import find_faults
 
@@ -48,7 +49,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     def change(self, change: Callable[..., Any]) -> Any:
         with self.env.begin(write=True, buffers=True) as txn:
-            space = Allocator(Transaction(txn, self.db))
+            space = Allocator(TableRows(txn, self.db))
             found = change(space, txn)
             space.finish()
         return found
@@ -203,7 +204,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         if not hasattr(self, "env"):
             return
         with self.env.begin(buffers=True) as txn:
-            transaction = Transaction(txn, self.db)
+            transaction = TableRows(txn, self.db)
             space = Allocator(transaction)
             owners: dict[tuple[int, int], int] = {}
             found = [(FREE, extent) for extent in space.free_extents()]

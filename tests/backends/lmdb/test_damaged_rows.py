@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.catalog.rows import Rows, Use
+from persistkv.storage.catalog.rows import TableRows, Use
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.testing.conformance.suite import tables
 from persistkv.testing.samples import sample_manifest, sample_pack
@@ -42,7 +42,7 @@ def backend(open_store: Opener) -> LmdbBackend:
     return open_store("?ttl=1h")
 
 
-def content(rows: Rows, table: str) -> list[tuple[bytes, bytes]]:
+def content(rows: TableRows, table: str) -> list[tuple[bytes, bytes]]:
     """Return copies of all rows of a table: the buffers of a transaction end with its next change."""
     return [(bytes(key), bytes(value)) for key, value in rows.range(table, b"")]
 

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from persistkv.storage.catalog.lmdb_rows import LmdbRows
-from persistkv.storage.catalog.rows import PIECE_BYTES, PIECES, RowPayloads, read_pieces
+from persistkv.storage.catalog import TableRows
 from persistkv.storage.format.codec import Buffer
+from persistkv_lmdb.inline import PIECE_BYTES, InlinePayloads, read_pieces
+from persistkv_lmdb.layout import PIECES
 
 NAME, NEIGHBOURS = b"n" * 32, (b"m" * 32, b"n" * 31 + b"o")
 
@@ -30,21 +31,21 @@ def env(tmp_path: Path) -> Iterator[lmdb.Environment]:
 
 
 @contextmanager
-def transaction(env: lmdb.Environment) -> Iterator[LmdbRows]:
+def transaction(env: lmdb.Environment) -> Iterator[TableRows]:
     """Run a write transaction, and roll it back."""
     txn = env.begin(write=True, buffers=True)
     try:
-        yield LmdbRows(txn, {PIECES: env.open_db(PIECES.encode(), txn=txn)})
+        yield TableRows(txn, {PIECES: env.open_db(PIECES.encode(), txn=txn)})
     finally:
         txn.abort()
 
 
-def stored(rows: LmdbRows) -> list[tuple[bytes, bytes]]:
+def stored(rows: TableRows) -> list[tuple[bytes, bytes]]:
     return [(bytes(key), bytes(value)) for key, value in rows.range(PIECES, b"")]
 
 
-def write(rows: LmdbRows, name: bytes, stream: Iterable[Buffer]) -> None:
-    RowPayloads(rows).write(name, iter(stream), at_most=1 << 30)
+def write(rows: TableRows, name: bytes, stream: Iterable[Buffer]) -> None:
+    InlinePayloads(rows).write(name, iter(stream))
 
 
 lengths = st.one_of(
@@ -55,7 +56,7 @@ lengths = st.one_of(
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(lengths, max_size=5), st.data())
-def test_row_payloads_any_stream_cut_reads_back_any_span(
+def test_inline_payloads_any_stream_cut_reads_back_any_span(
     env: lmdb.Environment, cuts: list[int], data: st.DataObject
 ) -> None:
     payload = pattern(sum(cuts))
@@ -77,7 +78,7 @@ def test_row_payloads_any_stream_cut_reads_back_any_span(
         assert not read_pieces(rows, NAME, offset, [beyond])
 
 
-def test_row_payloads_write_reused_buffer_stores_each_content(env: lmdb.Environment) -> None:
+def test_inline_payloads_write_reused_buffer_stores_each_content(env: lmdb.Environment) -> None:
     part = bytearray(pattern(PIECE_BYTES))
 
     def stream() -> Iterator[memoryview]:
@@ -90,11 +91,11 @@ def test_row_payloads_write_reused_buffer_stores_each_content(env: lmdb.Environm
         assert [value[0] for _, value in stored(rows)] == [0, 1, 2]
 
 
-def test_row_payloads_delete_keeps_adjacent_names(env: lmdb.Environment) -> None:
+def test_inline_payloads_delete_keeps_adjacent_names(env: lmdb.Environment) -> None:
     with transaction(env) as rows:
         for name in (NAME, *NEIGHBOURS):
             write(rows, name, [pattern(2 * PIECE_BYTES + 1)])
-        payloads = RowPayloads(rows)
+        payloads = InlinePayloads(rows)
         payloads.delete(NAME)
         payloads.delete(b"z" * 32)
         assert {key[:32] for key, _ in stored(rows)} == set(NEIGHBOURS)

@@ -15,11 +15,11 @@ import pytest
 
 from persistkv.errors import ConfigurationError, CorruptStoreError, StoreError
 from persistkv.storage.backend import CommitBatch, ReadSpan
+from persistkv.storage.catalog import TableRows
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.identity import Identity
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_lmdb import LmdbBackend, segments
-from persistkv_lmdb.layout import Transaction
 from persistkv_lmdb.segments import is_cached
 from tests.backends.lmdb.conftest import Opener
 
@@ -178,7 +178,7 @@ def test_tables_damaged_row_raises_store_error(
         raise struct.error("a row of impossible length")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Transaction, "get", damaged)
+        patch.setattr(TableRows, "get", damaged)
         for read_rows in (backend.tables, backend.scan_order):
             with pytest.raises(CorruptStoreError):
                 read_rows(namespace, [pack.pack_id])

@@ -1,0 +1,76 @@
+"""Payloads in LMDB itself (placement ``inline``), in pieces of at most 256 KiB.
+
+In LMDB, a value takes contiguous pages, and a full, fragmented file has no contiguous room for larger values.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+
+from persistkv.config import PAGE_BYTES
+from persistkv.storage.catalog import TableRows
+from persistkv.storage.format.codec import Buffer
+from persistkv_lmdb.layout import PIECES
+
+PIECE_BYTES = 256 << 10  # 256 KiB: small enough to find contiguous room in a store of a few MiB
+_PIECE = struct.Struct(">I")
+
+
+class InlinePayloads:
+    """Payloads of packs as rows of the table ``PIECES`` within one transaction."""
+
+    def __init__(self, rows: TableRows) -> None:
+        self._rows = rows
+
+    def write(self, name: bytes, stream: Iterator[Buffer]) -> None:
+        """Write a pack's payload. Errors of the stream are raised unchanged."""
+        for index, piece in enumerate(_pieces(stream)):
+            self._rows.put(PIECES, name + _PIECE.pack(index), piece)
+
+    def delete(self, name: bytes) -> None:
+        """Delete a pack's payload, if it is inline."""
+        for key in [bytes(key) for key, _ in self._rows.starting_with(PIECES, name)]:
+            self._rows.delete(PIECES, key)
+
+
+def _pieces(stream: Iterator[Buffer]) -> Iterator[Buffer]:
+    """Cut a stream into pieces of ``PIECE_BYTES``, the last one shorter; copy only those of several buffers."""
+    parts: list[memoryview] = []
+    length = 0
+    for part in stream:
+        rest = memoryview(part)
+        while length + len(rest) >= PIECE_BYTES:
+            cut = PIECE_BYTES - length
+            yield b"".join([*parts, rest[:cut]]) if parts else rest[:cut]
+            parts, length, rest = [], 0, rest[cut:]
+        if rest:
+            parts.append(rest)
+            length += len(rest)
+    if parts:
+        yield b"".join(parts)
+
+
+def page_bytes(payload_length: int) -> int:
+    """Return an upper bound on the bytes of the pages that the pieces of a payload take, LMDB's headers included."""
+    return payload_length + PAGE_BYTES * (2 * (payload_length // PIECE_BYTES) + 2)
+
+
+def read_pieces(rows: TableRows, name: bytes, offset: int, buffers: Sequence[memoryview]) -> bool:
+    """Fill ``buffers``, one after the other, with the bytes of the pack ``name`` (namespace and pack id) from the byte
+    ``offset`` on. Return False if the pack is absent or too short: the buffers then have undefined content.
+    """
+    index, start = divmod(offset, PIECE_BYTES)
+    piece = rows.get(PIECES, name + _PIECE.pack(index))
+    for buffer in buffers:
+        rest = buffer.cast("B")
+        while rest:
+            if start == PIECE_BYTES:
+                index, start = index + 1, 0
+                piece = rows.get(PIECES, name + _PIECE.pack(index))
+            if piece is None or start >= len(piece):
+                return False
+            count = min(len(rest), len(piece) - start)
+            rest[:count] = piece[start : start + count]
+            start, rest = start + count, rest[count:]
+    return True

@@ -23,14 +23,26 @@ import msgspec
 
 from persistkv.config import PAGE_BYTES, StoreUrl, convert_options, parse_duration, parse_size
 from persistkv.errors import ConfigurationError, StoreError, StoreFullError
-from persistkv.storage.backend import Capabilities, CommitBatch, CommitResult, Namespace, ReadSpan
-from persistkv.storage.catalog import CatalogBackend
-from persistkv.storage.catalog.backend import check_batch
-from persistkv.storage.catalog.rows import PACKS, SEQUENCE, TableRows
+from persistkv.storage.backend import Backend, Capabilities, Changes, CommitBatch, CommitResult, Namespace, ReadSpan
+from persistkv.storage.catalog import Catalogue
+from persistkv.storage.catalog.catalogue import check_batch, totals
+from persistkv.storage.catalog.rows import (
+    META,
+    NAMESPACES,
+    PACKS,
+    SEQUENCE,
+    STATES,
+    TableRows,
+    decode_namespace,
+    encode_namespace,
+    note_row,
+)
 from persistkv.storage.format.files import replace_file
-from persistkv.storage.format.pack import table_lengths
+from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
+from persistkv.storage.format.pack import PackTable, table_lengths
+from persistkv.storage.identity import Identity
 from persistkv.storage.policy import Policy
-from persistkv.storage.stats import BackendStats, FreeSpace, Rebuilt
+from persistkv.storage.stats import BackendStats, FreeSpace, Rebuilt, RequestUse
 from persistkv_lmdb import files
 from persistkv_lmdb.allocator import Allocator, read_extents
 from persistkv_lmdb.commit import BatchCommit, StaleError, fit_capacity, release_free
@@ -90,7 +102,7 @@ class LmdbOptions(msgspec.Struct, frozen=True):
         return replace(given, capacity=given.capacity or DEFAULT_CAPACITY, placement=given.placement or "extents")
 
 
-class LmdbBackend(CatalogBackend):
+class LmdbBackend(Backend):
     """Handle on a store. Handles of one process on the same store share its LMDB environment.
 
     Any thread may call ``read``, ``scan`` and ``tables``; only one thread at a time may call the other methods.
@@ -108,6 +120,7 @@ class LmdbBackend(CatalogBackend):
         if read_only:
             self.status_interval_s = None
         self._direct = False if cached else None
+        self._catalogue = Catalogue(self.rows, self.disk_bytes)
 
     @property
     def environment(self) -> Environment:
@@ -194,9 +207,53 @@ class LmdbBackend(CatalogBackend):
     def _keeps_changing(self) -> StoreError:
         return StoreError(f"{self._path}: files of the store were replaced {_REPLACEMENTS} times in one operation")
 
-    @property
-    def opened(self) -> dict[bytes, Namespace]:
-        return self.environment.opened
+    # Namespaces. They have rows only while they have content: the commit that adds the first pack or
+    # manifest writes them, and the one that removes the last deletes them.
+
+    def namespaces(self) -> Iterator[Namespace]:
+        return self._catalogue.namespaces()
+
+    def open_namespace(self, identity: Identity) -> Namespace:
+        name = identity.digest
+        with self.rows() as rows:
+            found = decode_namespace(name, rows.get(NAMESPACES, name))
+            has_content = rows.get(STATES, name) is not None
+        namespace = found or self.environment.opened.get(name) or Namespace(identity, time.time())
+        if has_content and found is None and self.capabilities.writable:  # its row is damaged
+            with self.rows(write=True) as rows:
+                rows.put(NAMESPACES, name, encode_namespace(namespace))
+        self.environment.opened[name] = namespace
+        return namespace
+
+    def note(self, namespace: bytes, name: str) -> bytes | None:
+        return self._catalogue.note(namespace, name)
+
+    def put_note(self, namespace: bytes, name: str, content: bytes) -> None:
+        with self.rows(write=True) as rows:
+            rows.put(META, note_row(namespace, name), content)
+
+    # Content
+
+    def changes(self, namespace: bytes, cursor: bytes | None) -> Changes:
+        return self._catalogue.changes(namespace, cursor)
+
+    def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
+        return self._catalogue.tables(namespace, pack_ids)
+
+    def manifests(self, namespace: bytes) -> Iterator[RequestManifest]:
+        return self._catalogue.manifests(namespace)
+
+    def manifest_keys(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[ManifestKeys | None]:
+        return self._catalogue.manifest_keys(namespace, manifest_ids)
+
+    def manifests_naming(self, namespace: bytes, packs: Sequence[bytes]) -> list[RequestManifest]:
+        return self._catalogue.manifests_naming(namespace, packs)
+
+    def chain(self, namespace: bytes, manifest_id: str) -> list[bytes] | None:
+        return self._catalogue.chain(namespace, manifest_id)
+
+    def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
+        return self._catalogue.uses(namespace, manifest_ids)
 
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
         check_batch(namespace, batch)
@@ -244,14 +301,13 @@ class LmdbBackend(CatalogBackend):
 
     def scan_order(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[bytes]:
         names = [namespace + pack_id for pack_id in pack_ids]
-        firsts = self._each(names, lambda rows, name: (read_extents(rows, name) or [])[:1])  # first: those without any
+        firsts = self._catalogue.each(names, _first_extent)
         return [pack_id for _, pack_id in sorted(zip(firsts, pack_ids, strict=True), key=lambda pair: pair[0])]
 
     def stats(self) -> BackendStats:
         damaged = quarantined(self._path)
         return replace(
-            super().stats(),
-            capacity=self.policy().capacity,
+            totals(self._catalogue.states(), self.disk_bytes(), self.policy().capacity),
             quarantined=tuple(map(str, damaged)),
             quarantined_bytes=sum(damaged.values()),
         )
@@ -346,6 +402,11 @@ def _path_of(url: StoreUrl) -> Path:
         expected = f"an absolute path: lmdb:///{url.location} (three slashes), or lmdb://{path.absolute()}"
         raise ConfigurationError("url", f"lmdb://{url.location}", expected)
     return path
+
+
+def _first_extent(rows: TableRows, name: bytes) -> list[Extent]:
+    """Return the first extent of a pack; none if it is not in extents."""
+    return (read_extents(rows, name) or [])[:1]
 
 
 def _place_of(rows: TableRows, namespace: bytes, span: ReadSpan) -> list[Extent] | None:

@@ -43,7 +43,7 @@ from persistkv.storage.catalog.rows import (
     PACKS,
     is_current,
     pack_table,
-    state_or_empty,
+    read_state,
 )
 from persistkv.storage.catalog.transaction import kept_names, rows_bound
 from persistkv.storage.format.codec import Buffer
@@ -155,7 +155,7 @@ class BatchCommit:
             self._placed.clear()  # the file that was written may be the deleted one
             self._replacements = environment.files.replacements
         with environment.transaction() as rows:
-            self._check_seen(rows, state_or_empty(rows, self._namespace).cursor)  # before the work of writing
+            self._check_seen(rows, read_state(rows, self._namespace).cursor)  # before the work of writing
             self._erasures = read_erasures(rows)
             spare = self._spare(rows)  # first: it may forget placed packs
             unplaced = [pack for pack in self._added(rows) if pack.pack_id not in self._placed]

@@ -28,7 +28,7 @@ from persistkv.errors import CorruptPackError, CorruptStoreError, StoreUnavailab
 from persistkv.storage.backend import CommitBatch, Namespace
 from persistkv.storage.catalog import CatalogTransaction
 from persistkv.storage.catalog.order import read_clock, write_clock
-from persistkv.storage.catalog.rows import NAMESPACES, STATES, NamespaceState, TableRows, encode_namespace
+from persistkv.storage.catalog.rows import NamespaceState, TableRows
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import ID_BYTES, PackTable, align, frame_seed, pack_id, verify_frame
 from persistkv.storage.format.pack_writer import PackCopy
@@ -399,13 +399,9 @@ class _Builder:
                 write_erasures(rows, erasures)
             for namespace, group in groupby(packs, key=lambda pack: pack.name[:ID_BYTES]):
                 self.namespaces += 1
-                with env.begin(write=True, buffers=True) as txn:
-                    rows = TableRows(txn, databases)
-                    rows.put(NAMESPACES, namespace, encode_namespace(namespaces[namespace]))
-                    rows.put(STATES, namespace, NamespaceState(os.urandom(8)).encode())
                 while some := list(islice(group, _PACKS_AT_ONCE)):
                     with env.begin(write=True, buffers=True) as txn:
-                        self._add(TableRows(txn, databases), namespace, some)
+                        self._add(TableRows(txn, databases), namespaces[namespace], some)
             with env.begin(write=True, buffers=True) as txn:
                 rows = TableRows(txn, databases)
                 moment, clock = read_clock(rows)
@@ -423,14 +419,15 @@ class _Builder:
             allocator.adopt(number, segment.pages, free, holes)
         allocator.finish()
 
-    def _add(self, rows: TableRows, namespace: bytes, packs: Sequence[FoundPack]) -> None:
+    def _add(self, rows: TableRows, namespace: Namespace, packs: Sequence[FoundPack]) -> None:
         payloads = _Placed(Allocator(rows), {pack.name: pack.extent for pack in packs})
         copies = []
         for pack in packs:
             table = read_table(self._segments[pack.extent.segment].fd, pack)
             self.totals.count(table, 1)
             copies.append(PackCopy(table, b""))
-        commit = CatalogTransaction(rows, payloads, namespace)
+        opened = {namespace.id: namespace}
+        commit = CatalogTransaction(rows, payloads, namespace.id, opened=opened)
         commit.add(CommitBatch(copies))
         commit.finish()
 

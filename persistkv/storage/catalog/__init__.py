@@ -1,7 +1,7 @@
-"""The catalogue of a store: packs, manifests, eviction order, pins, ttl, change log and totals, as sorted table rows.
+"""The catalogue of a store: packs, manifests, eviction order, pins, ttl, change log and totals, in tables of LMDB.
 
-All drivers share this implementation. A driver supplies transactions over ``TableRows`` and storage for payloads: see
-``CatalogBackend``.
+The local store and the replicas of a shared one use it. ``Catalogue`` answers queries; ``CatalogTransaction`` changes
+the tables within a transaction of the store.
 
 **Eviction.** A store with a capacity evicts packs and manifests, across all its namespaces: in ``commit``, or, if it is
 remote, in one of its processes soon after a commit.
@@ -23,16 +23,15 @@ remote, in one of its processes soon after a commit.
 8. A pack has low priority if manifests of low priority, and no others, have named it since it was written.
 """
 
-from persistkv.storage.catalog.backend import Catalog, CatalogBackend
+from persistkv.storage.catalog.catalogue import Catalogue
 from persistkv.storage.catalog.rows import TABLES, TableRows
 from persistkv.storage.catalog.transaction import LOG_ENTRIES, CatalogTransaction, Evicted, Payloads
 
 __all__ = [
     "LOG_ENTRIES",
     "TABLES",
-    "Catalog",
-    "CatalogBackend",
     "CatalogTransaction",
+    "Catalogue",
     "Evicted",
     "Payloads",
     "TableRows",

@@ -52,7 +52,7 @@ _DRIFT = 0.01  # per elapsed second: chrony and adjtime slew the wall clock by u
 _LATEST_S = float(1 << 40)  # seconds since the epoch; far beyond any clock
 _SKEW_S = 1.0  # seconds: a larger change of ``StoreClock.skew`` is recorded
 _MAX_PINS = (1 << 32) - 1
-_MOMENTS_PER_S = 1_000_000  # of ``EvictionOrder.timed``: two uses within a microsecond are one moment
+_MOMENTS_PER_S = 1_000_000  # of ``TimedOrder``: two uses within a microsecond are one moment
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CLOCK_ROW = b"clock"
 _CLOCK = struct.Struct("<Qddd16sdd")
@@ -142,19 +142,6 @@ def write_clock(rows: TableRows, moment: int, clock: StoreClock) -> None:
     rows.put(META, _CLOCK_ROW, row)
 
 
-def next_expiry(rows: TableRows) -> float:
-    """Return the earliest time, on the store's clock, at which a manifest that is not used again expires by its own
-    ttl; infinity if no manifest has one.
-    """
-    first = math.inf
-    for found, _ in rows.range(EXPIRIES, b""):
-        if (chain := _listed(rows, bytes(found))) is not None:
-            if chain.expires >= first:
-                break
-            first = min(first, _expiry(rows, bytes(found), chain))
-    return first
-
-
 def _listed(rows: TableRows, found: bytes) -> Chain | None:
     """Return the chain of the manifest that a key of ``EXPIRIES`` lists; None if the key is damaged or out of date."""
     chain = Chain.decode(rows.get(CHAINS, found[-NAME_BYTES:]))
@@ -172,47 +159,24 @@ def _expiry(rows: TableRows, found: bytes, chain: Chain) -> float:
 class EvictionOrder:
     """The eviction order within one write transaction. A *name* is the key of a row in ``USES`` or ``CHAINS``.
 
-    :param at: present time of a store that several machines share, in seconds since the epoch; None: read the store's
-        own clock.
+    The transaction is one moment, at the time of the store's own clock.
+
     :raises CorruptStoreError: the row of the clock is damaged.
     """
 
-    def __init__(self, rows: TableRows, at: float | None = None) -> None:
+    def __init__(self, rows: TableRows) -> None:
         self._rows = rows
-        self._commutes = False
         moment, before = read_clock(rows)
         self.moment = moment + 1
-        clock = before.advanced(Reading.now()) if at is None else StoreClock(at, Reading.now())
+        clock = before.advanced(Reading.now())
         self._clock = clock._replace(time=max(clock.time, math.nextafter(before.time, math.inf)))
         self.counts = False
         """Set by the caller: whether this transaction is a moment. If not, the next one may have the same number."""
         self._clock_changed = clock.at.boot != before.at.boot or abs(clock.skew - before.skew) > _SKEW_S
 
-    @classmethod
-    def timed(cls, rows: TableRows) -> EvictionOrder:
-        """Return the order of a catalogue whose uses carry their own times, so that they commute: see ``set_time``."""
-        order = cls.__new__(cls)
-        order._rows = rows
-        order._commutes = True
-        order.counts = order._clock_changed = False
-        order.set_time(0.0)
-        return order
-
-    def set_time(self, at: float) -> None:
-        """Set the time of the next uses, in seconds since the epoch. Of several uses of a pack, the latest counts."""
-        self.moment = int(at * _MOMENTS_PER_S)
-        self._clock = StoreClock(at, Reading(at, 0.0, b""))
-
-    @staticmethod
-    def time_of(moment: int) -> float:
-        """Return the time of a moment of a catalogue whose uses commute, just after it: seconds since the epoch."""
-        return (moment + 1) / _MOMENTS_PER_S
-
     @property
     def time(self) -> float:
-        """The store's time in this transaction: seconds since the epoch, later than every recorded use; with
-        ``timed``, the time that was set.
-        """
+        """The store's time in this transaction: seconds since the epoch, later than every recorded use."""
         return self._clock.time
 
     def add_pack(self, name: bytes, depth: int, pins: int) -> None:
@@ -226,13 +190,15 @@ class EvictionOrder:
         """
         if (use := self.use(name)) is None:
             return False
-        moment, time = self.moment, self.time
-        if self._commutes:  # uses arrive in any order; else a later one is a damaged one, and is reset
-            moment, time = max(use.moment, moment), max(use.time, time)
+        moment, time = self._last_use(use)
         used = use._replace(moment=moment, time=time, named=max(use.named, named))
         if used != use:
             self.put(name, used, use)
         return True
+
+    def _last_use(self, before: Use) -> tuple[int, float]:
+        """Return moment and time of a pack's last use, which is now. A later one is damaged, and is replaced."""
+        return self.moment, self.time
 
     def use(self, name: bytes) -> Use | None:
         """Return a pack's last use; None if it is not held or its row is damaged."""
@@ -317,3 +283,28 @@ class EvictionOrder:
         self._rows.put(USES if isinstance(row, Use) else CHAINS, name, row.encode())
         if not row.pinned:
             self._rows.put(ORDER, row.order_key(name), b"")
+
+
+class TimedOrder(EvictionOrder):
+    """The eviction order of a catalogue whose uses carry their own times and arrive in any order: of
+    several uses of a pack, the latest counts. ``set_time`` sets the time of the next uses.
+    """
+
+    def __init__(self, rows: TableRows) -> None:
+        self._rows = rows
+        self.counts = False
+        self._clock_changed = False
+        self.set_time(0.0)
+
+    def set_time(self, at: float) -> None:
+        """Set the time of the next uses, in seconds since the epoch."""
+        self.moment = int(at * _MOMENTS_PER_S)
+        self._clock = StoreClock(at, Reading(at, 0.0, b""))
+
+    @staticmethod
+    def time_of(moment: int) -> float:
+        """Return the time just after a moment: seconds since the epoch."""
+        return (moment + 1) / _MOMENTS_PER_S
+
+    def _last_use(self, before: Use) -> tuple[int, float]:
+        return max(before.moment, self.moment), max(before.time, self.time)

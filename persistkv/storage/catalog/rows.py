@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from persistkv.errors import CorruptPackError, CorruptStoreError, StoreError
+from persistkv.errors import CorruptPackError, CorruptStoreError
 from persistkv.storage.backend import Namespace
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
@@ -247,17 +247,6 @@ class NamespaceState:
 
 
 def read_state(rows: TableRows, namespace: bytes) -> NamespaceState:
-    """Return the recorded state of a namespace.
-
-    :raises StoreError: there is no such namespace, or its row is damaged.
-    """
-    row = rows.get(STATES, namespace)
-    if row is None:
-        raise StoreError(f"the store holds no namespace {namespace.hex()}")
-    return NamespaceState.decode(row)
-
-
-def state_or_empty(rows: TableRows, namespace: bytes) -> NamespaceState:
     """Return the recorded state of a namespace; the state of an empty one, with ``NO_GENERATION``, if it has no row.
 
     :raises CorruptStoreError: its row is damaged.
@@ -284,6 +273,11 @@ def is_current(cursor: bytes, seen: bytes) -> bool:
 def manifest_row(namespace: bytes, manifest_id: str) -> bytes:
     """Return the key of a manifest's rows: namespace and digest of its id. Ids may be too long for keys."""
     return namespace + blake2b(manifest_id.encode(), digest_size=ID_BYTES).digest()
+
+
+def note_row(namespace: bytes, name: str) -> bytes:
+    """Return the key in ``META`` of a note about a namespace."""
+    return NOTE + namespace + name.encode()
 
 
 def encode_namespace(namespace: Namespace) -> bytes:

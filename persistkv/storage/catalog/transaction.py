@@ -42,7 +42,6 @@ from persistkv.storage.catalog.rows import (
     manifests_of,
     pack_table,
     read_state,
-    state_or_empty,
 )
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.manifest import encode_manifest, encode_manifest_keys
@@ -87,27 +86,27 @@ class CatalogTransaction:
 
     :param namespace: id of the namespace to which the pack ids of all methods belong.
     :param keep: names of packs and manifests that are not evicted.
-    :param at: present time in seconds since the epoch; None: the time of the store's own clock.
-    :param order: the eviction order, of the same rows; None: the order of the store's own clock, or of ``at``.
+    :param payloads: storage of the payloads; None: they are not in the store's transactions.
+    :param order: the eviction order, of the same rows; None: that of the store's own clock.
     :param opened: namespaces, by id, that this transaction may begin. A namespace begins with its first content, and
         ends with its last: ``finish`` writes or deletes its rows. None: the driver keeps the rows of namespaces itself.
-    :raises StoreError: the row of the namespace's totals or of the clock is damaged. Without ``opened``: or there is no
-        such namespace.
+    :raises CorruptStoreError: the row of the namespace's totals or of the clock is damaged.
     """
 
     def __init__(
         self,
         rows: TableRows,
-        payloads: Payloads,
+        payloads: Payloads | None,
         namespace: bytes,
         keep: Collection[bytes] = (),
-        at: float | None = None,
         opened: Mapping[bytes, Namespace] | None = None,
         order: EvictionOrder | None = None,
     ) -> None:
         self.evicted: list[PackTable] = []
         """Tables of the packs that this transaction has removed, in all namespaces, except those whose table is
         damaged."""
+        self.removed: list[bytes] = []
+        """Names of the packs that this transaction has removed, those with a damaged table included."""
         self.ended: list[bytes] = []
         """Ids of the namespaces that ``finish`` has deleted: they have lost their last content."""
         self.dropped: list[bytes] = []
@@ -119,7 +118,7 @@ class CatalogTransaction:
         self._namespace = namespace
         self._keep = keep
         self._opened = opened
-        self._order = order or EvictionOrder(rows, at)
+        self._order = order or EvictionOrder(rows)
         self._states: dict[bytes, NamespaceState] = {}
         self._before: dict[bytes, bytes] = {}
         self._state = self._state_of(namespace)
@@ -211,7 +210,7 @@ class CatalogTransaction:
 
     def _expire_manifest(self, name: bytes) -> None:
         chain = self._order.chain(name)
-        self._drop_manifest(name)
+        self.drop_manifest(name)
         if chain is None:
             return
         for pack_id in chain.packs:
@@ -221,15 +220,9 @@ class CatalogTransaction:
             if unused and pack not in self._keep and not self._is_named(pack):
                 self._delete_pack(pack)
 
-    def discard(self, pack_ids: Iterable[bytes]) -> None:
-        """Delete packs alone: the manifests that name them, and the packs after them, are kept."""
-        for pack_id in pack_ids:
-            self._delete_pack(self._namespace + pack_id)
-
-    def drop_manifests(self, names: Iterable[bytes]) -> None:
-        """Delete manifests, and keep their packs."""
-        for name in names:
-            self._drop_manifest(name)
+    def discard(self, pack_id: bytes) -> None:
+        """Delete a pack alone: the manifests that name it, and the packs after it, are kept."""
+        self._delete_pack(self._namespace + pack_id)
 
     def drop_manifests_of(self, pack_id: bytes, at_most: int, *, alone: bool = False) -> bool:
         """Delete at most ``at_most`` manifests that name a pack. Several transactions do so before the deletion of a
@@ -277,7 +270,8 @@ class CatalogTransaction:
             return
         self._delete_pack(name)
         self.grew = True
-        self._payloads.write(name, pack.stream())
+        if self._payloads is not None:
+            self._payloads.write(name, pack.stream())
         self._log(name, ADDED)
         self._rows.put(PACKS, name, SEQUENCE.pack(self._state.sequence) + pack.table.encode())
         depth = min((frame.depth for frame in pack.table.frames), default=UNKNOWN_DEPTH)
@@ -288,7 +282,7 @@ class CatalogTransaction:
 
     def _remove(self, name: bytes, row: Use | Chain) -> None:
         if isinstance(row, Chain):
-            self._drop_manifest(name)
+            self.drop_manifest(name)
         else:
             self._delete(name)
 
@@ -303,7 +297,7 @@ class CatalogTransaction:
         """Delete manifests that name a pack; unless ``alone``, also their later packs that no manifest names now."""
         behind: dict[bytes, None] = {}
         for manifest in manifests:
-            behind.update(dict.fromkeys(self._drop_manifest(manifest, behind=pack)))
+            behind.update(dict.fromkeys(self.drop_manifest(manifest, behind=pack)))
             self._rows.delete(LINKS, pack + manifest[ID_BYTES:])  # also if the manifest's rows are damaged
         if alone:
             return
@@ -321,7 +315,9 @@ class CatalogTransaction:
             return
         table = pack_table(name, row)
         self._rows.delete(PACKS, name)
-        self._payloads.delete(name)
+        if self._payloads is not None:
+            self._payloads.delete(name)
+        self.removed.append(name)
         self._order.remove_pack(name)
         self._log(name, REMOVED, table)
         if table is None:  # the damaged row's share of the totals is unknown
@@ -337,7 +333,7 @@ class CatalogTransaction:
         self.grew = True
         name = manifest_row(self._namespace, write.manifest.id)
         before = self._order.chain(name)
-        self._drop_manifest(name)
+        self.drop_manifest(name)
         pinned = before is not None and before.pinned
         low = write.manifest.priority == "low"
         flags = (ORDERED if write.manifest.ordered else 0) | (PINNED if pinned else 0) | (LOW if low else 0)
@@ -353,9 +349,10 @@ class CatalogTransaction:
             if pinned:
                 self._order.pin(pack, 1)
 
-    def _drop_manifest(self, name: bytes, behind: bytes | None = None) -> list[bytes]:
-        """Delete a manifest; return the names of the packs after the pack ``behind`` in its chain, if the chain is
-        ordered.
+    def drop_manifest(self, name: bytes, behind: bytes | None = None) -> list[bytes]:
+        """Delete a manifest, and keep its packs.
+
+        :returns: the names of the packs after the pack ``behind`` in its chain, if the chain is ordered.
         """
         namespace, digest = name[:ID_BYTES], name[ID_BYTES:]
         if self._rows.delete(MANIFESTS, name):
@@ -402,8 +399,7 @@ class CatalogTransaction:
 
     def _state_of(self, namespace: bytes) -> NamespaceState:
         if namespace not in self._states:
-            read = read_state if self._opened is None else state_or_empty
-            state = self._states[namespace] = read(self._rows, namespace)
+            state = self._states[namespace] = read_state(self._rows, namespace)
             self._before[namespace] = state.encode()
         return self._states[namespace]
 

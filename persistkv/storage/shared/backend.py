@@ -40,7 +40,7 @@ from persistkv.storage.backend import (
     TakeFrame,
 )
 from persistkv.storage.blobs import BlobMissingError, Blobs, UnavailableError
-from persistkv.storage.catalog.backend import check_batch, totals
+from persistkv.storage.catalog.catalogue import check_batch, totals
 from persistkv.storage.catalog.rows import EMPTY_CURSOR, decode_namespace, encode_namespace
 from persistkv.storage.format.authentication import Authenticator
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
@@ -542,7 +542,7 @@ class SharedBackend(Backend):
         self._check_open()
         if self._is_dark() and namespace in self._namespaces:
             return Changes(EMPTY_CURSOR, [], reset=True)
-        return self._fresh(namespace).replica.changes(namespace, cursor)
+        return self._fresh(namespace).replica.catalogue.changes(namespace, cursor)
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
         opened = self._searched(namespace, [span.pack_id for span in spans])
@@ -557,27 +557,27 @@ class SharedBackend(Backend):
         opened.packs.read_frames(pack_id, frames, buffer, take)
 
     def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
-        return self._searched(namespace, pack_ids).replica.tables(namespace, pack_ids)
+        return self._searched(namespace, pack_ids).replica.catalogue.tables(namespace, pack_ids)
 
     def manifests(self, namespace: bytes) -> Iterator[RequestManifest]:
-        return self._fresh(namespace).replica.manifests(namespace)
+        return self._fresh(namespace).replica.catalogue.manifests(namespace)
 
     def manifest_keys(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[ManifestKeys | None]:
         packs = self._open(namespace).packs
         return self._medium.loads.all(packs.manifest_keys, manifest_ids)
 
     def manifests_naming(self, namespace: bytes, packs: Sequence[bytes]) -> list[RequestManifest]:
-        return self._open(namespace).replica.manifests_naming(namespace, packs)
+        return self._open(namespace).replica.catalogue.manifests_naming(namespace, packs)
 
     def chain(self, namespace: bytes, manifest_id: str) -> list[bytes] | None:
-        return self._open(namespace).replica.chain(namespace, manifest_id)
+        return self._open(namespace).replica.catalogue.chain(namespace, manifest_id)
 
     def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
-        return self._open(namespace).replica.uses(namespace, manifest_ids)
+        return self._open(namespace).replica.catalogue.uses(namespace, manifest_ids)
 
     def stats(self) -> BackendStats:
         replicas = [self._fresh(namespace.id).replica for namespace in self.namespaces()]
-        states = [state for replica in replicas for state in replica.states()]
+        states = [state for replica in replicas for state in replica.catalogue.states()]
         disk_bytes = sum(replica.disk_bytes() for replica in replicas)
         return totals(states, disk_bytes, self.policy_now().capacity)
 

@@ -24,14 +24,14 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import lmdb
 
 from persistkv.errors import CorruptPackError, StoreError
 from persistkv.storage.backend import CommitBatch, ManifestWrite
-from persistkv.storage.catalog.backend import Catalog
-from persistkv.storage.catalog.order import EvictionOrder
+from persistkv.storage.catalog.catalogue import Catalogue
+from persistkv.storage.catalog.order import TimedOrder
 from persistkv.storage.catalog.rows import (
     CHAINS,
     GENERATION_BYTES,
@@ -56,7 +56,6 @@ from persistkv.storage.catalog.rows import (
     read_state,
 )
 from persistkv.storage.catalog.transaction import LOG_ENTRIES, CatalogTransaction, kept_names
-from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.manifest import decode_manifest
 from persistkv.storage.format.pack import ID_BYTES, PackTable, encoded_length, table_head
 from persistkv.storage.format.pack_writer import NewPack, PackCopy
@@ -71,9 +70,6 @@ from persistkv.storage.shared.format import (
     split_ids,
 )
 from persistkv.storage.shared.format import Use as UseEntry
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -164,22 +160,7 @@ class Plan(NamedTuple):
     """(digest, pinned) of the requests that the batch pins or unpins, without those that are not held."""
 
 
-class _Bodies:
-    """Payloads of a transaction that only plans or applies: the bytes are in blobs (a ``Payloads``)."""
-
-    def __init__(self) -> None:
-        self.deleted: list[bytes] = []
-        """Ids of the packs that the transaction has deleted."""
-
-    def write(self, name: bytes, stream: Iterator[Buffer]) -> None:
-        for _ in stream:
-            pass
-
-    def delete(self, name: bytes) -> None:
-        self.deleted.append(name[ID_BYTES:])
-
-
-class Replica(Catalog):
+class Replica:
     """Replica of the index of one namespace. Thread-safe.
 
     :param directory: of the LMDB environment; the replica is its only user.
@@ -200,6 +181,8 @@ class Replica(Catalog):
                 self._databases = {name: self._env.open_db(name.encode(), txn=txn) for name in _TABLES}
         except (lmdb.Error, OSError) as error:
             raise StoreError(f"{directory}: the replica of the index failed ({error})") from None
+        self.catalogue = Catalogue(self.rows, self.disk_bytes)
+        """Queries of what the replica shows."""
         self._prepare()
         self.contained = self._read_contained()
         """Names of the index objects whose content the replica contains → whether another one includes them."""
@@ -223,12 +206,12 @@ class Replica(Catalog):
         return contained
 
     @contextmanager
-    def rows(self, *, write: bool = False) -> Iterator[TableRows]:
-        with self._transaction(write=write) as rows:
-            yield rows
+    def rows(self, *, write: bool = False, abort: bool = False) -> Iterator[TableRows]:
+        """Run a transaction, which is committed at the end of the ``with`` block, and rolled back if it raises.
 
-    @contextmanager
-    def _transaction(self, *, write: bool, abort: bool = False) -> Iterator[TableRows]:
+        :param abort: roll it back in any case: the changes are only a plan.
+        :raises StoreError: the replica is closed, or failed.
+        """
         with self._changed:
             if self._closed:
                 raise StoreError(f"{self._directory}: the replica is closed")
@@ -329,18 +312,17 @@ class Replica(Catalog):
         ages: list[tuple[float, int]] = []
         for number in range(1, steps + 1):
             last = len(moments) * number // steps
-            ages.append((EvictionOrder.time_of(moments[last - 1]), total * last // max(1, state.packs)))
+            ages.append((TimedOrder.time_of(moments[last - 1]), total * last // max(1, state.packs)))
         return ages
 
     # Plans
 
     def plan(self, batch: CommitBatch) -> Plan:
         """Return what a commit of the batch must upload and remove; change nothing."""
-        with self._transaction(write=True, abort=True) as rows:
-            bodies = _Bodies()
-            order = EvictionOrder.timed(rows)
+        with self.rows(write=True, abort=True) as rows:
+            order = TimedOrder(rows)
             keep = kept_names(self.namespace, batch)
-            transaction = CatalogTransaction(rows, bodies, self.namespace, keep, order=order)
+            transaction = CatalogTransaction(rows, None, self.namespace, keep, order=order)
             cursor = transaction.cursor
             if batch.deletions or batch.bad:
                 transaction.remove(CommitBatch(deletions=batch.deletions, bad=batch.bad))
@@ -353,7 +335,7 @@ class Replica(Catalog):
                 row = manifest_row(self.namespace, manifest_id)
                 if manifest_id in written or rows.get(MANIFESTS, row) is not None:
                     pins.append((row[ID_BYTES:], pinned))
-            removals = _removals(rows, bodies, transaction)
+            removals = _removals(rows, transaction)
             for pack_id in missing:  # if it has blobs, its row is damaged: the new blob replaces them
                 names = _names_of(rows, pack_id)
                 removals.packs += [name for name in names if name not in removals.packs]
@@ -368,16 +350,15 @@ class Replica(Catalog):
         :param horizon: also evict everything that was last used before this time.
         :param at_most: maximum number of packs and requests that expire, and of those that are evicted.
         """
-        with self._transaction(write=True, abort=True) as rows:
-            bodies = _Bodies()
-            order = EvictionOrder.timed(rows)
-            transaction = CatalogTransaction(rows, bodies, self.namespace, order=order)
+        with self.rows(write=True, abort=True) as rows:
+            order = TimedOrder(rows)
+            transaction = CatalogTransaction(rows, None, self.namespace, order=order)
             if now:
                 order.set_time(now)
                 transaction.expire(ttl_s, at_most)
-            goal = _Goal(rows, order, bodies, excess, horizon)
+            goal = _Goal(rows, order, transaction.removed, excess, horizon)
             transaction.evict(goal.is_met, at_most)
-            return _removals(rows, bodies, transaction)
+            return _removals(rows, transaction)
 
     # Changes
 
@@ -474,21 +455,31 @@ class Replica(Catalog):
 
 
 class _Goal:
-    """Goal of an eviction: bytes to free, and a time before which nothing was last used."""
+    """Goal of an eviction: bytes to free, and a time before which nothing was last used.
 
-    def __init__(self, rows: TableRows, order: EvictionOrder, bodies: _Bodies, excess: int, horizon: float) -> None:
+    :param removed: names of the packs that the transaction has removed; it grows.
+    """
+
+    def __init__(
+        self,
+        rows: TableRows,
+        order: TimedOrder,
+        removed: Sequence[bytes],
+        excess: int,
+        horizon: float,
+    ) -> None:
         self._rows = rows
         self._order = order
-        self._bodies = bodies
+        self._removed = removed
         self._excess = excess
         self._horizon = horizon
         self._counted = 0
 
     def is_met(self) -> bool:
-        for pack_id in self._bodies.deleted[self._counted :]:
-            for name in _names_of(self._rows, pack_id):
+        for pack in self._removed[self._counted :]:
+            for name in _names_of(self._rows, pack[ID_BYTES:]):
                 self._excess -= _blob_row(self._rows, name).counted
-        self._counted = len(self._bodies.deleted)
+        self._counted = len(self._removed)
         if self._excess > 0:
             return False
         first = next(self._order.oldest(), None)
@@ -501,8 +492,8 @@ class _Application:
     def __init__(self, rows: TableRows, namespace: bytes) -> None:
         self._rows = rows
         self._namespace = namespace
-        self._order = EvictionOrder.timed(rows)
-        self._catalogue = CatalogTransaction(rows, _Bodies(), namespace, order=self._order)
+        self._order = TimedOrder(rows)
+        self._catalogue = CatalogTransaction(rows, None, namespace, order=self._order)
         self._grown = 0
 
     def apply(self, delta: Delta) -> None:
@@ -571,7 +562,7 @@ class _Application:
         for table, items in rows.items():
             self._rows.put_many(table, items)
         self._rows.put(STATES, namespace, state.encode())
-        self._catalogue = CatalogTransaction(self._rows, _Bodies(), namespace, order=order)
+        self._catalogue = CatalogTransaction(self._rows, None, namespace, order=order)
         return others
 
     def _known_ids(self, first: bytes, last: bytes) -> set[bytes]:
@@ -631,7 +622,7 @@ class _Application:
         use = self._order.use(self._namespace + pack_id)
         if use is not None:  # another blob of this pack may come
             self._rows.put(EARLY, pack_id, _TIME.pack(use.time))
-        self._catalogue.discard([pack_id])
+        self._catalogue.discard(pack_id)
 
     def _use(self, pack_id: bytes, time: float) -> None:
         self._order.set_time(time)
@@ -703,7 +694,7 @@ class _Application:
         row = self._namespace + dropped.digest
         if before.is_alive and not now.is_alive:
             self._forget_bytes(row)
-            self._catalogue.drop_manifests([row])
+            self._catalogue.drop_manifest(row)
         elif now.is_alive:
             self._catalogue.pin(row, now.is_pinned)
 
@@ -790,10 +781,10 @@ def _dumped_packs(rows: TableRows, namespace: bytes) -> Iterator[PackEntry]:
         yield PackEntry(pack_id, nonce, row.tags + encoded, 0.0 if use is None else use.time)
 
 
-def _removals(rows: TableRows, bodies: _Bodies, transaction: CatalogTransaction) -> Removals:
+def _removals(rows: TableRows, transaction: CatalogTransaction) -> Removals:
     removals = Removals(tables=list(transaction.evicted))
-    for pack_id in dict.fromkeys(bodies.deleted):
-        removals.packs += _names_of(rows, pack_id)
+    for name in dict.fromkeys(transaction.removed):
+        removals.packs += _names_of(rows, name[ID_BYTES:])
     for name in dict.fromkeys(transaction.dropped):
         removals.manifests.append(name[ID_BYTES:])
     return removals

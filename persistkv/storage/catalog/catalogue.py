@@ -1,21 +1,15 @@
-"""A ``Backend`` over sorted table rows: a driver adds transactions, payload storage and a check for free room.
-
-A row here is a key with a value in a table (see ``TableRows``), not a row of the primary tier.
-"""
+"""Queries of a catalogue: its packs, requests and their uses, in pages."""
 
 from __future__ import annotations
 
-import time
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
 from itertools import islice
 from typing import TypeVar
 
 from persistkv.errors import StoreError
-from persistkv.storage.backend import Backend, Changes, CommitBatch, Namespace
+from persistkv.storage.backend import Changes, CommitBatch, Namespace
 from persistkv.storage.catalog.order import read_clock
 from persistkv.storage.catalog.rows import (
     ADDED,
@@ -26,7 +20,6 @@ from persistkv.storage.catalog.rows import (
     MANIFESTS,
     META,
     NAMESPACES,
-    NOTE,
     PACKS,
     SEQUENCE,
     STATES,
@@ -39,16 +32,15 @@ from persistkv.storage.catalog.rows import (
     decode_change,
     decode_namespace,
     decoded,
-    encode_namespace,
     manifest_row,
     manifests_of,
+    note_row,
     pack_table,
-    state_or_empty,
+    read_state,
 )
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest, decode_manifest, decode_manifest_keys
 from persistkv.storage.format.pack import ID_BYTES, PackTable, table_lengths
-from persistkv.storage.identity import Identity
 from persistkv.storage.stats import BackendStats, RequestUse
 
 T = TypeVar("T")
@@ -58,32 +50,33 @@ _ROWS_AT_ONCE = 4_096  # per read transaction, while a whole namespace is read
 _KEY_BYTES = 16  # minimum that the key of a block takes in its pack's table
 
 
-class Catalog(ABC):
-    """Catalogue of one or more namespaces, in table rows: the part of a driver that does not depend on payloads.
-    ``Backend`` specifies the methods that have no docstring here.
+class Catalogue:
+    """Queries of the packs, manifests and uses that the tables of a store record. Thread-safe.
+
+    Long answers are read in pages: no transaction lasts longer than one of them, so none keeps pages
+    of the environment from being reused. ``Backend`` specifies the methods without a docstring.
+
+    :param read: returns a read transaction for a ``with`` block. Any thread may begin one, also during
+        a write transaction, for which it must not wait: a commit may wait for packs that are encoded
+        in the threads that read.
+    :param disk_bytes: returns the bytes that the store takes on its medium.
     """
 
-    @abstractmethod
-    def rows(self, *, write: bool = False) -> AbstractContextManager[TableRows]:
-        """Return a transaction over table rows for a ``with`` block: committed at its end, rolled back if it raises.
-
-        Read transactions may run in any thread, concurrently with each other and with a write transaction. They must
-        not wait for it: a commit may wait for packs to be encoded in the threads that read.
-
-        :raises StoreError: the store is closed, the medium failed, or ``write`` on a store that is open read-only.
-        """
-
-    @abstractmethod
-    def disk_bytes(self) -> int:
-        """Return the bytes that the store takes on the medium."""
+    def __init__(
+        self,
+        read: Callable[[], AbstractContextManager[TableRows]],
+        disk_bytes: Callable[[], int],
+    ) -> None:
+        self._read = read
+        self._disk_bytes = disk_bytes
 
     def changes(self, namespace: bytes, cursor: bytes | None) -> Changes:
-        with self.rows() as rows:
-            state = state_or_empty(rows, namespace)
+        with self._read() as rows:
+            state = read_state(rows, namespace)
             since = None if cursor is None else cursor_sequence(state, cursor)
             if since is not None and (changes := _changes_since(rows, namespace, since, state)) is not None:
                 return changes
-        blocks = min(state.blocks, self.disk_bytes() // _KEY_BYTES)  # the count may be damaged
+        blocks = min(state.blocks, self._disk_bytes() // _KEY_BYTES)  # the count may be damaged
         return Changes(state.cursor, self._all(PACKS, namespace, pack_table), reset=True, blocks=blocks)
 
     def _all(self, table: str, namespace: bytes, decode: Callable[[Buffer, Buffer], T | None]) -> Iterator[T]:
@@ -92,7 +85,7 @@ class Catalog(ABC):
         """
         start = namespace
         while start:
-            with self.rows() as rows:
+            with self._read() as rows:
                 found = islice(rows.range(table, start), _ROWS_AT_ONCE)
                 some = [(bytes(key), decode(key, row)) for key, row in found if key[:ID_BYTES] == namespace]
             yield from (item for _, item in some if item is not None)
@@ -100,7 +93,7 @@ class Catalog(ABC):
 
     def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
         names = [namespace + pack_id for pack_id in pack_ids]
-        found = self._each(names, lambda rows, name: pack_table(name, rows.get(PACKS, name)))
+        found = self.each(names, lambda rows, name: pack_table(name, rows.get(PACKS, name)))
         return [table for table in found if table is not None]
 
     def manifests(self, namespace: bytes) -> Iterator[RequestManifest]:
@@ -108,84 +101,51 @@ class Catalog(ABC):
 
     def manifest_keys(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[ManifestKeys | None]:
         names = [manifest_row(namespace, manifest_id) for manifest_id in manifest_ids]
-        return self._each(names, lambda rows, name: decoded(decode_manifest_keys, rows.get(MANIFEST_KEYS, name)))
+        return self.each(names, lambda rows, name: decoded(decode_manifest_keys, rows.get(MANIFEST_KEYS, name)))
 
     def manifests_naming(self, namespace: bytes, packs: Sequence[bytes]) -> list[RequestManifest]:
-        with self.rows() as rows:
+        with self._read() as rows:
             names = dict.fromkeys(name for pack_id in packs for name in manifests_of(rows, namespace + pack_id))
             return list(filter(None, (decoded(decode_manifest, rows.get(MANIFESTS, name)) for name in names)))
 
     def chain(self, namespace: bytes, manifest_id: str) -> list[bytes] | None:
-        with self.rows() as rows:
+        with self._read() as rows:
             chain = Chain.decode(rows.get(CHAINS, manifest_row(namespace, manifest_id)))
         return None if chain is None else list(chain.packs)
 
     def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
         moments: dict[bytes, list[int]] = {}
-        with self.rows() as rows:
+        with self._read() as rows:
             skew = read_clock(rows)[1].skew
 
         def read(rows: TableRows, name: bytes) -> RequestUse | None:
             chain = Chain.decode(rows.get(CHAINS, name))
             return None if chain is None else _use_of(rows, namespace, chain, skew, moments)
 
-        return self._each([manifest_row(namespace, manifest_id) for manifest_id in manifest_ids], read)
+        return self.each([manifest_row(namespace, manifest_id) for manifest_id in manifest_ids], read)
 
-    def _each(self, names: Sequence[bytes], read: Callable[[TableRows, bytes], T]) -> list[T]:
+    def each(self, names: Sequence[bytes], read: Callable[[TableRows, bytes], T]) -> list[T]:
         """Return what ``read`` returns for each name. Up to 256 names share a read transaction."""
         found: list[T] = []
         for start in range(0, len(names), _AT_ONCE):
-            with self.rows() as rows:
+            with self._read() as rows:
                 found += [read(rows, name) for name in names[start : start + _AT_ONCE]]
         return found
 
-    def states(self) -> list[NamespaceState]:
-        """Return the state of each namespace."""
-        with self.rows() as rows:
-            return [NamespaceState.decode(row) for _, row in rows.range(STATES, b"")]
-
-
-class CatalogBackend(Catalog, Backend):
-    """Base class of drivers over table rows. A driver implements ``open``, ``commit``, ``read``, ``close``, ``rows``
-    and ``disk_bytes``.
-
-    A namespace has rows only while it has content: the commit that adds its first pack or manifest writes them, and the
-    one that removes its last deletes them.
-    """
-
-    @cached_property
-    def opened(self) -> dict[bytes, Namespace]:
-        """Namespaces that were opened through this handle, by id: the identities of those that a commit begins."""
-        return {}
-
     def namespaces(self) -> Iterator[Namespace]:
-        with self.rows() as rows:
+        with self._read() as rows:
             found = [decode_namespace(key, row) for key, row in rows.range(NAMESPACES, b"")]
         return iter([namespace for namespace in found if namespace is not None])
 
-    def open_namespace(self, identity: Identity) -> Namespace:
-        name = identity.digest
-        with self.rows() as rows:
-            found = decode_namespace(name, rows.get(NAMESPACES, name))
-            has_content = rows.get(STATES, name) is not None
-        namespace = found or self.opened.get(name) or Namespace(identity, time.time())
-        if has_content and found is None and self.capabilities.writable:  # its row is damaged
-            with self.rows(write=True) as rows:
-                rows.put(NAMESPACES, name, encode_namespace(namespace))
-        self.opened[name] = namespace
-        return namespace
-
     def note(self, namespace: bytes, name: str) -> bytes | None:
-        with self.rows() as rows:
-            found = rows.get(META, NOTE + namespace + name.encode())
+        with self._read() as rows:
+            found = rows.get(META, note_row(namespace, name))
             return None if found is None else bytes(found)
 
-    def put_note(self, namespace: bytes, name: str, content: bytes) -> None:
-        with self.rows(write=True) as rows:
-            rows.put(META, NOTE + namespace + name.encode(), content)
-
-    def stats(self) -> BackendStats:
-        return totals(self.states(), self.disk_bytes(), None)
+    def states(self) -> list[NamespaceState]:
+        """Return the state of each namespace."""
+        with self._read() as rows:
+            return [NamespaceState.decode(row) for _, row in rows.range(STATES, b"")]
 
 
 def totals(states: Sequence[NamespaceState], disk_bytes: int, capacity: int | None) -> BackendStats:

@@ -34,6 +34,7 @@ MAX_OBJECT_BYTES = 32 << 20  # 32 MiB: readers skip larger index objects, so wri
 MAX_SMALL_BYTES = 256 << 10  # 256 KiB: identities, policy, notes, statuses, ``latest``
 MAX_VERSION = 1 << 62
 LATEST_TIME = float(1 << 40)  # seconds since the epoch; far beyond any clock
+BASE_LEVEL = 1 << 16  # least level of a base
 
 _HEADER = struct.Struct("<8sI")
 _MAGIC = b"PKVINDEX"
@@ -314,9 +315,14 @@ class IndexName(NamedTuple):
     """Parts of the name of an object in ``index/``."""
 
     level: int
-    """1 for a segment of commits; more than the level of every object that it includes."""
+    """1 for a segment that includes only commits; more than the level of every object that it includes."""
     time: float
     """Of its writing, on the medium's clock: seconds since the epoch."""
+
+    @property
+    def is_base(self) -> bool:
+        """Whether it belongs to a base."""
+        return self.level >= BASE_LEVEL
 
 
 @lru_cache(maxsize=4096)  # each look at ``latest`` asks for the same names

@@ -140,6 +140,10 @@ class IndexReader:
         found = self._names.index_name(name)
         return 0 if found is None else found.level
 
+    def _is_base(self, name: str) -> bool:
+        found = self._names.index_name(name)
+        return found is not None and found.is_base
+
     def _in_order(self, infos: Sequence[BlobInfo]) -> list[BlobInfo]:
         """Return objects in the order of reading. The newest first: it includes others, which need not be read then.
 
@@ -150,7 +154,7 @@ class IndexReader:
         segments: list[BlobInfo] = []
         bases: list[BlobInfo] = []
         for info in newest_first:
-            (bases if self._level(info.name) > 1 else segments).append(info)
+            (bases if self._is_base(info.name) else segments).append(info)
         if not self._replica.contained or len(segments) > _KNOWN_NAMES:
             return newest_first
         return segments + bases
@@ -159,11 +163,16 @@ class IndexReader:
         """Return the content of a commit, with its times limited to that of its object; None if it is missing or
         cannot be read. Any thread may call this.
         """
+        found = self.fetch(info)
+        return None if found is None else found.clamped(info.time)
+
+    def fetch(self, info: BlobInfo) -> Delta | None:
+        """Return the content of an object; None if it is missing or cannot be read. Any thread may call this."""
         found = self._fetch(info)
         if isinstance(found, Unreadable):
             self._report(info.name, found)
             return None
-        return None if found is None else found.clamped(info.time)
+        return found
 
     def apply(self, objects: Sequence[tuple[str, Delta]]) -> None:
         """Add objects that were read or written to the replica."""

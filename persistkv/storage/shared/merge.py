@@ -2,12 +2,15 @@
 
 1. A *segment* includes commits: their contents and names, and the evictions that they require. Then the commits are
    deleted. An object may be deleted whenever a durable object includes it, now or after any pause.
-2. A *base* includes all objects of the index that its writer has read. They are deleted ten minutes later: a slow
-   reader must be able to finish.
-3. Any engine may merge at any time, and two may merge the same commits: that only costs requests. Who does is a matter
+2. A segment also includes older segments that are not larger than its own content (``_older_segments``). So the
+   segments that no other one includes are few, and each byte is written again only when the segment that contains it
+   doubles.
+3. A *base* includes all objects of the index that its writer has read. What is included in a base or a segment is
+   deleted ten minutes later: a slow reader must be able to finish.
+4. Any engine may merge at any time, and two may merge the same commits: that only costs requests. Who does is a matter
    of cost (``Turns``).
-4. The work of one merge is bounded in commits, bytes and evictions. What is left is merged at once, in the next one.
-5. The blobs of removed packs are deleted an hour after their tombstone: engines may still read them.
+5. The work of one merge is bounded in commits, bytes and evictions. What is left is merged at once, in the next one.
+6. The blobs of removed packs are deleted an hour after their tombstone: engines may still read them.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -25,11 +28,11 @@ from persistkv.errors import StoreError
 from persistkv.storage.blobs import BlobInfo
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.format import (
+    BASE_LEVEL,
     LATEST_TIME,
     NONCE_BYTES,
     Delta,
     Dropped,
-    IndexName,
     Latest,
     Names,
     Tombstone,
@@ -45,12 +48,14 @@ logger = logging.getLogger(__name__)
 MOST_COMMITS = 1000  # per merge
 _MOST_BYTES = 8 << 20  # 8 MiB of commits per merge
 _MOST_EVICTED = 4096  # packs and requests per merge
+_MOST_SEGMENT_BYTES = 24 << 20  # 24 MiB: of a segment that includes older ones
+_KEPT_BYTES = 64 << 10  # 64 KiB: smaller own segments stay in memory, so that the next one need not read them
 _PART_BYTES = 16 << 20  # 16 MiB: of a base
 _LEAST_BASE_BYTES = 256 << 10  # 256 KiB of segments: fewer are not worth a base
-_MOST_SEGMENTS = 64  # that no base includes: a new reader reads all of them
+_MOST_SEGMENTS = 64  # that nothing includes: a new reader reads all of them
 _STALE_S = 3600.0  # a merge or base whose first list is older is abandoned
 _EVICTION_STALE_S = 30.0  # evictions that were planned before are planned again
-_INCLUDED_S = 600.0  # until the objects that a base includes are deleted
+_INCLUDED_S = 600.0  # until included objects of the index are deleted
 _TOMBSTONE_S = 3600.0  # until the blobs of removed packs are deleted
 _TOMBSTONES_KEPT_S = 7 * 86_400.0  # seven days: until a base drops a tombstone
 _OTHERS_BASE_S = 300.0  # until another engine than the last merger writes a base
@@ -175,6 +180,10 @@ class Merger:
         """When ``latest`` was written, by its own account: time on the medium's clock."""
         self._written: deque[tuple[float, str]] = deque()
         """Objects of the index that this handle has written recently: monotonic time, name."""
+        self._kept: dict[str, Delta] = {}
+        """Small segments that this handle has written, and that nothing includes, by name."""
+        self._included_at: dict[str, float] = {}
+        """Listed objects of the index that others include: name → monotonic time since when this is known."""
         self._base_wanted_at = math.inf
         self._delete_from = -math.inf  # monotonic time until which deletions are not tried: they have failed
         self._delete_pause_s = _REFUSED_S
@@ -265,12 +274,17 @@ class Merger:
         some = _bounded(todo)
         deltas = self._read(some)
         others = any(name not in self.own for name in deltas)
+        older: dict[str, Delta] = {}
+        if deltas:
+            older = self._older_segments(sum(info.size for info in some))
         planned = self._clock.monotonic()
         removals = self._plan_eviction(limits)
-        segment = union([*deltas.values(), self.tombstones(removals)], list(deltas))
+        contents = [*deltas.values(), self.tombstones(removals), *older.values()]
+        segment = union(contents, [*deltas, *older, *self._included_in(older.values())])
         if not segment.is_empty or segment.includes:
             self._publish(segment, began, planned)
             self.delete_packs_later(removals.packs)
+            self.delete_later(list(older), _INCLUDED_S)
         self._delete([*included, *deltas])
         is_full = len(removals.packs) + len(removals.manifests) >= _MOST_EVICTED
         self.turns.ended(found=bool(deltas), others=others, left=is_full or len(todo) > len(some))
@@ -300,6 +314,43 @@ class Merger:
         self._reader.apply(new)
         return found
 
+    def _older_segments(self, num_bytes: int) -> dict[str, Delta]:
+        """Return the older segments that the next one includes: name → content, as it is in memory or on the medium.
+
+        The smallest first, until one is larger by the power of two than all content so far. So those that stay are of
+        different powers of two, and a segment that is included at least doubles.
+
+        :param num_bytes: of the commits that the next one includes.
+        """
+        _, segments = self._base_and_segments()
+        self._kept = {info.name: self._kept[info.name] for info in segments if info.name in self._kept}
+        chosen: list[BlobInfo] = []
+        for info in sorted(segments, key=lambda info: info.size):
+            is_larger = info.size.bit_length() > num_bytes.bit_length()
+            if is_larger or num_bytes + info.size > _MOST_SEGMENT_BYTES:
+                break
+            if info.name not in self._reader.unreadable:
+                chosen.append(info)
+                num_bytes += info.size
+        found: dict[str, Delta] = {}
+        for info, delta in self._medium.maintenance.each(self._segment, chosen):
+            if delta is not None:
+                found[info.name] = delta
+            else:
+                self._reader.listed.pop(info.name, None)  # until the next list
+        return found
+
+    def _included_in(self, deltas: Iterable[Delta]) -> list[str]:
+        """Return the names of the objects of the index that these include and that are not deleted yet: whoever reads
+        the next segment need not read them.
+        """
+        names = [name for delta in deltas for name in delta.includes]
+        return [name for name in names if name in self._reader.listed]
+
+    def _segment(self, info: BlobInfo) -> Delta | None:
+        kept = self._kept.get(info.name)
+        return self._reader.fetch(info) if kept is None else kept
+
     def _plan_eviction(self, limits: Limits) -> Removals:
         excess = 0
         if limits.capacity is not None:
@@ -325,7 +376,8 @@ class Merger:
 
         :raises StoreError: it was not written, or too late; nothing was applied.
         """
-        name = self._names.new_index(1, self._medium.time.now(), self._clock.random)
+        level = 1 + max(self._level(name) for name in segment.includes or [""])
+        name = self._names.new_index(level, self._medium.time.now(), self._clock.random)
         body = encode_delta(segment)
         now = self._clock.monotonic()
         if now - began > _STALE_S or now - planned > _EVICTION_STALE_S:
@@ -333,6 +385,8 @@ class Merger:
         written = self._medium.put_sealed(name, body, self._replica.namespace)
         self._reader.apply([(name, segment)])
         self._note_written(written)
+        if written.size <= _KEPT_BYTES:
+            self._kept[name] = segment
         self._announce()
 
     def _note_written(self, info: BlobInfo) -> None:
@@ -354,7 +408,7 @@ class Merger:
     # Bases
 
     def _plan_base(self) -> None:
-        """Plan a base if the segments that none includes are many, or large against the last base."""
+        """Plan a base if the segments that nothing includes are large against the last base, or many."""
         base, segments = self._base_and_segments()
         total = sum(info.size for info in segments)
         is_wanted = len(segments) >= 2 and (len(segments) > _MOST_SEGMENTS or total > max(_LEAST_BASE_BYTES, base // 4))
@@ -366,14 +420,14 @@ class Merger:
             self._base_wanted_at = self._clock.monotonic() + pause_s
 
     def _base_and_segments(self) -> tuple[int, list[BlobInfo]]:
-        """Return the bytes of the objects of the last base, and the listed objects that are segments."""
+        """Return the bytes of the last base, and the segments; of both only what is listed and not included."""
         base = 0
         segments: list[BlobInfo] = []
         for name, info in self._reader.listed.items():
             found = self._names.index_name(name)
             if found is None or self._replica.contained.get(name, True):
                 continue  # included in another one, or not read
-            if found.level > 1:
+            if found.is_base:
                 base += info.size
             else:
                 segments.append(info)
@@ -391,7 +445,7 @@ class Merger:
         if len(listed) < 2:
             return
         self._replica.purge(self._medium.time.now() - _TOMBSTONES_KEPT_S)
-        level = 1 + max(self._index_name(name).level for name in listed)
+        level = max(BASE_LEVEL, 1 + max(self._level(name) for name in listed))
         parts: list[str] = []
         waiting: Delta | None = None
         for part in self._replica.dump(_PART_BYTES):
@@ -415,10 +469,10 @@ class Merger:
         self._note_written(written)
         return name
 
-    def _index_name(self, name: str) -> IndexName:
+    def _level(self, name: str) -> int:
+        """Return the level of an object of the index; 0 for a commit."""
         found = self._names.index_name(name)
-        assert found is not None, name
-        return found
+        return 0 if found is None else found.level
 
     # Deletions
 
@@ -430,6 +484,16 @@ class Merger:
     def delete_packs_later(self, names: Sequence[bytes]) -> None:
         """Delete the blobs of packs an hour after their tombstones: engines may still read them."""
         self.delete_later([self._names.pack(name) for name in names], _TOMBSTONE_S)
+
+    def delete_leftovers(self) -> None:
+        """Delete listed objects that others have included for twenty minutes: the process that included them has ended.
+        The last merger does so.
+        """
+        now = self._clock.monotonic()
+        included = [name for name in self._reader.listed if self._replica.contained.get(name)]
+        self._included_at = {name: self._included_at.get(name, now) for name in included}
+        if self.last_writer == self.writer:
+            self._delete([name for name, since in self._included_at.items() if now - since > 2 * _INCLUDED_S])
 
     def delete_due(self) -> None:
         """Delete the blobs whose time has come. What fails is left to the sweep."""

@@ -182,6 +182,8 @@ class SharedNamespace:
             pause_s = _IDLE_LIST_S if is_idle else _LIST_S
             self._list_at = now + pause_s * self._clock.random.uniform(0.75, 1.25)
             inbox = self.reader.refresh(with_inbox=not self._is_merged_regularly())
+            if self._is_writable:
+                self.merger.delete_leftovers()
             latest = self._medium.time.now() - _OLD_COMMIT_S
             if any(info.time < latest for info in inbox):
                 self.merger.turns.look_soon(now)

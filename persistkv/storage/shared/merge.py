@@ -63,8 +63,9 @@ _REFUSED_S, _LONGEST_REFUSED_S = 5.0, 600.0  # after a deletion that failed: unt
 _ANNOUNCED_S = 15.0  # after a segment was written: as long as it is checked that ``latest`` names it
 _MOST_DUE = 10_000  # deletions that wait; the sweep does the rest
 
-_AGAIN_S = 2.0  # after a merge: until the same engine merges again
-_QUIET_S = 2.5  # the same, if its last list was empty
+AGAIN_S = 2.5  # after a merge: until the same engine merges again. Readers look for it then
+MERGE_S = 0.3  # usual time of a merge
+_QUIET_S = 3.5  # after a merge: until the same engine merges again, if its last two lists were empty
 _ALONE_S = 10.0  # the same, if it has found only its own commits for a while
 _COMPANY_S = 60.0  # after a commit of another engine was found: until this one counts as alone
 _FAILED_S = 1.0  # doubled for each merge that failed: pause after it
@@ -97,7 +98,7 @@ class Turns:
         self._merged_at = -math.inf
         self._committed_at = -math.inf
         self._is_last = False  # whether this engine has written ``latest``
-        self._found = True  # whether its last list showed commits
+        self._empty_lists = 0  # in a row: lists of this engine that showed no commits
         self._company_at = -math.inf  # when its list showed commits of others
         self._left = False  # whether its last merge left commits
         self._failures = 0  # merges in a row that have not ended
@@ -119,7 +120,8 @@ class Turns:
         if others:
             self._company_at = self._merged_at
         self._is_last = self._is_last or found
-        self._found, self._left = found, left
+        self._empty_lists = 0 if found else self._empty_lists + 1
+        self._left = left
 
     def followed(self, *, is_own: bool) -> None:
         """Record who has written ``latest``."""
@@ -141,7 +143,7 @@ class Turns:
         if self._left:
             due = min(due, self._merged_at)
         if oldest_own is not None:
-            due = min(due, max(oldest_own + _WAIT_S + self._jitter_s, self._merged_at + _AGAIN_S))
+            due = min(due, max(oldest_own + _WAIT_S + self._jitter_s, self._merged_at + AGAIN_S))
         if self._is_last and now - self._committed_at < _ACTIVE_S:
             due = min(due, self._merged_at + self._regular_pause_s(now))
         if self._failures:
@@ -155,7 +157,7 @@ class Turns:
         """
         if now - self._company_at > _COMPANY_S:
             return _ALONE_S
-        return _AGAIN_S if self._found else _QUIET_S
+        return AGAIN_S if self._empty_lists < 2 else _QUIET_S
 
 
 class Merger:
@@ -176,8 +178,6 @@ class Merger:
         """Commits that the last list of the inbox has shown."""
         self.last_writer = b""
         """Who has written ``latest``."""
-        self.last_merge = 0.0
-        """When ``latest`` was written, by its own account: time on the medium's clock."""
         self._written: deque[tuple[float, str]] = deque()
         """Objects of the index that this handle has written recently: monotonic time, name."""
         self._kept: dict[str, Delta] = {}
@@ -235,7 +235,6 @@ class Merger:
         """
         if latest is not None:
             self.last_writer = latest.writer
-            self.last_merge = latest.time
             self.turns.followed(is_own=latest.writer == self.writer)
             if self._is_missing_in(latest):
                 self._announce()

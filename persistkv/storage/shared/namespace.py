@@ -13,10 +13,10 @@ from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch, CommitResult
 from persistkv.storage.policy import Policy
 from persistkv.storage.shared.calls import Medium
-from persistkv.storage.shared.format import Names
+from persistkv.storage.shared.format import Latest, Names
 from persistkv.storage.shared.inbox import Inbox
 from persistkv.storage.shared.index import IndexReader
-from persistkv.storage.shared.merge import Limits, Merger
+from persistkv.storage.shared.merge import AGAIN_S, MERGE_S, Limits, Merger
 from persistkv.storage.shared.options import SharedOptions
 from persistkv.storage.shared.packs import PackBlobs
 from persistkv.storage.shared.rebuild import FoundPack, Rebuilder
@@ -71,6 +71,8 @@ class SharedNamespace:
         self._lock = self._clock.lock()
         self.is_open = False
         """Whether the index was read once. Before, nothing is held, and commits are refused."""
+        self._is_merged_regularly = False
+        """Whether another engine merges, as the last look has shown."""
         self._policy = options.policy
         self._limits = Limits(None, None)
         now = self._clock.monotonic()
@@ -181,7 +183,7 @@ class SharedNamespace:
         if now >= self._list_at:
             pause_s = _IDLE_LIST_S if is_idle else _LIST_S
             self._list_at = now + pause_s * self._clock.random.uniform(0.75, 1.25)
-            inbox = self.reader.refresh(with_inbox=not self._is_merged_regularly())
+            inbox = self.reader.refresh(with_inbox=not self._is_merged_regularly)
             if self._is_writable:
                 self.merger.delete_leftovers()
             latest = self._medium.time.now() - _OLD_COMMIT_S
@@ -201,12 +203,24 @@ class SharedNamespace:
         if is_idle:
             pause_s = max(pause_s, _IDLE_FOLLOW_S)
         self._follow_at = now + pause_s * self._clock.random.uniform(0.75, 1.25)
-        self.merger.followed(self.reader.follow())
+        latest = self.reader.follow()
+        self.merger.followed(latest)
+        self._is_merged_regularly = latest is not None and self._is_merging(latest)
+        if latest is not None:
+            self._follow_at = max(self._follow_at, now + self._until_next_merge(latest.time))
 
-    def _is_merged_regularly(self) -> bool:
+    def _until_next_merge(self, merged: float) -> float:
+        """Return the seconds until a merge is expected after one that began at this time on the medium's clock; 0: it
+        is not known. Until then, nothing is new: a merge includes all commits before it.
+        """
+        pause_s = AGAIN_S + MERGE_S
+        rest_s = merged + pause_s - self._medium.time.now()
+        return rest_s if 0 < rest_s <= pause_s else 0.0
+
+    def _is_merging(self, latest: Latest) -> bool:
         """Return whether another engine merges the commits of all: nobody else needs to look for old ones."""
-        age_s = self._medium.time.now() - self.merger.last_merge
-        is_other = self.merger.last_writer not in (b"", self.merger.writer)
+        age_s = self._medium.time.now() - latest.time
+        is_other = latest.writer != self.merger.writer
         return is_other and 0 <= age_s < _REGULAR_S
 
     def sweep(self) -> int:

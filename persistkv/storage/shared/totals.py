@@ -3,7 +3,8 @@
 Each engine that merges publishes, once a minute, how many bytes of its namespace were last used before which time. From
 these *totals* of all namespaces follows a horizon: if everything that was last used before it were evicted, the store
 would fit its capacity. Each namespace evicts what is older. Totals that are not up to date do no harm: the next ones
-correct them. A namespace that no engine uses is evicted by the engine that finds its totals oldest.
+correct them. A namespace that no engine uses is evicted by the engine that finds its totals oldest. A namespace without
+content has no totals.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 import msgspec
 
 from persistkv.errors import CorruptPackError
-from persistkv.storage.blobs import BlobMissingError
+from persistkv.storage.blobs import BlobInfo, BlobMissingError
 from persistkv.storage.policy import Policy
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.merge import Limits
@@ -24,6 +25,7 @@ TOTALS_S, IDLE_TOTALS_S = 60.0, 300.0  # between two totals of an engine in use,
 _ABANDONED_S = 900.0  # 15 minutes: totals that are older have no engine
 _POINTS = 64
 _FREE_SHARE = 16  # 1/16 of the capacity is free for the next minute
+_PER_MINUTE = 1000  # names in a list of S3: of more totals, a part of the minutes reads the list
 
 
 class Totals(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -55,34 +57,66 @@ class TotalsBoard:
     def __init__(self, medium: Medium) -> None:
         self._medium = medium
         self._prefix = medium.names.totals
+        self._clock = medium.clock
         self._others: dict[bytes, tuple[float, Totals]] = {}
         self._own: dict[bytes, Totals] = {}  # as they were published last
+        self._read_at = -math.inf  # monotonic time of the next list
 
     def exchange(self, replica: Replica) -> None:
-        """Write the totals of a namespace, and read those of all others.
+        """Write the totals of a namespace, and read those of all others. Of more than 1,000, not at each call.
 
         :raises StoreError: the medium or the replica failed; the totals before are kept.
         """
-        totals = Totals(replica.disk_bytes(), replica.ages(_POINTS))
-        name = self._prefix + replica.namespace.hex()
-        self._medium.put_sealed(name, _ENCODER.encode(totals), replica.namespace)
-        self._read()
-        self._own[replica.namespace] = totals
+        totals = self._publish(replica)
+        now = self._clock.monotonic()
+        if now >= self._read_at:
+            self._read(replica.namespace, totals)
+            self._read_at = now + TOTALS_S * (len(self._others) // _PER_MINUTE)
 
-    def _read(self) -> None:
+    def _publish(self, replica: Replica) -> Totals:
+        """Write the totals of a namespace, and return them; if it has become empty, delete them."""
+        namespace = replica.namespace
+        name = self._prefix + namespace.hex()
+        totals = Totals(replica.disk_bytes(), replica.ages(_POINTS))
+        if totals.num_bytes:
+            self._medium.put_sealed(name, _ENCODER.encode(totals), namespace)
+        elif self._is_published(namespace):
+            self._medium.blobs.delete([name])
+        self._own[namespace] = totals
+        return totals
+
+    def _is_published(self, namespace: bytes) -> bool:
+        own = self._own.get(namespace)
+        return namespace in self._others or (own is not None and own.num_bytes > 0)
+
+    def _read(self, own: bytes, totals: Totals) -> None:
+        """Read the totals of all namespaces except one, whose totals are known."""
         found: dict[bytes, tuple[float, Totals]] = {}
+        changed: list[tuple[bytes, BlobInfo]] = []
         for info in self._medium.listed(self._prefix):
             try:
                 namespace = bytes.fromhex(info.name[len(self._prefix) :])
-                known = self._others.get(namespace)
-                if known is not None and known[0] == info.time:
-                    found[namespace] = known
-                    continue
-                body = self._medium.sealed(info.name, namespace)
-                found[namespace] = (info.time, _DECODER.decode(body))
-            except (ValueError, CorruptPackError, BlobMissingError, msgspec.DecodeError):
-                continue  # junk, or deleted meanwhile
+            except ValueError:
+                continue  # junk
+            known = self._others.get(namespace)
+            if namespace == own:
+                known = (info.time, totals)
+            if known is not None and known[0] == info.time:
+                found[namespace] = known
+            else:
+                changed.append((namespace, info))
+        for (namespace, info), read in self._medium.maintenance.each(self._fetch, changed):
+            if read is not None:
+                found[namespace] = (info.time, read)
         self._others = found
+
+    def _fetch(self, place: tuple[bytes, BlobInfo]) -> Totals | None:
+        """Return the totals of a namespace; None: they are junk, or were deleted."""
+        namespace, info = place
+        try:
+            return _DECODER.decode(self._medium.sealed(info.name, namespace))
+        except (ValueError, CorruptPackError, BlobMissingError, msgspec.DecodeError):
+            return None
 
     def limits(self, policy: Policy, namespace: bytes) -> Limits:
         """Return what merges of a namespace enforce until the next exchange.
@@ -122,11 +156,19 @@ def _horizon(all_totals: Sequence[Totals], capacity: int) -> float:
     excess = sum(totals.num_bytes for totals in all_totals) - capacity + capacity // _FREE_SHARE
     if excess <= 0:
         return -math.inf
-    times = sorted({time for totals in all_totals for time, _ in totals.ages})
-    for time in times:
-        if sum(totals.used_until(time) for totals in all_totals) >= excess:
+    grown: list[tuple[float, int]] = []
+    for totals in all_totals:
+        before = 0
+        for time, until in totals.ages:
+            grown.append((time, until - before))
+            before = until
+    grown.sort()
+    used = 0
+    for time, num_bytes in grown:
+        used += num_bytes
+        if used >= excess:
             return math.nextafter(time, math.inf)
-    return math.nextafter(times[-1], math.inf) if times else -math.inf
+    return math.nextafter(grown[-1][0], math.inf) if grown else -math.inf
 
 
 _ENCODER = msgspec.msgpack.Encoder()

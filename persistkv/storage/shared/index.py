@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from itertools import takewhile
 from typing import NamedTuple
 
 from persistkv.errors import CorruptPackError
@@ -35,6 +34,7 @@ _TRIES = 4  # reads of the lists, if objects that they show are missing
 _RETRY_S = 60.0  # until an object that could not be read is tried again
 _FORGET_S = 3600.0  # until the name of an object is forgotten that no list shows
 _FORGET_COMMIT_S = 600.0  # until that of an included commit is: its object was deleted at once
+_MOST_AT_ONCE_BYTES = 96 << 20  # 96 MiB: of objects that are read at the same time
 _KNOWN_NAMES = 64  # recent objects of the index, for ``latest``
 
 
@@ -131,10 +131,18 @@ class IndexReader:
 
     def _of_one_level(self, infos: Sequence[BlobInfo]) -> list[BlobInfo]:
         """Return the first objects, up to a change of the level: after the last object of a base, its parts may not be
-        needed.
+        needed. Several are in memory together only up to ``_MOST_AT_ONCE_BYTES``.
         """
         first = self._level(infos[0].name)
-        return list(takewhile(lambda info: self._level(info.name) == first, infos))
+        found: list[BlobInfo] = []
+        num_bytes = 0
+        for info in infos:
+            num_bytes += info.size
+            is_too_much = bool(found) and num_bytes > _MOST_AT_ONCE_BYTES
+            if self._level(info.name) != first or is_too_much:
+                break
+            found.append(info)
+        return found
 
     def _level(self, name: str) -> int:
         found = self._names.index_name(name)

@@ -90,6 +90,7 @@ _BYTES_ROW = b"bytes"
 _KIND_ROW = b"kind"
 _KIND = b"persistkv replica 1"
 
+_MOST_REQUEST_BYTES = 160  # of a request in an index object, without its head and its packs
 _OVERHEAD_BYTES = 256  # of a pack or request, for its rows in index objects
 MAP_BYTES = 1 << 40  # 1 TiB of address space
 _LEAST_MAP_BYTES = 1 << 30  # 1 GiB
@@ -410,24 +411,30 @@ class Replica:
     # Bases
 
     def dump(self, part_bytes: int) -> Iterator[Delta]:
-        """Iterate over the whole content, in deltas of about ``part_bytes`` each; at least one."""
+        """Iterate over the whole content, in deltas of at most ``part_bytes`` each; at least one. A delta with a single
+        pack, or with a request of up to 8 MiB, may be larger.
+        """
         part = _Part()
         with self.rows() as rows:
             for entry in _dumped_packs(rows, self.namespace):
-                part.packs.append(entry)
-                part.length += len(entry.body) + 64
-                if part.length >= part_bytes:
+                length = len(entry.body) + 64
+                if part.length and part.length + length > part_bytes:
                     yield part.take()
+                part.packs.append(entry)
+                part.length += length
+            most = part_bytes * 2 // 3  # the rest is room for a request
             for row, value in rows.range(TOMBSTONES, b""):
+                if part.length > most:
+                    yield part.take()
                 part.removed.append(Tombstone(bytes(row), _TIME.unpack(value)[0]))
                 part.length += 48
-                if part.length >= part_bytes:
-                    yield part.take()
             for digest, version in _versions(rows):
-                part.add_request(rows, self.namespace, digest, version)
-                if part.length >= part_bytes:
+                if part.length > most:
                     yield part.take()
+                part.add_request(rows, self.namespace, digest, version)
             for row, value in rows.range(EARLY, b""):
+                if part.length > most:
+                    yield part.take()
                 part.uses.append(UseEntry(_TIME.unpack(value)[0], bytes(row)))
                 part.length += 32
         yield part.take()
@@ -741,7 +748,7 @@ class _Part:
 
     def add_request(self, rows: TableRows, namespace: bytes, digest: bytes, version: _Version) -> None:
         row = namespace + digest
-        self.length += 64
+        self.length += _MOST_REQUEST_BYTES
         if version.dropped:
             self._dropped.append(Dropped(digest, version.dropped, version.time))
         if version.pin > version.dropped:

@@ -23,6 +23,7 @@ from persistkv.storage.shared.format import (
     PackEntry,
     Pin,
     Tombstone,
+    encode_delta,
 )
 from persistkv.storage.shared.format import Use as UseEntry
 from persistkv.storage.shared.replica import Replica
@@ -174,3 +175,17 @@ def test_replica_many_packs_at_once_are_as_one_by_one(
         assert fast.catalogue.changes(NAMESPACE, cursor).added == []
         fast.close()
     slow.close()
+
+
+@pytest.mark.parametrize("part_bytes", [1000, 5000])
+def test_dump_of_many_packs_gives_no_part_above_the_limit(tmp_path: Path, part_bytes: int) -> None:
+    found = [sample_pack(NAMESPACE, number, blocks=2, block_bytes=64) for number in range(40)]
+    for pack in found:
+        payload_of(pack)
+    entries = [PackEntry(pack.pack_id, bytes(NONCE_BYTES), pack.table.encode(), 1.0) for pack in found]
+    replica = new_replica(tmp_path)
+    replica.apply([("packs", Delta(packs=entries))])
+    parts = list(replica.dump(part_bytes))
+    assert sum(len(part.packs) for part in parts) == len(found)
+    assert max(len(encode_delta(part)) for part in parts) <= part_bytes
+    replica.close()

@@ -41,6 +41,7 @@ from persistkv.storage.format.files import replace_file
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.format.pack import PackTable, table_lengths
 from persistkv.storage.identity import Identity
+from persistkv.storage.mounts import existing_parent, remote_type
 from persistkv.storage.policy import Policy
 from persistkv.storage.stats import BackendStats, FreeSpace, Rebuilt, RequestUse
 from persistkv_lmdb import files
@@ -50,7 +51,6 @@ from persistkv_lmdb.environment import ENVIRONMENTS, Environment
 from persistkv_lmdb.files import ReplacedError
 from persistkv_lmdb.inline import read_pieces
 from persistkv_lmdb.layout import DEFAULT_CAPACITY, is_capacity, read_policy, write_policy
-from persistkv_lmdb.mounts import remote_type
 from persistkv_lmdb.opening import delete_quarantined, quarantined
 from persistkv_lmdb.rebuild import rebuild
 from persistkv_lmdb.segments import Extent
@@ -427,7 +427,7 @@ def _place_of(rows: TableRows, namespace: bytes, span: ReadSpan) -> list[Extent]
 def _refuse_remote(store: Path) -> None:
     """Raise a ConfigurationError if other hosts may write the file system that a store is on, or will be on."""
     with files.translated_at_open(store):
-        existing = next(path for path in (store, *store.parents) if path.exists())
+        existing = existing_parent(store)
         kind = remote_type(existing)
     if kind is not None and not files.is_on_read_only_file_system(existing):
         expected = (

@@ -50,6 +50,7 @@ from persistkv.storage.policy import Policy
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.clock import Clock
 from persistkv.storage.shared.format import (
+    MAX_SMALL_BYTES,
     NO_NAMESPACE,
     NONCE_BYTES,
 )
@@ -71,6 +72,7 @@ _CARE_S = 3 * 3600.0  # three hours: for a namespace without an engine
 _CARE_CHANCE = 0.25
 _MOST_ABANDONED = 4  # namespaces without engines that one handle cares for at a time
 _STATUS_KEPT_S = 86_400.0  # one day
+_MOST_IDENTITY_BYTES = MAX_SMALL_BYTES - 1024  # 1 KiB for the rest of its blob
 _CLOSE_S = 10.0  # wait for the thread of a handle that is closed
 
 
@@ -111,6 +113,7 @@ class SharedBackend(Backend):
     ) -> None:
         self._place = place
         self._options = options
+        self._cache = options.cache_directory()
         self._read_only = read_only or options.read_only
         self.capabilities = replace(self.capabilities, writable=not self._read_only)
         self.status_interval_s = None if self._read_only else options.status_s
@@ -358,7 +361,8 @@ class SharedBackend(Backend):
             return self._stored or StoredPolicy(bytes(NONCE_BYTES), None, None)
 
     def _write_policy(self, policy: StoredPolicy) -> None:
-        self._medium.put_sealed(self._names.policy, _ENCODER.encode(policy), NO_NAMESPACE)
+        body = _ENCODER.encode(policy)
+        self._medium.put_sealed(self._names.policy, body, NO_NAMESPACE, MAX_SMALL_BYTES)
 
     def policy_now(self) -> Policy:
         """Return the policy that was read last."""
@@ -402,6 +406,9 @@ class SharedBackend(Backend):
     def open_namespace(self, identity: Identity) -> Namespace:
         self._check_open()
         name = identity.digest
+        length = len(identity.encode())
+        if length > _MOST_IDENTITY_BYTES:
+            raise ConfigurationError("identity", f"{length} bytes", f"{_MOST_IDENTITY_BYTES} bytes at most")
         if self._is_dark():
             if name not in self._namespaces:
                 self._namespaces[name] = Namespace(identity, self._clock.wall())
@@ -436,7 +443,8 @@ class SharedBackend(Backend):
 
     def _put_identity(self, namespace: Namespace) -> None:
         name = self._names.identity(namespace.id)
-        self._medium.put_sealed(name, encode_namespace(namespace), NO_NAMESPACE)
+        body = encode_namespace(namespace)
+        self._medium.put_sealed(name, body, NO_NAMESPACE, MAX_SMALL_BYTES)
 
     def _namespace(self, name: bytes) -> Namespace | None:
         """Return the namespace with this id; None if it is missing or invalid."""
@@ -477,7 +485,7 @@ class SharedBackend(Backend):
             raise UnavailableError(f"{self._place} has not answered yet")
         key_id = self._medium.authenticator.key_id or "plain"
         place = blake2b(self._place.encode() + stored.store, digest_size=16).hexdigest()
-        folder = ReplicaFolder(self._options.cache_directory(), [place, f"{name.hex()}-{key_id}"])
+        folder = ReplicaFolder(self._cache, [place, f"{name.hex()}-{key_id}"])
         return SharedNamespace(self._medium, name, folder, self._options, self._board, is_writable=not self._read_only)
 
     def _is_dark(self) -> bool:
@@ -502,7 +510,8 @@ class SharedBackend(Backend):
 
     def put_note(self, namespace: bytes, name: str, content: bytes) -> None:
         self._check_open(writes=True)
-        self._medium.put_sealed(self._names.note(namespace, name), content, namespace)
+        blob = self._names.note(namespace, name)
+        self._medium.put_sealed(blob, content, namespace, MAX_SMALL_BYTES)
 
     def publish_status(self, engine: str, row: bytes | None) -> None:
         self._check_open(writes=True)
@@ -510,6 +519,8 @@ class SharedBackend(Backend):
         if row is None:
             self._medium.blobs.delete([name])
             return
+        if len(row) > MAX_SMALL_BYTES:
+            raise StoreError(f"{self._place}: a status of {len(row)} bytes: readers accept {MAX_SMALL_BYTES}")
         self._medium.put(name, [row])
         if not self._statuses_cleaned:  # those that killed engines left
             oldest = self._medium.time.now() - _STATUS_KEPT_S
@@ -522,7 +533,8 @@ class SharedBackend(Backend):
         found: dict[str, bytes] = {}
         for info in self._medium.listed(self._names.statuses):
             with suppress(BlobMissingError, CorruptPackError):
-                found[info.name.removeprefix(self._names.statuses)] = bytes(self._medium.whole(info.name, info.size))
+                row = self._medium.whole(info.name, MAX_SMALL_BYTES)
+                found[info.name.removeprefix(self._names.statuses)] = bytes(row)
         return found
 
     # Content

@@ -6,16 +6,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from typing import TypeVar
 
-from persistkv.errors import CorruptPackError
-from persistkv.storage.blobs import BlobInfo, BlobMissingError, Blobs, UnavailableError
+from persistkv.errors import CorruptPackError, StoreError
+from persistkv.storage.blobs import BlobInfo, BlobMissingError, Blobs
 from persistkv.storage.executor import ThreadPool
 from persistkv.storage.format.authentication import Authenticator
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.shared.clock import Clock, ServerTime
-from persistkv.storage.shared.format import MAX_SMALL_BYTES, StoreNames, seal, unseal
+from persistkv.storage.shared.format import (
+    MAX_OBJECT_BYTES,
+    MAX_SMALL_BYTES,
+    StoreNames,
+    seal,
+    unseal,
+)
 
 _FIRST_BYTES = 16 << 10  # 16 KiB: of the buffer for a blob of unknown length
-_MOST_LISTS = 20  # in a row that differ: other engines write meanwhile
+_MOST_LISTS = 6  # in a row, while other engines delete blobs
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -84,9 +90,21 @@ class Medium:
         self.time.learn(written)
         return written
 
-    def put_sealed(self, name: str, body: bytes, namespace: bytes) -> BlobInfo:
-        """Write an object, sealed under its name; see ``Blobs.put``."""
+    def put_sealed(
+        self,
+        name: str,
+        body: bytes,
+        namespace: bytes,
+        limit: int = MAX_OBJECT_BYTES,
+    ) -> BlobInfo:
+        """Write an object, sealed under its name; see ``Blobs.put``.
+
+        :param limit: bytes that readers accept under this name.
+        :raises StoreError: it is larger than ``limit``, and was not written; or the medium failed.
+        """
         data = seal(name, body, self.authenticator, namespace)
+        if len(data) > limit:
+            raise StoreError(f"{name}: {len(data)} bytes are more than the {limit} that readers accept")
         return BlobInfo(name, len(data), self.put(name, [data]))
 
     def whole(self, name: str, limit: int) -> bytearray:
@@ -124,17 +142,27 @@ class Medium:
     def listed(self, prefix: str, *, settled: bool = False) -> list[BlobInfo]:
         """Return the blobs whose names start with ``prefix``.
 
-        :param settled: repeat the list until two in a row are equal: a single one is no snapshot.
+        :param settled: repeat the list until it shows all that the one before it has shown: a single one is no
+            snapshot, and may lack both a blob that was deleted meanwhile and the one that includes it. While blobs are
+            deleted all the time, return all that some lists in a row have shown: readers skip what is missing.
         """
-        found = list(self.blobs.list(prefix))
-        self.time.learn_least(max((info.time for info in found), default=0.0))
+        found = self._list(prefix)
         if not settled:
             return found
-        for _ in range(_MOST_LISTS):
-            before, found = found, list(self.blobs.list(prefix))
-            if [info.name for info in found] == [info.name for info in before]:
+        shown = {info.name: info for info in found}
+        for _ in range(_MOST_LISTS - 1):
+            before = [info.name for info in found]
+            found = self._list(prefix)
+            names = {info.name for info in found}
+            if names.issuperset(before):
                 return found
-        raise UnavailableError(f"{prefix}: {_MOST_LISTS} lists in a row differ")
+            shown.update({info.name: info for info in found})
+        return sorted(shown.values())
+
+    def _list(self, prefix: str) -> list[BlobInfo]:
+        found = list(self.blobs.list(prefix))
+        self.time.learn_least(max((info.time for info in found), default=0.0))
+        return found
 
     def exists(self, name: str) -> bool:
         """Return whether there is a blob with this name."""

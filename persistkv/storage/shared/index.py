@@ -210,6 +210,7 @@ class IndexReader:
             before, missing = missing, []
             if with_inbox:
                 inbox = self._medium.listed(self._names.inbox, settled=settled)
+                self._forget_unreadable(inbox, is_inbox=True)
                 missing += self.read_objects(inbox, is_inbox=True)
             index = self._medium.listed(self._names.index, settled=settled)
             self._note_list(index)
@@ -264,7 +265,11 @@ class IndexReader:
             self._replica.forget(old)
         for name in old:
             self._shown_at.pop(name, None)
-        gone = [name for name in self.unreadable if name not in self.listed]
-        for name in gone:
-            if not self._names.is_commit(name):
-                del self.unreadable[name]
+        self._forget_unreadable(infos, is_inbox=False)
+
+    def _forget_unreadable(self, infos: Iterable[BlobInfo], *, is_inbox: bool) -> None:
+        """Forget objects that could not be read and that a list of the inbox, or of the index, does not show."""
+        listed = {info.name for info in infos}
+        for name in list(self.unreadable):
+            if self._names.is_commit(name) == is_inbox and name not in listed:
+                self.unreadable.pop(name, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,10 @@ import msgspec
 
 from persistkv.config import convert_options, parse_duration, parse_size
 from persistkv.errors import ConfigurationError, FileError
+from persistkv.storage.mounts import existing_parent, remote_type
 from persistkv.storage.policy import Policy
+
+logger = logging.getLogger(__name__)
 
 _SECRET_BYTES = 32
 _DURATIONS = ("refresh", "touch", "ttl", "status")
@@ -67,16 +71,35 @@ class SharedOptions(msgspec.Struct, frozen=True):
         return found
 
     def cache_directory(self) -> Path | None:
-        """Return the directory of the replicas; None: use a temporary one."""
+        """Return the directory of the replicas; None: use a temporary one. One that other hosts may write is not used,
+        because replicas are LMDB environments: this is logged.
+        """
+        directory = self._wanted_cache()
+        if directory is None:
+            return None
+        try:
+            kind = remote_type(existing_parent(directory))
+        except OSError:  # opening the replica tells more
+            return directory
+        if kind is None:
+            return directory
+        text = (
+            "%s is on a network file system (%s), where LMDB does not work: the index of the shared store is read into "
+            "a temporary directory at each start; name a local directory with the option cache=PATH"
+        )
+        logger.warning(text, directory, kind)
+        return None
+
+    def _wanted_cache(self) -> Path | None:
         if self.cache is False:
             return None
         if isinstance(self.cache, str):
-            return Path(self.cache)
+            return Path(self.cache).absolute()
         try:
             parent = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         except RuntimeError:
             return None
-        return Path(parent) / "persistkv" / "shared"
+        return Path(parent).absolute() / "persistkv" / "shared"
 
 
 SHARED_NAMES = frozenset(field.encode_name for field in msgspec.structs.fields(SharedOptions))

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from persistkv.errors import ConfigurationError
+from persistkv.storage import mounts
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import tables
-from persistkv_lmdb import mounts
 from tests.backends.lmdb.conftest import Opener
 
 OTHER = "22 27 0:21 / /proc rw,nosuid - proc proc rw"

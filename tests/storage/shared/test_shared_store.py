@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from persistkv.errors import StoreError, StoreUnavailableError
+from persistkv.errors import ConfigurationError, StoreError, StoreUnavailableError
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.blobs import BlobInfo, RefusedError, UnavailableError
 from persistkv.storage.format.authentication import Authenticator
 from persistkv.storage.format.pack import PackTable
+from persistkv.storage.identity import Identity
 from persistkv.storage.policy import Policy
 from persistkv.storage.shared import SharedOptions
 from persistkv.storage.shared import format as index_format
-from persistkv.storage.shared.format import NONCE_BYTES, Delta, seal
+from persistkv.storage.shared.format import NONCE_BYTES, Delta, StoreNames, seal
 from persistkv.testing.conformance.suite import read_pack, sample_identity
 from persistkv.testing.samples import payload_of, sample_manifest
 from tests.storage.shared.town import NAMES, NAMESPACE, START, Engine, Town, pack, town_of
@@ -233,6 +234,17 @@ def test_listed_object_that_is_missing_is_skipped(town: Town) -> None:
     assert second.held() == {pack(2).pack_id}
 
 
+def test_junk_in_the_inbox_that_was_deleted_is_forgotten(town: Town, caplog: pytest.LogCaptureFixture) -> None:
+    name = NAMES.new_commit(random.Random(1))
+    town.engine()
+    for reports in (1, 2):
+        junk_in(town, name)
+        town.run(700)
+        assert sum(name in record.getMessage() for record in caplog.records) == reports
+        town.server.delete([name])
+        town.run(700)
+
+
 def test_entry_whose_blob_is_missing_is_removed_from_the_index(town: Town) -> None:
     first, second = town.engine(), town.engine()
     first.store(pack(1), pack(2))
@@ -346,6 +358,34 @@ def test_opening_never_merges_at_once(town: Town) -> None:
     assert len(town.names("/index/")) <= 3
 
 
+def test_opening_while_others_commit_without_a_pause_finds_all_that_is_durable(town: Town) -> None:
+    first = town.engine()
+    first.store(pack(1))
+    second = town.engine(opens=False)
+    seeds = iter(range(2, 1000))
+    second.blobs.after("list", lambda prefix: first.store(pack(next(seeds))))
+    second.open()
+    assert pack(1).pack_id in second.held()
+
+
+def test_opening_while_others_merge_without_a_pause_finds_all_that_is_durable(town: Town) -> None:
+    first = town.engine()
+    first.store(pack(1))
+    second = town.engine(opens=False)
+    seeds = iter(range(2, 1000))
+
+    def commit_and_merge(prefix: str) -> None:
+        first.store(pack(next(seeds)))
+        town.run(12)
+
+    town.engines.remove(second)
+    second.blobs.after("list", commit_and_merge)
+    second.open()
+    assert pack(1).pack_id in second.held()
+    second.blobs.clear_faults()
+    town.engines.append(second)
+
+
 def test_replica_is_kept_after_a_clean_end_only(town: Town) -> None:
     first = town.engine(cache="machine")
     for seed in range(30):
@@ -406,6 +446,51 @@ def test_refused_deletions_do_not_stop_commits(town: Town) -> None:
         town.run(40)
     assert len(second.held()) == 5
     assert first.calls("delete") < 40
+
+
+# What readers check, writers check first
+
+TOO_LONG = "x" * (256 << 10)
+
+
+def test_identity_that_readers_would_refuse_is_refused(town: Town) -> None:
+    engine = town.engine()
+    identity = Identity.of({"config": TOO_LONG})
+    with pytest.raises(ConfigurationError, match="identity"):
+        engine.backend.open_namespace(identity)
+    town.run(60)
+    assert [found.id for found in engine.backend.namespaces()] == [NAMESPACE]
+    assert not town.names(identity.digest.hex())
+
+
+def test_identity_that_readers_would_refuse_is_refused_while_the_medium_does_not_answer(town: Town) -> None:
+    town.server.close()
+    engine = town.engine(opens=False)
+    with pytest.raises(ConfigurationError, match="identity"):
+        engine.backend.open_namespace(Identity.of({"config": TOO_LONG}))
+
+
+def test_status_that_readers_would_refuse_is_refused(town: Town) -> None:
+    engine = town.engine()
+    engine.backend.publish_status("e1", b"first")
+    with pytest.raises(StoreError, match="status"):
+        engine.backend.publish_status("e1", TOO_LONG.encode() + b"x")
+    assert engine.backend.statuses() == {"e1": b"first"}
+
+
+def test_statuses_larger_one_of_another_program_is_skipped(town: Town) -> None:
+    engine = town.engine()
+    engine.backend.publish_status("e1", b"first")
+    junk_in(town, f"{StoreNames('').statuses}e2", TOO_LONG.encode() + b"x")
+    assert engine.backend.statuses() == {"e1": b"first"}
+
+
+def test_note_that_readers_would_refuse_is_refused(town: Town) -> None:
+    engine = town.engine()
+    engine.backend.put_note(NAMESPACE, "warm", b"first")
+    with pytest.raises(StoreError, match="readers accept"):
+        engine.backend.put_note(NAMESPACE, "warm", TOO_LONG.encode())
+    assert engine.backend.note(NAMESPACE, "warm") == b"first"
 
 
 # Eviction

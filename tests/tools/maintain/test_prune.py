@@ -11,7 +11,7 @@ import pytest
 import persistkv_tools.store
 from persistkv.errors import StoreError
 from persistkv.storage import open_backend
-from persistkv.storage.backend import CommitBatch
+from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.testing import FaultyBackend
 from persistkv_tools.maintain.prune import Prune
 from persistkv_tools.options import Selection
@@ -95,6 +95,26 @@ def test_prune_request_with_shared_packs_stays_and_exits_1(run, family):
     assert plan["done"]["staying"] == ["anna-1"]
     assert len(requests(run, url)) == 4
     assert "others use all their packs" in run("prune", url, "--request", "anna-1", "--dry-run").stdout
+
+
+def test_prune_request_whose_packs_are_gone_says_so_and_exits_1(run, tmp_path):
+    """An operator has deleted the file of its pack, and an engine has noticed it."""
+    url = f"file://{tmp_path}/shared?cache=no"
+    with closing(open_inspectable(url)) as backend:
+        writer = Contexts(backend)
+        writer.add("lost", "a b")
+        (file,) = tmp_path.glob("shared/**/packs/*")
+        file.unlink()
+        buffer = memoryview(bytearray(4096))
+        assert backend.read(writer.namespace, [ReadSpan(writer.packs["lost"], 0, [buffer])]) == [False]
+    for option in ("--dry-run", "--yes"):
+        done = run("prune", url, "--request", "lost", option)
+        assert done.returncode == 1
+        assert "the store holds none of their packs" in done.stdout
+        assert "others use" not in done.stdout
+    assert "not deleted: 1 request, because the store holds none of its packs" in done.stdout
+    found = pruned(run, url, "--request", "lost", "--yes", code=1)
+    assert ids(found["plan"]["staying"]) == found["plan"]["without_packs"] == found["done"]["staying"] == ["lost"]
 
 
 def test_prune_request_with_copies_deletes_all_copies(run, family):

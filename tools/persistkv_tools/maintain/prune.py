@@ -2,7 +2,7 @@
 
 1. A pack is deleted only if no request that stays names a block in it. ``--shared-packs`` relaxes this.
 2. A store deletes packs, not requests. A request disappears as soon as one of its packs is deleted. It stays if other
-   requests use all its packs.
+   requests use all its packs, or if the store holds none of them: then ttl and capacity delete it.
 3. Before each commit, the command looks for requests that were added since the plan was made, and keeps their packs.
 4. Pack tables are read only in namespaces where something is to be deleted. A run that finds nothing to delete costs as
    much as listing the requests.
@@ -39,6 +39,7 @@ _ONE_OF = (
     "at least one of --request, --older-than, --label, --larger-than, --never-hit, --namespace, --keep-size,"
     " --orphans and --quarantined"
 )
+_NO_PACKS = "the store holds none of {whose} packs"
 _PACKS_AT_ONCE = 64
 _MOST_PAUSE_S = 0.2
 
@@ -73,7 +74,9 @@ class Plan(msgspec.Struct):
     """Requests to delete because they lose a pack, oldest first: chosen ones and, with --shared-packs, others that
     use the same packs."""
     staying: list[RequestView]
-    """Chosen requests that cannot be deleted, because other requests use all their packs."""
+    """Chosen requests that cannot be deleted: other requests use all their packs, or the store holds none of them."""
+    without_packs: list[str]
+    """Ids of those of ``staying`` of which the store holds no pack, or whose keys cannot be read."""
     goes: Amount
     """Totals of the packs to delete."""
     private_blocks_left: int
@@ -165,7 +168,7 @@ def prune(
         disk = {"disk_bytes": stats and stats.disk_bytes, "free_bytes": stats and _free_bytes(free)}
         render.print_json({"url": url, "dry_run": dry_run, **what, **disk})
     elif done is not None:
-        _print_done(done, damaged)
+        _print_done(done, plan, damaged)
         if stats is not None:
             _print_sizes(stats, free, keep_bytes)
     if failure is not None:
@@ -190,8 +193,14 @@ def _print_sizes(stats: BackendStats, free: FreeSpace | None, keep_bytes: int | 
 
 
 def _print_plan(plan: Plan, damaged: Quarantine) -> None:
-    stay = "requests that stay, because others use all their packs"
-    for title, views in (("requests to delete", plan.requests), (stay, plan.staying)):
+    empty = [view for view in plan.staying if view.id in plan.without_packs]
+    shared = [view for view in plan.staying if view.id not in plan.without_packs]
+    tables = (
+        ("requests to delete", plan.requests),
+        ("requests that stay, because others use all their packs", shared),
+        (f"requests that stay, because {_NO_PACKS.format(whose='their')}; ttl and capacity delete them", empty),
+    )
+    for title, views in tables:
         if views:
             left = "pinned,labels,namespace"
             render.show_table(_COLUMNS, views, title=title, left=left, optional="pinned", most=_SHOWN)
@@ -207,13 +216,16 @@ def _print_plan(plan: Plan, damaged: Quarantine) -> None:
         render.say(f"  {directory}")
 
 
-def _print_done(done: Done, damaged: Quarantine) -> None:
+def _print_done(done: Done, plan: Plan, damaged: Quarantine) -> None:
     render.say(f"deleted: {render.count(done.requests, 'request')}, {_amount(done.goes)}")
     if done.freed_bytes:
         render.say(f"returned to the file system: {render.format_size(done.freed_bytes)}")
-    if done.staying:
-        whose = "its" if len(done.staying) == 1 else "their"
-        render.say(f"not deleted: {render.count(len(done.staying), 'request')}, because others use all {whose} packs")
+    empty = [name for name in done.staying if name in plan.without_packs]
+    shared = [name for name in done.staying if name not in plan.without_packs]
+    for names, reason in ((shared, "others use all {whose} packs"), (empty, _NO_PACKS)):
+        if names:
+            whose = "its" if len(names) == 1 else "their"
+            render.say(f"not deleted: {render.count(len(names), 'request')}, because {reason.format(whose=whose)}")
     if damaged.directories:
         render.say(f"deleted files of damaged stores: {render.format_size(damaged.deleted_bytes)}")
 
@@ -313,7 +325,7 @@ class Prune:
                 usage.choose(selection or Selection(), named)
         if keep_bytes is not None:
             self._shrink_to(keep_bytes)
-        self.plan = Plan([], [], Amount(), 0)
+        self.plan = Plan([], [], [], Amount(), 0)
         for usage in self._usages:
             if usage.doomed or orphans:
                 self._plan(usage, orphans, shared_packs)
@@ -382,7 +394,12 @@ class Prune:
         usage.going = {name for name, packs in usage.packs.items() if not packs.isdisjoint(usage.deleted)}
         for manifest, use in usage.uses(usage.going | usage.doomed):
             view = RequestView.of(usage.namespace.id, manifest, use)
-            (self.plan.requests if manifest.id in usage.going else self.plan.staying).append(view)
+            if manifest.id in usage.going:
+                self.plan.requests.append(view)
+                continue
+            self.plan.staying.append(view)
+            if not usage.packs[manifest.id]:
+                self.plan.without_packs.append(manifest.id)
 
     def _delete(self, backend: Backend, usage: _Usage, packs: list[bytes]) -> None:
         used = usage.used_since()

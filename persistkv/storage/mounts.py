@@ -1,4 +1,6 @@
-"""Type of the file system that a path is on. LMDB's locks and memory map need a local one."""
+"""Type of the file system that a path is on. LMDB's locks and memory map need a local one; a shared store in a
+directory needs one that all its machines mount.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def remote_type(path: Path) -> str | None:
 
     :raises OSError: the path cannot be read.
     """
-    kind = _type_of(path)
+    kind = type_of(path)
     if kind is None:
         return None
     program = kind.removeprefix("fuse.")
@@ -42,7 +44,19 @@ def remote_type(path: Path) -> str | None:
     return kind if kind in _REMOTE or is_remote_fuse else None
 
 
-def _type_of(path: Path) -> str | None:
+def existing_parent(path: Path) -> Path:
+    """Return the path if it exists; else its nearest parent that does, where its directories would be created.
+
+    :raises OSError: a parent may not be searched.
+    """
+    return next(parent for parent in (path, *path.parents) if parent.exists())
+
+
+def type_of(path: Path) -> str | None:
+    """Return the type of the file system that an existing path is on; None: it is not known.
+
+    :raises OSError: the path cannot be read.
+    """
     device = path.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:

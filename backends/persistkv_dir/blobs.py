@@ -39,12 +39,21 @@ from persistkv.storage.blobs import (
     check_prefix,
     is_name,
 )
+from persistkv.storage.checks import CallsCheck, Check
 from persistkv.storage.format.codec import Buffer
+from persistkv_dir.checks import check_directory
 
 _FILE_MODE, _DIRECTORY_MODE = 0o600, 0o700
 _MOST_BUFFERS = 1024  # per call: IOV_MAX
 _DEAD_AFTER_S = 24 * 3600.0  # a day: a writer that is paused for longer writes its blob again
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp")  # no valid name: lists do not show it
+
+_REMEDIES = {
+    "list": "let the user of the engines read and search the directory",
+    "put": "let the user of the engines write to it; the file system must support fsync of directories, and rename",
+    "read": "let the user of the engines read its files",
+    "delete": "let the user of the engines delete its files: without that, the store exceeds its capacity",
+}
 
 _SAFE = os.O_NOFOLLOW | os.O_CLOEXEC
 _LOOK_UP = os.O_PATH  # trusts what the client of a network file system has cached
@@ -187,6 +196,13 @@ class DirBlobs(Blobs):
         check_prefix(prefix)
         self._check_open()
         return self._list(prefix, after)
+
+    def check(self, *, writes: bool) -> Iterator[Check]:
+        """See ``Blobs.check``. A directory that does not exist is not created, and its calls are not tried."""
+        yield from check_directory(self.root)
+        if self.root.is_dir():
+            writes = writes and not self.read_only
+            yield from CallsCheck(self, _REMEDIES, writes=writes).run()
 
     def close(self) -> None:
         self._closed = True

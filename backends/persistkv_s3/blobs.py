@@ -24,11 +24,13 @@ from persistkv.storage.blobs import (
     check_prefix,
     is_name,
 )
+from persistkv.storage.checks import CallsCheck, Check, Level
 from persistkv.storage.format.codec import Buffer
 from persistkv_s3.client import transport as client
 from persistkv_s3.client.boto import BotoClient
 from persistkv_s3.client.bucket import Breaker, Bucket
 from persistkv_s3.options import Place, S3Options
+from persistkv_s3.settings import check_settings
 
 _DATE_S = 1.0  # a ``Date`` header is rounded down to a second
 _ERRORS: Sequence[tuple[type[client.S3Error], type[StoreError]]] = (
@@ -37,6 +39,17 @@ _ERRORS: Sequence[tuple[type[client.S3Error], type[StoreError]]] = (
     (client.S3Error, UnavailableError),
 )
 """The first class of a failed request that matches gives the error of the medium."""
+_POLICIES = "docs/s3.md, Policies"
+_REMEDIES = {
+    "list": f"grant s3:ListBucket on the bucket, as in {_POLICIES}; the bucket must exist",
+    "put": f"grant s3:PutObject on the prefix ({_POLICIES}); an engine that only reads has read_only=yes in its URL",
+    "read": f"grant s3:GetObject on the prefix ({_POLICIES})",
+    "delete": f"grant s3:DeleteObject on the prefix ({_POLICIES}): without it, the store exceeds its capacity",
+}
+_THROTTLED = (
+    "a longer refresh, larger packs (max_age_s) and fewer connections send fewer requests; S3 limits them for each "
+    "prefix, so give each model a prefix of its own"
+)
 
 
 class S3Blobs(Blobs):
@@ -116,6 +129,21 @@ class S3Blobs(Blobs):
     def close(self) -> None:
         self._closed = True
         self._bucket.close()
+
+    def check(self, *, writes: bool) -> Iterator[Check]:
+        """See ``Blobs.check``: the calls, throttling, and settings of the bucket."""
+        calls = CallsCheck(self, _REMEDIES, writes=writes)
+        before = self._bucket.throttled
+        yield from calls.run()
+        if not calls.answers:
+            return
+        throttled = self._bucket.throttled - before
+        if throttled:
+            found = f"the server has asked for fewer requests {throttled} times during this check"
+            yield Check("throttling", Level.WARNING, found, _THROTTLED)
+        else:
+            yield Check("throttling", Level.OK, "no request of this check was throttled")
+        yield from check_settings(self._bucket, self._place.prefix)
 
     def requests(self) -> Mapping[str, int]:
         """Return the number of requests by HTTP method: GET includes listings, POST is a deletion of several blobs."""

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from persistkv.config import MAX_PACK_BYTES, StoreUrl
 from persistkv.errors import StoreError
+from persistkv.storage.checks import Check
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.format.pack import Frame, PackTable
 from persistkv.storage.format.pack_writer import NewPack
@@ -421,6 +422,14 @@ class Backend(ABC):
         :raises StoreError: the medium failed, and some content may be left; or the driver's stores are directories.
         """
         raise StoreError(f"{url.scheme}://{url.location} is a directory: delete that")
+
+    @classmethod
+    def check_medium(cls, url: StoreUrl) -> Iterator[Check]:
+        """Yield what is wrong with the medium of a shared store, which need not exist; nothing for a local store.
+
+        :raises ConfigurationError: an option of the URL is invalid.
+        """
+        return iter(())
 
     @classmethod
     def plain_medium(cls, url: StoreUrl) -> PlainMedium | None:

@@ -14,10 +14,13 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from persistkv.errors import ConfigurationError, StoreError, StoreUnavailableError
 from persistkv.storage.format.codec import Buffer
+
+if TYPE_CHECKING:
+    from persistkv.storage.checks import Check
 
 MAX_NAME = 200
 """Longest name of a blob in bytes. Names consist of ``a-z``, ``0-9``, ``-`` and ``/``; no part is empty."""
@@ -105,6 +108,16 @@ class Blobs(ABC):
     def requests(self) -> Mapping[str, int]:
         """Return the number of requests sent since the medium was opened, by kind; empty if they are not counted."""
         return {}
+
+    def check(self, *, writes: bool) -> Iterator[Check]:
+        """Yield what ``persistkv doctor`` shows: whether the calls work (``checks.CallsCheck``), and
+        settings of the medium that prevent or slow a store. By default nothing.
+
+        Failures are outcomes; nothing is raised. What the check writes, it deletes again.
+
+        :param writes: False: the store will only be read.
+        """
+        return iter(())
 
     def state(self) -> str:
         """Return ``closed`` if calls are sent to the medium, ``open`` if a breaker prevents them after failures, or

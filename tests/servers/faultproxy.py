@@ -16,16 +16,21 @@ Control: send one line to LISTEN_PORT + 1; the reply is the number of connection
     s503 N           answer the next N connections with 503 SlowDown
     deny             answer with 403 AccessDenied
     readonly         answer requests that would change the bucket with 403 AccessDenied
+    forbid REGEX     answer requests whose first line matches with 403 AccessDenied
+    date SECONDS     shift the Date of each reply
     conns            change nothing, count only
 """
 
 import asyncio
 import contextlib
+import re
 import socket
 import struct
 import sys
 from asyncio import StreamReader as Reader
 from asyncio import StreamWriter as Writer
+from datetime import timedelta
+from email.utils import format_datetime, parsedate_to_datetime
 from typing import Any
 
 SLOW_DOWN = (
@@ -40,6 +45,19 @@ def reset(writer: Writer) -> None:
         writer.transport.abort()
 
 
+def with_date(data: bytes, seconds: float) -> bytes:
+    """Return the beginning of a reply with a shifted ``Date``; other bytes unchanged. The length stays."""
+    head, separator, body = data.partition(b"\r\n\r\n")
+    if not head.startswith(b"HTTP/1.1 "):
+        return data
+
+    def shifted(found: re.Match[bytes]) -> bytes:
+        date = parsedate_to_datetime(found[2].decode()) + timedelta(seconds=seconds)
+        return found[1] + format_datetime(date, usegmt=True).encode()
+
+    return re.sub(rb"(?mi)^(Date: )([^\r\n]+)", shifted, head) + separator + body
+
+
 ACCESS_DENIED = b'<?xml version="1.0"?><Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>'
 
 
@@ -52,9 +70,19 @@ class FaultProxy:
         self.exists_already = False
         self.live: set[asyncio.Task[Any] | None] = set()
 
+    def is_refused(self, data: bytes) -> bool:
+        """Return whether these bytes begin a request that the mode refuses."""
+        name, *args = self.mode
+        is_change = data.startswith((b"PUT ", b"POST ", b"DELETE "))
+        if name == "readonly":
+            return is_change
+        line = data[:2000].split(b"\r\n")[0]
+        is_request = is_change or data.startswith((b"GET ", b"HEAD "))
+        return name == "forbid" and is_request and re.search(args[0].encode(), line) is not None
+
     async def refuse(self, data: bytes, writer: Writer) -> bool:
-        """Answer a request that would change the bucket with a refusal. Return whether the request was refused."""
-        if not data.startswith((b"PUT ", b"POST ", b"DELETE ")):
+        """Answer a request with a refusal, if the mode refuses it. Return whether it was refused."""
+        if not self.is_refused(data):
             return False
         writer.write(
             b"HTTP/1.1 403 Forbidden\r\nContent-Type: application/xml\r\nConnection: close\r\n"
@@ -73,7 +101,7 @@ class FaultProxy:
                 writer.write(data)
                 await writer.drain()
                 continue
-            if name == "readonly" and is_request and await self.refuse(data, client_writer):
+            if is_request and await self.refuse(data, client_writer):
                 return
             if name == "hang" or (name == "hang_reply" and not is_request):
                 await asyncio.sleep(3600)
@@ -90,6 +118,8 @@ class FaultProxy:
                     await asyncio.sleep(0.05)
                     reset(client_writer)
                     return
+            if name == "date" and not is_request:
+                data = with_date(data, float(args[0]))
             if name == "delay":
                 await asyncio.sleep(float(args[0]))
             if name == "rate":

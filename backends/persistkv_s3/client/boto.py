@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from email.utils import parsedate_to_datetime
 from ipaddress import ip_address
@@ -55,6 +55,7 @@ _THROTTLES = frozenset(
     {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "ServiceUnavailable", "TooManyRequests"}
 )
 _MISSING = frozenset({"NoSuchKey", "404", "NotFound"})
+_NOT_SET = frozenset({"NoSuchLifecycleConfiguration", "ObjectLockConfigurationNotFoundError"})
 _BEYOND_END = frozenset({"InvalidRange", "416"})
 _BROKEN = frozenset({"RequestTimeout", "InternalError", "OperationAborted", "ConditionalRequestConflict", "408", "409"})
 
@@ -164,6 +165,15 @@ class BotoClient(Transport):
                 refusals.append(error)
         if refusals:
             raise KeysRefusedError(f"{refusals[0]} ({len(refusals)} of the objects of this request)")
+
+    def setting(self, name: str, deadline: Deadline) -> Mapping[str, Any]:
+        try:
+            with self._request("GET", name, deadline):
+                return dict(getattr(self._client, name)(**self._target))
+        except S3Error as error:
+            if error.code in _NOT_SET:
+                return {}
+            raise
 
     def close(self) -> None:
         self._client.close()
@@ -304,7 +314,14 @@ def _cause(error: BaseException) -> str:
 
 
 def _of_answer(answer: Any, what: str) -> S3Error:
+    """Return the error that an answer means."""
     code = str(answer.get("Error", {}).get("Code", ""))
+    found = _kind_of_answer(answer, what, code)
+    found.code = code
+    return found
+
+
+def _kind_of_answer(answer: Any, what: str, code: str) -> S3Error:
     status = int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     text = f"{what}: {status} {code}"
     if code in _MISSING:

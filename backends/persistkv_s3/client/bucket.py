@@ -23,9 +23,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from persistkv.storage.format.codec import Buffer
 from persistkv_s3.client.transport import (
@@ -42,6 +42,7 @@ from persistkv_s3.client.transport import (
     ReplacedError,
     S3Error,
     Sink,
+    ThrottledError,
     Transport,
 )
 
@@ -139,6 +140,8 @@ class Bucket:
         self._transport = transport
         self._deadline_s = deadline_s
         self._last_failure = "none failed"
+        self.throttled = 0
+        """Number of attempts that the server has refused because it wants fewer requests."""
 
     @property
     def requests(self) -> dict[str, int]:
@@ -205,6 +208,10 @@ class Bucket:
         if refusal is not None:
             raise refusal
 
+    def setting(self, name: str) -> Mapping[str, Any]:
+        """Return a setting of the bucket; empty if it was never set."""
+        return self._run(partial(self._transport.setting, name))
+
     def _delete_each(self, keys: Sequence[str]) -> RefusedError | None:
         """Delete objects with a request for each; return the last refusal if some are refused.
 
@@ -260,6 +267,8 @@ class Bucket:
         try:
             result = attempt(deadline)
         except S3Error as error:
+            if isinstance(error, ThrottledError):
+                self.throttled += 1
             if not error.healthy:
                 self._last_failure = f"the last failure: {error}"
             record(well=error.healthy)

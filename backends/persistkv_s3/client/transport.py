@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from persistkv.errors import StoreUnavailableError
 from persistkv.storage.format.codec import Buffer
@@ -30,6 +30,8 @@ class S3Error(StoreUnavailableError):
     caller. The breaker counts the other errors only."""
     pause_s = 0.0
     """Minimum pause in seconds that the server requests before the next attempt."""
+    code = ""
+    """S3's name of the error, such as ``AccessDenied``; empty if no answer came."""
 
 
 class ObjectMissingError(S3Error):
@@ -298,6 +300,14 @@ class Transport(ABC):
         :raises KeysRefusedError: the server refuses to delete some of them; the others are deleted.
         :raises RefusedError: the server refuses the request, perhaps because it deletes several objects.
         """
+
+    def setting(self, name: str, deadline: Deadline) -> Mapping[str, Any]:
+        """Return a setting of the bucket, as the answer of boto3's ``get_bucket_…``; empty if it was never set.
+
+        :param name: the operation, such as ``get_bucket_versioning``.
+        :raises RefusedError: there is no permission, or the server does not know the setting.
+        """
+        raise RefusedError(f"{name} is not known")
 
     @abstractmethod
     def close(self) -> None:

@@ -42,6 +42,7 @@ from persistkv.storage.backend import (
 from persistkv.storage.blobs import BlobMissingError, Blobs, UnavailableError
 from persistkv.storage.catalog.catalogue import check_batch, totals
 from persistkv.storage.catalog.rows import EMPTY_CURSOR, decode_namespace, encode_namespace
+from persistkv.storage.checks import Check
 from persistkv.storage.format.authentication import Authenticator
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.format.pack import Frame, PackTable
@@ -171,6 +172,17 @@ class SharedBackend(Backend):
         blobs = cls.open_blobs(url, rest, read_only=read_only or options.read_only)
         place = f"{url.scheme}://{url.location}"
         return cls(blobs, options, place, read_only=read_only)
+
+    @classmethod
+    def check_medium(cls, url: StoreUrl) -> Iterator[Check]:
+        """Yield what ``Blobs.check`` finds on the medium of a store, which need not exist.
+
+        :raises ConfigurationError: an option of the URL is invalid.
+        """
+        options, rest = cls.split_options(url)
+        writes = not options.read_only
+        with closing(cls.open_blobs(url, rest, read_only=options.read_only)) as blobs:
+            yield from blobs.check(writes=writes)
 
     @classmethod
     def split_options(cls, url: StoreUrl) -> tuple[SharedOptions, dict[str, str]]:

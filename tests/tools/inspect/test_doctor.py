@@ -14,10 +14,11 @@ import pytest
 from persistkv.cpu.region_file import RegionFile, region_path
 from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.checks import Level
 from persistkv.storage.identity import Identity
 from persistkv.testing.samples import sample_manifest
 from persistkv_tools.inspect import doctor
-from persistkv_tools.inspect.doctor import Level, examine
+from persistkv_tools.inspect.doctor import examine
 
 
 def by_check(findings):
@@ -82,6 +83,27 @@ def test_examine_quarantined_files_are_reported_until_pruned(store, run):
     assert done["quarantined"]["deleted_bytes"] == found["quarantined_bytes"]
     assert (done["done"]["requests"], damaged.exists()) == (0, False)
     assert not [found for found in examine(store, {}) if found.check == "damaged files"]
+
+
+def test_examine_shared_directory_checks_its_medium_and_nothing_of_lmdb(tmp_path):
+    url = f"file://{tmp_path}/shared?cache=no"
+    found = examined(url)
+    assert found["directory"].level is Level.NOTE
+    assert found["store"].level is Level.PROBLEM
+    assert not (tmp_path / "shared").exists()
+    with closing(open_backend(url)) as backend:
+        backend.open_namespace(Identity.of({}))
+    before = sorted((tmp_path / "shared").rglob("*"))
+    found = examined(url)
+    assert {found[name].level for name in ("store", "list", "put", "read", "delete", "directory")} == {Level.OK}
+    assert "free disk" in found
+    assert not {"O_DIRECT", "PID namespace"} & found.keys()
+    assert sorted((tmp_path / "shared").rglob("*")) == before
+
+
+def test_examine_shared_store_with_invalid_option_is_problem(tmp_path):
+    found = examined(f"file://{tmp_path}/shared?capcity=1GiB")["store"]
+    assert (found.level, "capcity" in found.found) == (Level.PROBLEM, True)
 
 
 def test_doctor_without_store_checks_only_machine(run):

@@ -100,7 +100,7 @@ def test_prune_request_with_shared_packs_stays_and_exits_1(run, family):
 def test_prune_request_whose_packs_are_gone_says_so_and_exits_1(run, tmp_path):
     """An operator has deleted the file of its pack, and an engine has noticed it."""
     url = f"file://{tmp_path}/shared?cache=no"
-    with closing(open_inspectable(url)) as backend:
+    with closing(open_backend(url)) as backend:
         writer = Contexts(backend)
         writer.add("lost", "a b")
         (file,) = tmp_path.glob("shared/**/packs/*")

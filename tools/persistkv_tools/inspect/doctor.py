@@ -1,11 +1,11 @@
 """``persistkv doctor``: settings of this machine that prevent or slow persistkv, and their remedies.
 
-The checks change nothing and leave no files: O_DIRECT is tried on a file without a name.
+The checks leave nothing: O_DIRECT is tried on a file without a name. On the medium of a shared store, a blob of 1 KiB
+under a random name is written, read, listed and deleted, unless the URL says ``read_only=yes``.
 """
 
 from __future__ import annotations
 
-import enum
 import errno
 import fcntl
 import mmap
@@ -18,15 +18,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-import msgspec
 import typer
 from rich.text import Text
 
 from persistkv.config import PAGE_BYTES, StoreUrl
 from persistkv.errors import CorruptPackError, PersistKVError
 from persistkv.releases import TESTED
-from persistkv.storage import open_backend
+from persistkv.storage import BACKENDS, open_backend
 from persistkv.storage.backend import Backend, ReadSpan
+from persistkv.storage.checks import Check, Level
 from persistkv.storage.format.codec import parse_codec
 from persistkv.storage.format.pack import FRAME_BYTES, align, decode_frame
 from persistkv_tools import render
@@ -60,25 +60,7 @@ _INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # inode in /proc/*/ns/pid: include/linux/pr
 T = TypeVar("T")
 
 
-class Level(enum.StrEnum):
-    """Severity of a check's outcome."""
-
-    OK = "ok"
-    NOTE = "note"  # requires no action
-    WARNING = "warning"  # persistkv works, but something will be slow, or will run out of space
-    PROBLEM = "problem"  # persistkv does not work
-
-
 _STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
-
-
-class Check(msgspec.Struct, frozen=True):
-    """The outcome of one check."""
-
-    check: str
-    level: Level
-    found: str
-    todo: str = ""  # empty if no remedy is needed
 
 
 def doctor(
@@ -192,8 +174,10 @@ def _process(environment: Mapping[str, str]) -> Iterator[Check]:
 
 def _store(url: str) -> Iterator[Check]:
     try:
-        location = Path(StoreUrl.parse(url).location)
+        parsed = StoreUrl.parse(url)
+        yield from BACKENDS.get(parsed.scheme).check_medium(parsed)
         with closing(open_backend(url, read_only=True)) as backend:
+            is_remote = backend.capabilities.remote
             stats = backend.stats()
             created = [head.created for space in backend.namespaces() for head in backend.manifests(space.id)]
             sample = sample_store(backend, _SAMPLE_BYTES)
@@ -219,10 +203,12 @@ def _store(url: str) -> Iterator[Check]:
     right = newest <= time.time() + _SKEW_S
     found = "no request is from the future" if right else f"the newest request has age {render.format_age(newest)}"
     yield _passed("store's clock", right, found, "this machine's clock, or that of an engine, is wrong")
+    location = Path(parsed.location)
     if location.is_dir():
-        yield _pid_namespace()
         yield _space(location, stats.disk_bytes, stats.capacity)
-        yield _direct(location)
+        if not is_remote:  # else LMDB is not there
+            yield _pid_namespace()
+            yield _direct(location)
 
 
 def sample_store(backend: Backend, most_bytes: int) -> bytes:

@@ -1,0 +1,179 @@
+"""Settings of a bucket that a store pays for or breaks on, as ``persistkv doctor`` finds them.
+
+1. Each setting takes a permission of its own, which no engine needs. Without it, the outcome says so and is no error.
+2. Nothing is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from persistkv.storage.checks import Check, Level
+from persistkv_s3.client.bucket import Bucket
+from persistkv_s3.client.transport import RefusedError, S3Error
+
+_ARCHIVES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
+"""Storage classes whose objects must be restored before they can be read."""
+_DENIED = frozenset({"AccessDenied", "403", "AllAccessDisabled"})
+_RULES = "docs/s3.md, Settings of the bucket"
+
+
+class Rule(NamedTuple):
+    """A rule of a bucket that applies to some objects of the store."""
+
+    name: str
+    prefix: str
+    content: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return f"rule {self.name or '(no id)'} on {self.prefix or 'all objects'}"
+
+
+def check_settings(bucket: Bucket, prefix: str) -> Iterator[Check]:
+    """Yield what is found about a bucket's settings. Nothing is raised.
+
+    :param prefix: of all objects of the store.
+    """
+    lifecycle = _Setting(bucket, "lifecycle", "get_bucket_lifecycle_configuration", "s3:GetLifecycleConfiguration")
+    rules = _rules(lifecycle.content.get("Rules", ()), prefix)
+    yield from _Setting(bucket, "versioning", "get_bucket_versioning", "s3:GetBucketVersioning").outcomes(
+        lambda found: _versioning(found, rules, prefix)
+    )
+    yield from lifecycle.outcomes(lambda found: _lifecycle(rules, prefix))
+    if any("INTELLIGENT_TIERING" in _storage_classes(rule) for rule in rules):
+        tiering = _Setting(
+            bucket,
+            "archive tiers",
+            "list_bucket_intelligent_tiering_configurations",
+            "s3:GetIntelligentTieringConfiguration",
+        )
+        yield from tiering.outcomes(lambda found: _tiering(found, prefix))
+    lock = _Setting(bucket, "object lock", "get_object_lock_configuration", "s3:GetBucketObjectLockConfiguration")
+    yield from lock.outcomes(_object_lock)
+
+
+class _Setting:
+    """A setting that was read, or the reason why it was not."""
+
+    def __init__(self, bucket: Bucket, check: str, operation: str, permission: str) -> None:
+        self._check = check
+        self._reason = ""
+        self.content: Mapping[str, Any] = {}
+        try:
+            self.content = bucket.setting(operation)
+        except RefusedError as error:
+            is_denied = error.code in _DENIED
+            self._reason = f"needs {permission}" if is_denied else f"the server does not tell ({error.code or error})"
+        except S3Error as error:
+            self._reason = str(error)
+
+    def outcomes(self, evaluate: Callable[[Mapping[str, Any]], Iterable[tuple[Level, str, str]]]) -> Iterator[Check]:
+        """Yield the outcomes of ``evaluate``, which returns (level, what was found, remedy)."""
+        if self._reason:
+            todo = f"look at it yourself ({_RULES}), or let an administrator run this check"
+            yield Check(self._check, Level.NOTE, f"not checked: {self._reason}", todo)
+            return
+        for level, found, todo in evaluate(self.content):
+            yield Check(self._check, level, found, todo)
+
+
+def _versioning(
+    found: Mapping[str, Any],
+    rules: Sequence[Rule],
+    prefix: str,
+) -> Iterator[tuple[Level, str, str]]:
+    status = found.get("Status", "")
+    if status != "Enabled":
+        # The versions that a suspended bucket already has are few: nothing adds to them.
+        yield Level.OK, "off" if not status else status.lower(), ""
+        return
+    expiring = [rule for rule in rules if "NoncurrentVersionExpiration" in rule.content]
+    whole = [rule for rule in expiring if prefix.startswith(rule.prefix)]
+    if whole:
+        days = whole[0].content["NoncurrentVersionExpiration"].get("NoncurrentDays", "?")
+        yield Level.OK, f"on; {whole[0]} expires old versions after {days} days", ""
+        return
+    text = "on: each deleted object stays as an old version, which takes space and is paid"
+    yield Level.WARNING, text, f"expire noncurrent versions after a day ({_RULES}), or use another bucket"
+
+
+def _lifecycle(rules: Sequence[Rule], prefix: str) -> Iterator[tuple[Level, str, str]]:
+    outcomes: list[tuple[Level, str, str]] = []
+    for rule in rules:
+        outcomes += _expiry(rule, prefix)
+        outcomes += _transitions(rule)
+    if outcomes:
+        yield from outcomes
+    else:
+        yield Level.OK, "no rule expires or moves objects of the store", ""
+
+
+def _expiry(rule: Rule, prefix: str) -> Iterator[tuple[Level, str, str]]:
+    expiration = rule.content.get("Expiration", {})
+    when = expiration.get("Days", expiration.get("Date"))
+    if when is None:  # only of delete markers
+        return
+    after = f"after {when} days" if "Days" in expiration else f"on {when}"
+    if "/packs/" in rule.prefix.removeprefix(prefix):
+        yield (
+            Level.NOTE,
+            f"{rule} expires packs {after}: they are misses then",
+            "the option ttl counts from the last use",
+        )
+        return
+    text = f"{rule} expires objects {after}, those of the index among them: content is lost"
+    yield Level.PROBLEM, text, "exclude the store's prefix from the rule, and use the options ttl and capacity"
+
+
+def _transitions(rule: Rule) -> Iterator[tuple[Level, str, str]]:
+    classes = _storage_classes(rule)
+    archives = sorted(_ARCHIVES.intersection(classes))
+    if archives:
+        text = f"{rule} moves objects to {', '.join(archives)}, where they cannot be read: content is lost"
+        yield Level.PROBLEM, text, "exclude the store's prefix from the rule"
+    others = sorted(classes.difference(_ARCHIVES))
+    if others:
+        text = f"{rule} moves objects to {', '.join(others)}"
+        yield Level.NOTE, text, "each read is charged, and 30 days or more of storage: worth it for rarely read stores"
+
+
+def _storage_classes(rule: Rule) -> set[str]:
+    return {transition.get("StorageClass", "") for transition in rule.content.get("Transitions", ())}
+
+
+def _tiering(found: Mapping[str, Any], prefix: str) -> Iterator[tuple[Level, str, str]]:
+    configurations = found.get("IntelligentTieringConfigurationList", ())
+    archiving = [rule for rule in _rules(configurations, prefix) if rule.content.get("Tierings")]
+    for rule in archiving:
+        text = f"{rule} archives objects that nobody reads: they cannot be read then, and content is lost"
+        yield Level.PROBLEM, text, "remove the archive access tiers for the store's prefix"
+    if not archiving:
+        yield Level.OK, "no archive access in Intelligent-Tiering", ""
+
+
+def _object_lock(found: Mapping[str, Any]) -> Iterator[tuple[Level, str, str]]:
+    configuration = found.get("ObjectLockConfiguration", {})
+    retention = configuration.get("Rule", {}).get("DefaultRetention", {})
+    if retention:
+        days = f"{retention['Days']} days" if "Days" in retention else f"{retention.get('Years', '?')} years"
+        text = f"on, {retention.get('Mode', '').lower()} retention of {days}: nothing that is deleted frees space"
+        yield Level.WARNING, text, "use a bucket without object lock"
+    elif configuration.get("ObjectLockEnabled") == "Enabled":
+        yield Level.NOTE, "on, without a default retention", "set none, and place no legal hold on the store's objects"
+    else:
+        yield Level.OK, "off", ""
+
+
+def _rules(contents: Iterable[Mapping[str, Any]], prefix: str) -> list[Rule]:
+    """Return the rules that are in force for some objects of the store. Its objects have no tags."""
+    rules: list[Rule] = []
+    for content in contents:
+        scope = content.get("Filter", {})
+        both = scope.get("And", scope)
+        has_tags = bool(both.get("Tag") or both.get("Tags"))
+        start = str(both.get("Prefix", content.get("Prefix", "")))
+        overlaps = start.startswith(prefix) or prefix.startswith(start)
+        if content.get("Status") == "Enabled" and overlaps and not has_tags:
+            rules.append(Rule(str(content.get("ID", content.get("Id", ""))), start, content))
+    return rules

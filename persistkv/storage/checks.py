@@ -1,0 +1,155 @@
+"""Outcomes of the checks of ``persistkv doctor``, and the check of every shared medium: whether its calls work."""
+
+from __future__ import annotations
+
+import enum
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+
+import msgspec
+
+from persistkv.errors import StoreError
+from persistkv.storage.blobs import BlobMissingError, Blobs, UnavailableError
+
+_PROBE_BYTES = 1024
+_SKEW_S = 300.0  # five minutes
+_ROUNDING_S = 1.0  # a medium's time may have whole seconds
+_SLOW_S = 2.0  # for a call with 1 KiB
+_NO_ANSWER = "check its address and the network; engines start without it, and try again"
+_SLOW = "loads take long: look for throttling, or use a medium that is nearer"
+_WRONG_CLOCK = (
+    "set the wrong clock (NTP): nothing expires while the clocks differ by more than an hour, and S3 refuses requests "
+    "of a machine whose clock is wrong by 15 minutes"
+)
+
+
+class Level(enum.StrEnum):
+    """Severity of a check's outcome."""
+
+    OK = "ok"
+    NOTE = "note"  # requires no action
+    WARNING = "warning"  # persistkv works, but something will be slow, or will run out of space
+    PROBLEM = "problem"  # persistkv does not work
+
+
+class Check(msgspec.Struct, frozen=True):
+    """The outcome of one check."""
+
+    check: str
+    level: Level
+    found: str
+    todo: str = ""
+    """The remedy; empty if none is needed."""
+
+
+class CallsCheck:
+    """Check of the calls that a store makes, with a blob of 1 KiB under a random name, which is deleted again.
+
+    :param remedies: what to do if a call is refused, by method of ``Blobs``: put, read, list, delete.
+    :param writes: False: only make the calls of engines that only read.
+    """
+
+    def __init__(self, blobs: Blobs, remedies: Mapping[str, str], *, writes: bool) -> None:
+        self.answers = True
+        """Whether the medium answered every call; if not, others would wait for it in vain."""
+        self._blobs = blobs
+        self._remedies = remedies
+        self._writes = writes
+        self._name = f"probe-{secrets.token_hex(16)}"
+        self._content = secrets.token_bytes(_PROBE_BYTES)
+        self._ahead_s = 0.0
+
+    def run(self) -> Iterator[Check]:
+        """Make the calls, and yield the outcome of each. Failures are outcomes; nothing is raised."""
+        yield self._try("list", "list", self._list)
+        if self.answers:
+            yield self._try("missing object", "list", self._read_missing)
+        if not self._writes or not self.answers:
+            return
+        put = self._try("put", "put", self._put)
+        yield put
+        if put.level is Level.PROBLEM:
+            with suppress(StoreError):  # it may have been written all the same
+                self._blobs.delete([self._name])
+            return
+        yield self._clock()
+        yield self._try("read", "read", self._read)
+        yield self._deleted()
+
+    def _try(self, check: str, method: str, call: Callable[[], str]) -> Check:
+        """Make a call.
+
+        :param call: returns what is wrong with the result; empty: nothing.
+        """
+        begin = time.monotonic()
+        remedy = self._remedies.get(method, f"let the medium allow {method}")
+        try:
+            wrong = call()
+        except UnavailableError as error:
+            self.answers = False
+            return Check(check, Level.PROBLEM, str(error), _NO_ANSWER)
+        except StoreError as error:
+            return Check(check, Level.PROBLEM, str(error), remedy)
+        if wrong:
+            return Check(check, Level.PROBLEM, wrong, remedy)
+        seconds = time.monotonic() - begin
+        if seconds > _SLOW_S:
+            return Check(check, Level.WARNING, f"works, in {seconds:.1f} s", _SLOW)
+        return Check(check, Level.OK, f"works, in {1000 * seconds:.0f} ms")
+
+    def _list(self) -> str:
+        next(self._blobs.list("", after=self._name), None)
+        return ""
+
+    def _read_missing(self) -> str:
+        try:
+            self._blobs.read(self._name, 0, 1, [memoryview(bytearray(1))])
+        except BlobMissingError:
+            return ""
+        return "a blob that was never written can be read"
+
+    def _put(self) -> str:
+        before = time.time()
+        written = self._blobs.put(self._name, [self._content])
+        after = time.time()
+        if written > after + _ROUNDING_S:
+            self._ahead_s = written - after
+        elif written < before - _ROUNDING_S:
+            self._ahead_s = written - before
+        return ""
+
+    def _clock(self) -> Check:
+        check = "medium's clock"
+        seconds = abs(self._ahead_s)
+        if seconds <= _SKEW_S:
+            return Check(check, Level.OK, f"at most {max(seconds, _ROUNDING_S):.0f} s from this machine's")
+        relation = "ahead of" if self._ahead_s > 0 else "behind"
+        return Check(check, Level.WARNING, f"{seconds:.0f} s {relation} this machine's", _WRONG_CLOCK)
+
+    def _read(self) -> str:
+        found = bytearray(_PROBE_BYTES)
+        self._blobs.read(self._name, 0, _PROBE_BYTES, [memoryview(found)])
+        if bytes(found) != self._content:
+            return "other bytes were read than were written"
+        first = next(self._blobs.list("", after=self._name[:-1]), None)
+        if first is None or first.name != self._name:
+            return "a list lacks a blob that was just written"
+        return ""
+
+    def _deleted(self) -> Check:
+        deleted = self._try("delete", "delete", self._delete)
+        if deleted.level is not Level.PROBLEM:
+            return deleted
+        # Engines work without it, until there is no room left.
+        found = f"{deleted.found}; this check leaves {self._name}"
+        return Check("delete", Level.WARNING, found, deleted.todo)
+
+    def _delete(self) -> str:
+        self._blobs.delete([self._name])
+        try:
+            self._blobs.read(self._name, 0, 1, [memoryview(bytearray(1))])
+        except BlobMissingError:
+            return ""
+        return "a deleted blob can still be read"

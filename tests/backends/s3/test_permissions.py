@@ -6,10 +6,13 @@ import json
 import os
 import re
 import subprocess
+import time
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -19,11 +22,15 @@ from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.errors import StoreError
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.extensions import Policy
 from persistkv.storage.records import RequestEnd, StoreOptions
 from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import check_totals, read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_blocks, sample_keys, sample_manifest, sample_pack
 from persistkv_s3 import S3Backend
+from persistkv_s3.blobs import S3Blobs
+from persistkv_s3.client.boto import BotoClient
+from persistkv_s3.options import parse_url
 from persistkv_tools.cli import main
 from tests.backends.s3.conftest import Opener
 from tests.backends.s3.faults import FaultProxy
@@ -135,6 +142,171 @@ def test_read_only_engine_corrupt_pack_is_dropped_locally(
     assert "dropped" not in caplog.text
 
 
+# The policies of docs/s3.md
+
+
+class Policies(NamedTuple):
+    """The JSON documents of docs/s3.md, for the bucket ``my-bucket`` and the prefix ``kv``."""
+
+    writer: str
+    reader: str
+    doctor: str
+    lifecycle: str
+
+
+def documented_policies() -> Policies:
+    return Policies(*re.findall(r"```json\n(.*?)```", DOCS.read_text(), re.DOTALL))
+
+
+ACTIONS = {
+    "ListObjectsV2": "s3:ListBucket",
+    "GetObject": "s3:GetObject",
+    "HeadObject": "s3:GetObject",
+    "PutObject": "s3:PutObject",
+    "DeleteObject": "s3:DeleteObject",
+    "DeleteObjects": "s3:DeleteObject",
+    "GetBucketVersioning": "s3:GetBucketVersioning",
+    "GetBucketLifecycleConfiguration": "s3:GetLifecycleConfiguration",
+    "GetObjectLockConfiguration": "s3:GetBucketObjectLockConfiguration",
+    "ListBucketIntelligentTieringConfigurations": "s3:GetIntelligentTieringConfiguration",
+}
+"""Permission that S3 requires for each operation of the driver."""
+
+
+class Call(NamedTuple):
+    """What a policy must allow."""
+
+    action: str
+    resource: str
+    prefix: str | None
+    """Of a listing."""
+
+
+class RecordingClient(BotoClient):
+    """Client that records the calls which it makes."""
+
+    def __init__(self, url: StoreUrl) -> None:
+        super().__init__(*parse_url(url, S3Backend.split_options(url)[1]))
+        self.calls: set[Call] = set()
+        self._client.meta.events.register("before-parameter-build.s3", self._record)
+
+    def _record(self, params: dict[str, Any], model: Any, **_: Any) -> None:
+        keys = (
+            [params["Key"]] if "Key" in params else [one["Key"] for one in params.get("Delete", {}).get("Objects", ())]
+        )
+        places = [f"arn:aws:s3:::{params['Bucket']}/{key}" for key in keys] or [f"arn:aws:s3:::{params['Bucket']}"]
+        for place in places:
+            self.calls.add(Call(ACTIONS[model.name], place, params.get("Prefix")))
+
+
+def allows(statement: dict[str, Any], call: Call) -> bool:
+    """Evaluate a statement as IAM does."""
+    assert statement["Effect"] == "Allow"
+    if call.action not in as_list(statement["Action"]):
+        return False
+    if not any(fnmatchcase(call.resource, pattern) for pattern in as_list(statement["Resource"])):
+        return False
+    for operator, wanted in statement.get("Condition", {}).items():
+        assert operator == "StringLikeIfExists"
+        assert wanted.keys() == {"s3:prefix"}
+        if call.prefix is not None and not fnmatchcase(call.prefix, wanted["s3:prefix"]):
+            return False
+    return True
+
+
+def as_list(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value
+
+
+def check_policy(calls: set[Call], *documents: str) -> None:
+    """Check that policies allow these calls, need each of their actions, and reach nothing outside of the prefix."""
+    statements = [statement for document in documents for statement in json.loads(document)["Statement"]]
+    for call in calls:
+        assert any(allows(statement, call) for statement in statements), call
+    granted = {action for statement in statements for action in as_list(statement["Action"])}
+    assert granted == {call.action for call in calls}
+    elsewhere = "arn:aws:s3:::my-bucket/other/object"
+    for action in granted:
+        assert not any(allows(statement, Call(action, elsewhere, None)) for statement in statements)
+    listing = Call("s3:ListBucket", "arn:aws:s3:::my-bucket", "other/")
+    assert not any(allows(statement, listing) for statement in statements)
+
+
+@pytest.fixture
+def policy_url(endpoint: str, raw_client: Any) -> Iterator[StoreUrl]:
+    """URL of a store at the place of which the policies speak, in an empty bucket."""
+    raw_client.create_bucket(Bucket="my-bucket")
+    yield StoreUrl.parse(f"s3://my-bucket/kv?endpoint_url={endpoint}&refresh=0s&cache=no&slow=1h")
+    for entry in raw_client.list_objects_v2(Bucket="my-bucket").get("Contents", ()):
+        raw_client.delete_object(Bucket="my-bucket", Key=entry["Key"])
+    raw_client.delete_bucket(Bucket="my-bucket")
+
+
+def open_recorded(url: StoreUrl, *, read_only: bool = False) -> tuple[S3Backend, RecordingClient]:
+    client = RecordingClient(url)
+    shared, own = S3Backend.split_options(url)
+    blobs = S3Blobs(*parse_url(url, own), client)
+    return S3Backend(blobs, shared, str(url.location), read_only=read_only, background=False), client
+
+
+def merge_all(backend: S3Backend, raw_client: Any) -> None:
+    """Work in the background until the inbox is empty."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        backend.step()
+        entries = raw_client.list_objects_v2(Bucket="my-bucket", Prefix="kv/").get("Contents", ())
+        if not any("/inbox/" in entry["Key"] for entry in entries):
+            return
+        time.sleep(0.2)
+    raise TimeoutError("commits remain in the inbox")
+
+
+def live_as_writer(backend: S3Backend, raw_client: Any) -> None:
+    """Do all that an engine does with a store."""
+    fill(backend)
+    gone = sample_pack(NAMESPACE, 3)
+    backend.commit(NAMESPACE, CommitBatch([gone]))
+    backend.commit(NAMESPACE, CommitBatch(deletions=[gone.pack_id]))
+    backend.set_policy(Policy(capacity=1 << 30, ttl_s=86_400.0))
+    backend.put_note(NAMESPACE, "warm", b"note")
+    for row in (b"status", None):
+        backend.publish_status("engine", row)
+    merge_all(backend, raw_client)
+    backend._open(NAMESPACE).sweep()
+    backend.rebuild_index(lambda done, total: None)
+    assert read_pack(backend, NAMESPACE, gone.table) is None
+
+
+def test_documented_policies_allow_exactly_the_calls_of_writer_and_reader(
+    policy_url: StoreUrl, raw_client: Any
+) -> None:
+    policies = documented_policies()
+    writer, calls = open_recorded(policy_url)
+    live_as_writer(writer, raw_client)
+    writer.close()
+    check_policy(calls.calls, policies.writer)
+
+    reader, calls = open_recorded(policy_url, read_only=True)
+    read_everything(reader)
+    reader.close()
+    check_policy(calls.calls, policies.reader)
+
+
+def test_documented_policy_of_doctor_allows_exactly_its_other_calls(policy_url: StoreUrl, raw_client: Any) -> None:
+    rule = {
+        "ID": "cold",
+        "Status": "Enabled",
+        "Filter": {"Prefix": ""},
+        "Transitions": [{"Days": 30, "StorageClass": "INTELLIGENT_TIERING"}],
+    }
+    raw_client.put_bucket_lifecycle_configuration(Bucket="my-bucket", LifecycleConfiguration={"Rules": [rule]})
+    policies = documented_policies()
+    client = RecordingClient(policy_url)
+    with closing(S3Blobs(*parse_url(policy_url, S3Backend.split_options(policy_url)[1]), client)) as blobs:
+        list(blobs.check(writes=True))
+    check_policy(client.calls, policies.writer, policies.doctor)
+
+
 # The policies of docs/s3.md, on a server that enforces them
 
 
@@ -171,8 +343,9 @@ class Users:
 def test_documented_policies_grant_exactly_needed_permissions(
     endpoint: str, raw_client: Any, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for_writers, for_readers, lifecycle = re.findall(r"```json\n(.*?)```", DOCS.read_text(), re.DOTALL)
-    raw_client.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration=json.loads(lifecycle))
+    policies = documented_policies()
+    lifecycle = json.loads(policies.lifecycle)
+    raw_client.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration=lifecycle)
     users = Users(bucket, raw_client)
     url = StoreUrl.parse(f"s3://{bucket}/kv?endpoint_url={endpoint}&refresh=0s&cache=no&slow=1h")
 
@@ -180,7 +353,7 @@ def test_documented_policies_grant_exactly_needed_permissions(
         for name, value in credentials.items():
             monkeypatch.setenv(name, value)
 
-    use_credentials(users.add(for_writers))
+    use_credentials(users.add(policies.writer))
     writer = S3Backend.open(url)
     fill(writer)
     gone = sample_pack(NAMESPACE, 3)
@@ -191,7 +364,7 @@ def test_documented_policies_grant_exactly_needed_permissions(
     with pytest.raises(StoreError, match="403"):
         S3Backend.open(StoreUrl.parse(f"s3://{bucket}/elsewhere?endpoint_url={endpoint}"))
 
-    use_credentials(users.add(for_readers))
+    use_credentials(users.add(policies.reader))
     read_everything(S3Backend.open(url, read_only=True))
     refused = S3Backend.open(url)
     with pytest.raises(StoreError, match="403"):

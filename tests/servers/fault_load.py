@@ -7,6 +7,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,27 +50,33 @@ class Load:
         self.planned: deque[list[bytes]] = deque()
         """Keys of the next jobs; if empty, jobs have fresh keys."""
         self.wrong = self.missed = self.loaded = 0
+        self.waits: list[float] = []
+        """Seconds from the submission of each load to its outcome, since this list was cleared."""
         self._numbers = itertools.count()
         self._in_flight: dict[int, tuple[int, list[bytes], bool]] = {}
+        self._began: dict[int, float] = {}
         self._free = {True: list(range(SLOTS)), False: list(range(SLOTS, 2 * SLOTS))}
         self._draw = random.Random(1)
 
     def run(self, seconds: float, *, until: Callable[[], bool] = lambda: False) -> list[float]:
-        """Tick for a number of seconds. Return the delay of each tick, in seconds."""
-        late = []
-        due = time.perf_counter() + _TICK_S
-        end = due + seconds
+        """Tick for a number of seconds. Return the duration of the client's calls in each tick, in seconds, without the
+        time in which the thread waited for a processor: other programs cause that.
+        """
+        durations: list[float] = []
+        end = time.perf_counter() + seconds
         for number in itertools.count():
-            time.sleep(max(0.0, due - time.perf_counter()))
-            now = time.perf_counter()
-            late.append(now - due)
+            time.sleep(_TICK_S)
+            is_job = number % _JOB_TICKS == 0
+            begin = time.perf_counter()
+            waited = _waited_for_processor()
             self.poll()
-            if number % _JOB_TICKS == 0:
+            if is_job:
                 self._store_next()
                 self.load()
-            if now >= end or (number % _JOB_TICKS == 0 and until()):
-                return late
-            due = now + _TICK_S
+            now = time.perf_counter()
+            durations.append(max(0.0, now - begin - (_waited_for_processor() - waited)))
+            if now >= end or (is_job and until()):
+                return durations
         raise AssertionError("a count has no end")
 
     def _store_next(self) -> None:
@@ -83,6 +90,7 @@ class Load:
             slot, keys, is_store = self._in_flight.pop(outcome.job_id)
             self._free[is_store].append(slot)
             if not is_store:
+                self.waits.append(time.perf_counter() - self._began.pop(outcome.job_id))
                 self._check_rows(slot, keys, set(outcome.failed) if not outcome.refused else set(keys))
         events = self.client.take_events()
         self.durable.update(events.stored)
@@ -121,6 +129,7 @@ class Load:
         if self.durable.issuperset(keys):
             slot, number = self._free[False].pop(), next(self._numbers)
             self._in_flight[number] = (slot, keys, False)
+            self._began[number] = time.perf_counter()
             self.client.submit_load(number, keys, range(slot * JOB_BLOCKS, (slot + 1) * JOB_BLOCKS))
 
     def recover(self) -> None:
@@ -129,14 +138,15 @@ class Load:
         self.run(PATIENCE_S, until=lambda: not self.durable <= before)
         self.settle(lambda: False)
         until = time.monotonic() + PATIENCE_S
-        while (lacking := self._not_durable()) and time.monotonic() < until:
+        while (lacking := self.not_durable()) and time.monotonic() < until:
             for keys in lacking:
                 while not self.store(keys, again=True):
                     self.poll()
                     time.sleep(_TICK_S)
-            self.settle(lambda: not self._not_durable())
+            self.settle(lambda: not self.not_durable())
 
-    def _not_durable(self) -> list[list[bytes]]:
+    def not_durable(self) -> list[list[bytes]]:
+        """Return the keys of the jobs with blocks that are not durable."""
         return [keys for keys in self.offered if not self.durable.issuperset(keys)]
 
     def settle(self, done: Callable[[], bool]) -> None:
@@ -151,3 +161,12 @@ class Load:
                 raise TimeoutError(f"{len(self._in_flight)} jobs do not end")
             self.poll()
             time.sleep(_TICK_S)
+
+
+def _waited_for_processor() -> float:
+    """Return the seconds that this thread could have run and did not; 0 if the kernel does not tell."""
+    try:
+        text = Path("/proc/thread-self/schedstat").read_text()
+    except OSError:
+        return 0.0
+    return int(text.split()[1]) / 1e9

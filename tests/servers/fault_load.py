@@ -95,8 +95,9 @@ class Load:
         events = self.client.take_events()
         self.durable.update(events.stored)
         self.durable.difference_update(events.removed)
-        if events.lost:
-            self.durable = set(filter(self.client.contains, self.durable))
+        if events.lost:  # some may have become durable, too: a commit whose reply was lost
+            offered = [key for keys in self.offered for key in keys]
+            self.durable = set(filter(self.client.contains, offered))
         self.client.take_persisted()
 
     def _check_rows(self, slot: int, keys: list[bytes], failed: set[bytes]) -> None:

@@ -233,7 +233,7 @@ def retry(call: Callable[[], Any]) -> Any:
 
 
 FAULTS = [
-    through_proxy("hang", "hang"),
+    through_proxy("server hangs", "hang"),
     through_proxy("hang after the commit", "hang_reply"),
     through_proxy("reset", "rst"),
     through_proxy("reset in the middle of a body", "rst_after 100000", trips=False),

@@ -80,10 +80,11 @@ class FaultProxy:
         is_request = is_change or data.startswith((b"GET ", b"HEAD "))
         return name == "forbid" and is_request and re.search(args[0].encode(), line) is not None
 
-    async def refuse(self, data: bytes, writer: Writer) -> bool:
+    async def refuse(self, data: bytes, reader: Reader, writer: Writer) -> bool:
         """Answer a request with a refusal, if the mode refuses it. Return whether it was refused."""
         if not self.is_refused(data):
             return False
+        await self.drain_body(data, reader)
         writer.write(
             b"HTTP/1.1 403 Forbidden\r\nContent-Type: application/xml\r\nConnection: close\r\n"
             b"Content-Length: %d\r\n\r\n" % len(ACCESS_DENIED) + ACCESS_DENIED
@@ -91,6 +92,16 @@ class FaultProxy:
         await writer.drain()
         writer.close()
         return True
+
+    async def drain_body(self, data: bytes, reader: Reader) -> None:
+        """Read the rest of a request: closing the connection before would reset it, and the answer would be lost."""
+        head, _, body = data.partition(b"\r\n\r\n")
+        length = re.search(rb"(?mi)^content-length: (\d+)", head)
+        if length is None or b"100-continue" in head.lower():  # then the client waits for the answer
+            return
+        rest = int(length[1]) - len(body)
+        if rest > 0:
+            await reader.readexactly(rest)
 
     async def pump(self, reader: Reader, writer: Writer, is_request: bool, client_writer: Writer) -> None:
         sent = 0
@@ -101,7 +112,7 @@ class FaultProxy:
                 writer.write(data)
                 await writer.drain()
                 continue
-            if is_request and await self.refuse(data, client_writer):
+            if is_request and await self.refuse(data, reader, client_writer):
                 return
             if name == "hang" or (name == "hang_reply" and not is_request):
                 await asyncio.sleep(3600)

@@ -133,6 +133,13 @@ class Load:
             self._began[number] = time.perf_counter()
             self.client.submit_load(number, keys, range(slot * JOB_BLOCKS, (slot + 1) * JOB_BLOCKS))
 
+    def idle(self, seconds: float) -> None:
+        """Process finished jobs and events for a number of seconds, and submit nothing."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.poll()
+            time.sleep(_TICK_S)
+
     def recover(self) -> None:
         """Continue the load until a new block is durable. Then submit lost jobs again, until every block is durable."""
         before = set(self.durable)

@@ -154,6 +154,8 @@ class Fault(NamedTuple):
     needs_ceph: bool = False
     sts_validity_s: float | None = None
     """Validity of credentials from an STS; None: they are in the environment."""
+    notice_s: float = 0.0
+    """Time after the end of the fault in which the engine notices its consequences."""
 
 
 def through_proxy(name: str, mode: str, *, trips: bool = True) -> Fault:
@@ -241,14 +243,14 @@ FAULTS = [
     through_proxy("503 storm", "s503 1000000"),
     through_proxy("slow body", "rate 20000"),
     Fault("server killed with -9 during uploads", lambda world: ceph(world, "kill9"), start_server, needs_ceph=True),
-    Fault("credentials revoked", revoke, allow),
+    Fault("credentials revoked", revoke, allow, trips=False),  # refusals say nothing about the server
     Fault("STS hangs, credentials are valid", hang_sts, end_sts_hang, trips=False, sts_validity_s=3600.0),
     Fault("STS hangs, credentials expire", hang_sts, end_sts_hang, sts_validity_s=62.0),
     through_proxy("DELETE refused", "forbid ^(DELETE|POST)", trips=False),
     Fault("one object forbidden", forbid_one_pack, lambda world: world.proxy.set("ok"), trips=False),
     through_proxy("Date a year ahead", f"date {YEAR_S}", trips=False),
     through_proxy("Date a year back", f"date -{YEAR_S}", trips=False),
-    Fault("bucket deleted, made anew", delete_bucket, create_bucket),
+    Fault("bucket deleted, made anew", delete_bucket, create_bucket, notice_s=75.0),
 ]
 
 
@@ -375,6 +377,7 @@ def try_fault(world: World, fault: Fault, seconds: float) -> Outcome:
         longest_during = max(load.waits, default=0.0)
         misses = load.missed - missed_before
         fault.end(world)
+        load.idle(fault.notice_s)
         load.recover()
     finally:
         load.client.close()

@@ -6,9 +6,10 @@
 2. A request takes effect at one moment, some time after it was sent and before its reply arrives. Faults move that
    moment, also by minutes and behind the end of the process, repeat the effect, or replace the reply.
 3. The medium keeps the contract of ``Blobs``, and nothing beyond it: a list is read in two halves at different times.
-
-Left out: clones of a running process, because the state of a thread cannot be copied. ``Process.random`` is the random
-source of the operating system, which a clone does not repeat either.
+4. A machine may be copied while a process runs on it, also in the middle of calls: a snapshot that is restored, or a
+   clone. The copy runs the same program again with the recorded replies (``Past``), which takes no simulated time, and
+   goes on from there beside the original. ``Process.random`` is the random source of the operating system: the copy
+   does not repeat it.
 """
 
 from __future__ import annotations
@@ -185,11 +186,58 @@ def draw_pause(draw: random.Random) -> float:
     return 8 * DAY_S
 
 
+class Wait(NamedTuple):
+    """The end of a wait in one thread of a process."""
+
+    thread: int
+    """Number of the thread, in the order in which they were started."""
+    what: str
+    """The request, ``sleep``, ``lock``, or ``start`` for the begin of the thread."""
+    time: float
+    """In simulated seconds."""
+    result: object = None
+    """Result of a request."""
+    error: StoreError | None = None
+    """Error of a request."""
+
+
+class Past:
+    """Replay of a process from its beginning to the moment at which its machine was copied.
+
+    The threads run in the recorded order, with the recorded replies. What a thread waited for at that moment has no
+    recorded end: the copy waits for it in its own life.
+
+    :param waits: what has ended before.
+    :param end: the moment, in simulated seconds.
+    """
+
+    def __init__(self, waits: Sequence[Wait], end: float) -> None:
+        self._waits = deque(waits)
+        self.end = end
+        self.now = waits[0].time
+        """Time in the replay, in simulated seconds."""
+        self.reply: Wait | None = None
+        """What the thread that runs next has waited for; None: it had not ended."""
+
+    def next_turn(self, process: Process) -> _Turn | None:
+        """Return the thread that ran next; None: the replay has ended."""
+        self.reply = None
+        if not self._waits:
+            self.now = self.end
+            return None
+        self.reply = self._waits.popleft()
+        self.now = self.reply.time
+        return process.started[self.reply.thread]
+
+
 class _Turn:
     """One thread of a process, and what wakes it."""
 
     def __init__(self, process: Process, program: Callable[[], None]) -> None:
         self.process = process
+        self.number = len(process.started)
+        self.lock: SimulatedLock | None = None
+        """What it waits for, if that is a lock."""
         self.waits = 0  # number of waits so far: an event of an earlier wait does not wake it
         self._lock = threading.Lock()
         self._lock.acquire()
@@ -295,6 +343,15 @@ class World:
         """Record what happened, for the report of a failure."""
         self.steps.append(f"{self.now:12.3f} {line}")
 
+    def _skip_to(self, when: float) -> bool:
+        """Move the time to ``when`` unless something else comes first; return whether it was moved."""
+        if self._events and self._events[0][0] <= when:
+            return False
+        if when > self._until or self._ended or self.failures:
+            return False
+        self.now = max(self.now, when)
+        return True
+
     def _resume_at(self, when: float, turn: _Turn) -> None:
         heapq.heappush(self._events, (when, next(self._numbers), turn, turn.waits))
 
@@ -373,20 +430,28 @@ class SimulatedLock:
 
     def _wait(self, turn: _Turn) -> None:
         self._waiting.append(turn)
+        turn.lock = self
         try:
-            self._world._wait(turn)
+            turn.process.wait_for_lock(turn, lambda: self._owner is turn)
         except Killed:
             if self._owner is turn:
                 self._release()
             else:
                 self._waiting.remove(turn)
             raise
+        finally:
+            turn.lock = None
+
+    def is_waiting(self, turn: _Turn) -> bool:
+        """Return whether a thread waits until another one releases the lock."""
+        return turn in self._waiting
 
     def _release(self) -> None:
         self._owner = None
         if self._waiting:
             self._owner = self._waiting.popleft()
-            self._world._resume_at(self._world.now, self._owner)
+            if not self._owner.process.is_replayed:
+                self._world._resume_at(self._world.now, self._owner)
 
 
 class _Outcome(Generic[T]):
@@ -430,7 +495,13 @@ class Process(Clock):
     :param program: called with the process in a thread of its own; ends by returning or with ``Killed``.
     :param machine: processes of one machine follow each other.
     :param wall_ahead_s: local wall-clock time minus the medium's.
+    :param is_recorded: whether the machine may be copied.
+    :param original: process that this one is a copy of.
+    :param past: of the original, until it was copied.
     """
+
+    repeats_names = False
+    """Whether a copy draws the same names as its original: a planted bug."""
 
     def __init__(
         self,
@@ -440,11 +511,20 @@ class Process(Clock):
         *,
         machine: str = "",
         wall_ahead_s: float = 0.0,
+        is_recorded: bool = False,
+        original: Process | None = None,
+        past: Past | None = None,
     ) -> None:
         self.world = world
         self.name = name
         self.machine = machine or name
-        self.random = self.make_random()
+        self.started: list[_Turn] = []
+        """All threads, also those that have ended."""
+        self._waits: list[Wait] | None = [] if is_recorded else None
+        self._past = past
+        self._first_name: str = name if original is None else original._first_name
+        self._sources: list[random.Random] = []
+        self.random = self.new_random("process")
         self.dead = False
         """Whether it was killed."""
         self.ended = False
@@ -465,22 +545,98 @@ class Process(Clock):
         world.processes.append(self)
         self.spawn(lambda: self._main(program))
 
-    def make_random(self) -> random.Random:
-        """Return the source of jitter and names."""
-        return random.Random(f"{self.world.seed} {self.name}")
+    def new_random(self, purpose: str) -> random.Random:
+        """Return a source of random numbers. Copies of this process draw others from it after the replay."""
+        source = random.Random(f"{purpose} {self.world.seed} {self._first_name}")
+        self._sources.append(source)
+        return source
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.dead and not self.ended
+
+    @property
+    def now(self) -> float:
+        """The present, in simulated seconds."""
+        return self.world.now if self._past is None else self._past.now
 
     def spawn(self, program: Callable[[], None]) -> None:
         """Run ``program`` in another thread of this process, which is killed, frozen and cut off with it."""
         turn = _Turn(self, program)
         self._turns.append(turn)
-        self.world._resume_at(self.world.now, turn)
+        self.started.append(turn)
+        if self._past is None or turn.number == 0:
+            self.world._resume_at(self.world.now, turn)
 
     def monotonic(self) -> float:
-        return self._offset + self.world.now
+        return self._offset + self.now
 
     def wall(self) -> float:
         """Return the process's wall-clock time, in seconds since the epoch."""
-        return START + self.world.now + self.wall_ahead_s
+        return START + self.now + self.wall_ahead_s
+
+    def note(self, line: str) -> None:
+        """Record what the program does, for the report of a failure."""
+        if self._past is None:
+            self.world.note(f"{self.name}: {line}")
+
+    # Copies
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether it is a copy that does again what its original did."""
+        return self._past is not None
+
+    def past(self) -> Past | None:
+        """Return what a copy that is made now must do again; None: it has not begun, or is not recorded."""
+        return Past(list(self._waits), self.world.now) if self._waits else None
+
+    def _record(self, what: str, result: object = None, error: StoreError | None = None) -> None:
+        if self._waits is not None:
+            self._waits.append(Wait(_own_turn().number, what, self.world.now, result, error))
+
+    def _replay(self, own: _Turn, what: str) -> Wait | None:
+        """Let the replay go on until the calling thread has its reply; return it, or None if the replay has ended.
+
+        :raises Killed: the process was killed after the replay, before anything woke the thread.
+        """
+        past = self._past
+        assert past is not None
+        turn = past.next_turn(self)
+        if turn is None:
+            self._begin_own_life(past, own)
+            return None
+        if turn is not own:
+            turn.wake()
+            own.wait()
+        if self._past is None:
+            own.waits += 1
+            if self.dead:
+                raise Killed
+            return None
+        reply = past.reply
+        assert reply is not None
+        assert reply.what == what, f"{self.name} differs from its original: {what} instead of {reply.what}"
+        return reply
+
+    def _begin_own_life(self, past: Past, running: _Turn | None) -> None:
+        """End the replay: wake all threads except the running one, and those that wait for each other."""
+        self._past = None
+        self._offset -= self.world.now - past.end  # the machine's clock stood still meanwhile
+        for number, source in enumerate(self._sources):
+            if source is not self.random or not self.repeats_names:
+                source.seed(f"{number} {self.world.seed} {self.name}")
+        for turn in self._turns:
+            if turn is not running and (turn.lock is None or not turn.lock.is_waiting(turn)):
+                self.world._resume_at(self.world.now, turn)
+
+    def wait_for_lock(self, turn: _Turn, is_owner: Callable[[], bool]) -> None:
+        """Wait until the calling thread has become the owner of a lock."""
+        if self._past is not None and self._replay(turn, "lock") is not None:
+            return
+        if not is_owner():
+            self.world._wait(turn)
+        self._record("lock")
 
     def lock(self) -> AbstractContextManager[object]:
         """Return a reentrant lock for the threads of this process."""
@@ -493,9 +649,24 @@ class Process(Clock):
         """
         if self.dead:
             raise Killed
-        turn = _own_turn()
-        self.world._resume_at(self.world.now + max(seconds, 0.0), turn)
-        self.world._wait(turn)
+        if self._past is not None:
+            past = self._past
+            until = past.now + max(seconds, 0.0)
+            if self._replay(_own_turn(), "sleep") is not None:
+                return
+            seconds = until - past.end
+        self._sleep(seconds)
+        self._record("sleep")
+
+    def _sleep(self, seconds: float) -> None:
+        self._sleep_until(self.world.now + max(seconds, 0.0))
+
+    def _sleep_until(self, when: float) -> None:
+        turn, world = _own_turn(), self.world
+        if self.frozen_until <= when and world._skip_to(when):  # most often nobody else runs meanwhile
+            return
+        world._resume_at(when, turn)
+        world._wait(turn)
 
     def kill(self) -> None:
         """End the process: its threads end at once, and what it sent may still take effect."""
@@ -515,6 +686,25 @@ class Process(Clock):
         if self.dead:
             raise Killed
         self._count(kind, name)
+        what = f"{kind} {name}"
+        if self._past is not None:
+            reply = self._replay(_own_turn(), what)
+            if reply is not None and reply.error is not None:
+                raise reply.error
+            if reply is not None:
+                return reply.result  # type: ignore[return-value]
+            if self._faults.random() < 0.5:
+                raise UnavailableError(f"{what}: the copy of the machine has no connection")
+            # Otherwise the client sends it again.
+        try:
+            result = self._send(kind, name, effect)
+        except StoreError as error:
+            self._record(what, error=error)
+            raise
+        self._record(what, result)
+        return result
+
+    def _send(self, kind: str, name: str, effect: Callable[[], T]) -> T:
         world, draw = self.world, self._faults
         text = f"{self.name} {kind} {name}"
         fault = self._draw_fault(writes=kind in ("PUT", "DELETE"))
@@ -528,29 +718,36 @@ class Process(Clock):
         if fault == "late":
             world.note(f"{text}: reply LOST, the effect follows")
             world.at(world.now + world.draw_late(draw), outcome.act_late)
-            self.sleep(draw.uniform(0, _MOST_WAIT_S))
+            self._sleep(draw.uniform(0, _MOST_WAIT_S))
             raise UnavailableError(f"{text}: no reply")
         if fault == "death":
             self._die(text, outcome)
         before_s, after_s = self._suspension(fault, kind, name, text)
         if before_s:
-            self.sleep(before_s)
-        world.at(world.now + outbound_s, outcome.act)
+            self._sleep(before_s)
+        effect_at = world.now + outbound_s
+        reply_at = world.now + (outbound_s + inbound_s + after_s)
         if fault == "repeated":
             world.note(f"{text}: REPEATED later")
-            world.at(world.now + outbound_s + world.draw_late(draw), outcome.act_late)
-        self.sleep(outbound_s + inbound_s + after_s)
+            world.at(effect_at + world.draw_late(draw), outcome.act_late)
+        if world._skip_to(effect_at):
+            outcome.act()
+        else:
+            world.at(effect_at, outcome.act)
+        self._sleep_until(reply_at)
         if fault == "lost":
             world.note(f"{text}: reply LOST")
-            self.sleep(draw.uniform(0, _MOST_WAIT_S))
+            self._sleep(draw.uniform(0, _MOST_WAIT_S))
             raise LostReplyError(f"{text}: no reply", outcome.reply())
         return outcome.reply()
 
     def _count(self, kind: str, name: str) -> None:
-        self.world.requests[self.name, kind] += 1
         if kind == "PUT":
             self.written.append(name)
             self._last_written = name
+        if self._past is not None:
+            return
+        self.world.requests[self.name, kind] += 1
         self.world.most_requests -= 1
         if self.world.most_requests < 0:
             raise AssertionError(f"requests without end; the last one is {self.name} {kind} {name}")
@@ -569,9 +766,9 @@ class Process(Clock):
     def _fail(self, fault: str, text: str) -> None:
         self.world.note(f"{text}: {fault.upper()}")
         if fault == "refused":
-            self.sleep(0.05)
+            self._sleep(0.05)
             raise RefusedError(f"{text}: refused")
-        self.sleep(self._faults.uniform(0, _MOST_WAIT_S))
+        self._sleep(self._faults.uniform(0, _MOST_WAIT_S))
         raise UnavailableError(f"{text}: no connection")
 
     def _die(self, text: str, outcome: _Outcome[T]) -> None:
@@ -627,6 +824,7 @@ class Process(Clock):
         _running.turn = turn
         try:
             if not self.dead:
+                self._begin(turn)
                 program()
         except Killed:
             pass
@@ -634,6 +832,23 @@ class Process(Clock):
             self.world.failures.append(error)
         turn.waits += 1
         self._turns.remove(turn)
+        self._pass_on()
+
+    def _begin(self, turn: _Turn) -> None:
+        """Record that a thread has begun, or note it in the replay: the first thread begins the replay."""
+        if self._past is None:
+            self._record("start")
+        elif turn.number == 0:
+            self._past.next_turn(self)
+
+    def _pass_on(self) -> None:
+        """Let the next thread run. The calling thread ends."""
+        if self._past is not None:
+            turn = self._past.next_turn(self)
+            if turn is not None:
+                turn.wake()
+                return
+            self._begin_own_life(self._past, None)
         self.world._pass_on()
 
 
@@ -646,7 +861,7 @@ class SimulatedBlobs(Blobs):
     def __init__(self, process: Process) -> None:
         self._process = process
         self._medium = process.world.medium
-        self._draw = random.Random(f"blobs {process.world.seed} {process.name}")
+        self._draw = process.new_random("blobs")
         self._counts: Counter[str] = Counter()
         self._closed = False
 

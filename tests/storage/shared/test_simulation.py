@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -168,3 +169,48 @@ def test_simulated_world_same_seed_gives_same_steps() -> None:
         world.end()
         steps.append(world.steps)
     assert steps[0] == steps[1]
+
+
+@pytest.mark.parametrize("repeats_names", [False, True])
+def test_simulated_copy_of_a_machine_goes_on_where_its_original_was(
+    monkeypatch: pytest.MonkeyPatch, repeats_names: bool
+) -> None:
+    monkeypatch.setattr(Process, "repeats_names", repeats_names)
+    drawn: defaultdict[str, list[str]] = defaultdict(list)
+
+    def program(process: Process) -> None:
+        blobs = SimulatedBlobs(process)
+        lock = process.lock()
+
+        def write(prefix: str) -> None:
+            for number in range(20):
+                with lock:
+                    drawn[process.name].append(f"{prefix}/{number}-{process.random.randbytes(8).hex()}")
+                    with suppress(StoreError):
+                        blobs.put(drawn[process.name][-1], [b""])
+                process.sleep(1.0)
+
+        process.spawn(lambda: write("b"))
+        write("a")
+
+    world = World(0)
+    original = Process(world, "original", program, is_recorded=True)
+    world.run(9.03)
+    past = original.past()
+    assert past is not None
+    before = len(drawn["original"])
+
+    def start_copy() -> None:
+        Process(world, "copy", program, original=original, past=past)
+
+    world.at(500.0, start_copy)
+    world.run()
+    world.end()
+
+    assert 10 < before < 30
+    assert drawn["copy"][:before] == drawn["original"][:before]
+    repeated = set(drawn["copy"][before:]) & set(drawn["original"])
+    assert bool(repeated) == repeats_names
+    assert {name[:3] for name in drawn["copy"]} == {name[:3] for name in drawn["original"]}
+    assert len(drawn["copy"]) == 40
+    assert 40 - before <= world.requests["copy", "PUT"] <= 40 - before + 2  # two may be sent again

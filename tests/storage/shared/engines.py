@@ -1,0 +1,175 @@
+"""An engine as a history runs it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from itertools import count
+from typing import TYPE_CHECKING
+
+from persistkv.errors import StoreError
+from persistkv.storage.backend import CommitBatch, ManifestWrite
+from persistkv.storage.catalog.rows import manifest_row
+from persistkv.storage.format.pack import ID_BYTES, PackTable
+from persistkv.storage.shared import SharedBackend
+from persistkv.storage.shared.format import Names
+from persistkv.testing.samples import sample_manifest
+from tests.storage.shared.model import IDENTITIES, NAMESPACES, Held, Span, Stored, View, pack_of, payload
+from tests.storage.shared.simulation import MINUTE_S, Process
+
+if TYPE_CHECKING:
+    from tests.storage.shared.history import History
+
+
+class Engine:
+    """One run of an engine: it stores, reads, deletes and does background work until it is killed or its time ends.
+
+    :param first_pack: number of the first pack that it stores, unless the packs of the history are few.
+    """
+
+    def __init__(self, history: History, process: Process, first_pack: int) -> None:
+        self._history = history
+        self._model = history.model
+        self._process = process
+        self._draw = process.new_random("life")
+        self._numbers = count(first_pack)
+        self._content = self._draw.randrange(2)
+        self._known: dict[bytes, dict[bytes, PackTable]] = {name: {} for name in NAMESPACES}
+        self._cursors: dict[bytes, bytes | None] = dict.fromkeys(NAMESPACES)
+        self._opened: set[bytes] = set()
+        self._is_stopping = False
+        self._is_stopped = False
+
+    def live(self) -> None:
+        """Run until the history ends."""
+        self._process.sleep(self._draw.uniform(0, 5))
+        try:
+            backend = self._history.open(self._process)
+        except StoreError as error:
+            self._note(f"could not open: {error}")
+            return
+        self._process.spawn(lambda: self._work(backend))
+        self._use(backend)
+        calm = self._history.time.calm
+        if self._process.now < self._history.time.until:
+            self._stop(backend)
+            return
+        self._process.sleep(calm.end - self._process.now)
+        self._compare(backend)
+        self._stop(backend)
+
+    def _stop(self, backend: SharedBackend) -> None:
+        self._is_stopping = True
+        wait_s = 0.5
+        while not self._is_stopped:
+            self._process.sleep(wait_s)
+            wait_s = min(2 * wait_s, 5 * MINUTE_S)  # the thread may be suspended for days
+        with suppress(StoreError):
+            backend.close()
+
+    def _work(self, backend: SharedBackend) -> None:
+        """Do the background work of the handle, in the second thread."""
+        try:
+            while not self._is_stopping:
+                # In the calm minutes the thread is slow, which makes the simulation fast.
+                least_s = 15.0 if self._process.now >= self._history.time.calm.begin else 0.05
+                wait_s = min(max(backend.step(), least_s), MINUTE_S)
+                self._process.sleep(self._pause_s() or wait_s)
+        finally:
+            self._is_stopped = True
+
+    def _pause_s(self) -> float:
+        return self._history.time.pause_s(self._process.now, self._draw)
+
+    def _use(self, backend: SharedBackend) -> None:
+        until = self._history.time.until
+        while self._process.now < until and self._draw.random() > 0.04:
+            namespace = self._draw.choice(NAMESPACES)
+            try:
+                if namespace not in self._opened:
+                    backend.open_namespace(IDENTITIES[NAMESPACES.index(namespace)])
+                    self._opened.add(namespace)
+                self._act(backend, namespace)
+            except StoreError as error:
+                self._note(f"{type(error).__name__}: {error}")
+            self._process.sleep(self._pause_s() or self._draw.uniform(0.2, 6.0))
+
+    def _act(self, backend: SharedBackend, namespace: bytes) -> None:
+        choice = self._draw.random()
+        if choice < 0.5:
+            self._store(backend, namespace)
+        elif choice < 0.5 + self._history.deletes:
+            self._delete(backend, namespace)
+        elif choice < 0.85:
+            self._read(backend, namespace)
+
+    def _store(self, backend: SharedBackend, namespace: bytes) -> None:
+        numbers = {self._next_pack() for _ in range(self._draw.randrange(1, 4))}
+        numbers = {2 * (number // 2) + NAMESPACES.index(namespace) for number in numbers}
+        packs = [pack_of(number, self._content) for number in sorted(numbers)]
+        names = [pack.pack_id for pack in packs]
+        for number in sorted(numbers):
+            pack_id = pack_of(number, self._content).pack_id
+            self._model.payloads[pack_id].add(payload(number, self._content))
+        manifests: list[ManifestWrite] = []
+        if self._draw.random() < 0.4:
+            name = f"request-{self._draw.randbytes(6).hex()}"  # drawn: a copy has the same ones in its past
+            manifests = [sample_manifest(name, packs=names, ordered=False)]
+        begin = self._process.now
+        self._process.written.clear()
+        shown = ", ".join(name.hex()[:8] for name in names)
+        self._note(f"STORE {shown}")
+        backend.commit(namespace, CommitBatch(packs, manifests))
+        self._note(f"STORED {shown}")
+        at = Span(begin, self._process.now)
+        written = [Names(namespace).pack_name(blob) for blob in self._process.written]
+        for pack_id in names:
+            blobs = frozenset(blob for blob in written if blob is not None and blob[:ID_BYTES] == pack_id)
+            self._model.stored[pack_id].append(Stored(at, blobs))
+        for write in manifests:
+            digest = manifest_row(namespace, write.manifest.id)[ID_BYTES:]
+            self._model.requests[write.manifest.id] = Held(digest, names, at)
+
+    def _next_pack(self) -> int:
+        pool = self._history.pool
+        return self._draw.randrange(2 * pool) if pool else next(self._numbers)
+
+    def _delete(self, backend: SharedBackend, namespace: bytes) -> None:
+        self._refresh(backend, namespace)
+        if not self._known[namespace]:
+            return
+        name = self._draw.choice(sorted(self._known[namespace]))
+        self._model.deleted.add(name)
+        batch = CommitBatch(bad=[name]) if self._draw.random() < 0.3 else CommitBatch(deletions=[name])
+        self._note(f"DELETE {name.hex()[:8]}")
+        backend.commit(namespace, batch)
+        self._note(f"DELETED {name.hex()[:8]}")
+
+    def _read(self, backend: SharedBackend, namespace: bytes) -> None:
+        self._refresh(backend, namespace)
+        known = sorted(self._known[namespace])
+        for name in self._draw.sample(known, min(2, len(known))):
+            self._history.read(backend, namespace, self._known[namespace][name])
+
+    def _refresh(self, backend: SharedBackend, namespace: bytes) -> None:
+        changes = backend.changes(namespace, self._cursors[namespace])
+        known = self._known[namespace]
+        if changes.reset:
+            known.clear()
+        for name in changes.removed:
+            known.pop(name, None)
+        for table in changes.added:
+            known[table.pack_id] = table
+        self._cursors[namespace] = changes.cursor
+
+    def _compare(self, backend: SharedBackend) -> None:
+        """Record what the handle shows after the calm minutes, and that ``changes`` led to the same."""
+        views: dict[bytes, View] = {}
+        for namespace in sorted(self._opened):
+            views[namespace] = self._history.look(backend, namespace)
+            self._refresh(backend, namespace)
+            differ = views[namespace].packs ^ self._known[namespace].keys()
+            assert not differ, f"{self._process.name}: changes differ from the catalogue in {len(differ)} packs"
+        self._history.views[self._process.name] = views
+
+    def _note(self, text: str) -> None:
+        self._process.note(text)

@@ -1,0 +1,474 @@
+"""A random history of engines on one simulated medium that loses, delays and repeats requests.
+
+Promises after each history:
+
+1. An acknowledged pack is held, with its bytes, unless a tombstone was written for it, its ttl has passed, or an
+   operator deleted or changed it or an object that named it.
+2. No read returned bytes that no engine stored under these keys.
+3. The store opens from an empty replica, with a bounded number of requests.
+4. Engines that keep running agree with a fresh reader after calm minutes.
+5. Then the inbox is empty and the capacity is kept. Days later, all blobs of packs are named.
+
+Each engine has two namespaces and a second thread that merges. Histories have bursts of activity, and hours or days
+between them, in which all engines are suspended. A failure prints its seed and its last steps.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import random
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from traceback import format_exception
+from typing import TextIO
+
+import pytest
+
+from persistkv.config import StoreUrl
+from persistkv.storage.blobs import Blobs
+from persistkv.storage.format.pack import ID_BYTES, PackTable
+from persistkv.storage.shared import SharedBackend, SharedOptions, inbox, merge, sweep
+from persistkv.storage.shared import namespace as namespace_module
+from persistkv.testing.conformance.suite import read_pack, tables
+from tests.storage.shared.engines import Engine
+from tests.storage.shared.model import IDENTITIES, Model, Span, View, ended_in
+from tests.storage.shared.operators import Operator
+from tests.storage.shared.simulation import (
+    CALM,
+    DAY_S,
+    HOUR_S,
+    MINUTE_S,
+    START,
+    Faults,
+    Hang,
+    Past,
+    Process,
+    SimulatedBlobs,
+    World,
+    wrong_wall_clocks,
+)
+
+YEAR_S = 365 * DAY_S
+_GAPS_S = (5 * MINUTE_S, 20 * MINUTE_S, 2 * HOUR_S, 11 * HOUR_S, 13 * HOUR_S, 25 * HOUR_S, 8 * DAY_S)
+_CAPACITY = 40 << 10  # 40 KiB: about eight packs
+_SHOWN_STEPS = 300
+_HANGS = (
+    ("PUT", "/inbox/", ""),
+    ("PUT", "/index/", ""),
+    ("PUT", "/latest", ""),
+    ("DELETE", "/", ""),
+    ("LIST", "/index/", ""),
+    ("LIST", "/index/", "/swept"),
+    ("LIST", "/inbox/", "/swept"),
+    ("DELETE", "/packs/", "/swept"),
+)
+"""Requests that hang: kind, part of the name, part of the name that the process has written last."""
+CALM_S = 7 * MINUTE_S
+"""Seconds in which engines merge what is left, and read what others have merged: idle ones list after 5 minutes."""
+
+MIXES = (
+    Faults(),
+    Faults(failed=0.02, lost=0.05, slow=0.05),
+    Faults(late=0.05, repeated=0.08, slow=0.1),
+    Faults(pause=0.02, freeze=0.01, death=0.004, slow=0.05),
+    Faults(0.01, 0.003, 0.03, 0.03, 0.04, 0.03, 0.01, 0.005, 0.004),
+)
+EVENTS = (
+    "FAILED",
+    "REFUSED",
+    "reply LOST, the effect follows",
+    "took effect LATE",
+    "REPEATED",
+    "SUSPENDED",
+    "FROZEN",
+    "DIES",
+    "CUT OFF",
+    "COPIED",
+    "STORED",
+    "DELETED",
+    "OPERATOR",
+)
+"""Each of them occurs in 30 histories."""
+
+
+class SimulatedStore(SharedBackend):
+    """A handle of a simulated process."""
+
+    @classmethod
+    def open_blobs(cls, url: StoreUrl, options: Mapping[str, str], *, read_only: bool) -> Blobs:
+        raise NotImplementedError
+
+    def abandon(self) -> None:
+        """Release what the operating system releases when a process is killed."""
+        for namespace in self._opened.values():
+            namespace.replica._env.close()
+            namespace._folder._release()
+
+
+class Timeline:
+    """Bursts of activity, the hours or days between them, and calm minutes at the end.
+
+    :param draw: source of all choices.
+    """
+
+    def __init__(self, draw: random.Random) -> None:
+        self._bursts: list[Span] = []
+        begin = 0.0
+        for _ in range(draw.choice((1, 2, 2, 3))):
+            self._bursts.append(Span(begin, begin + draw.uniform(15, 40)))
+            begin = self._bursts[-1].end + draw.choice(_GAPS_S) * draw.uniform(0.9, 1.1)
+        self.until = self._bursts[-1].end
+        """Simulated time at which the last burst ends."""
+        self.calm = Span(self.until + 2 * HOUR_S, self.until + 2 * HOUR_S + CALM_S)
+        """Minutes without faults and commits. Late requests have taken effect before."""
+        self._bursts.append(self.calm)
+
+    def pause_s(self, now: float, draw: random.Random) -> float:
+        """Return how long a thread sleeps now, in seconds: between bursts it seldom runs."""
+        for burst in self._bursts:
+            if now < burst.begin:
+                whole = burst.begin - now
+                return whole * draw.random() if draw.random() < 0.3 else whole + draw.uniform(0, 3)
+            if now < burst.end:
+                return 0.0
+        return 0.0
+
+    def suspension_s(self, now: float, draw: random.Random) -> float:
+        """Return the length of a suspension that begins now, in seconds. Half of them end in a later burst."""
+        later = [burst for burst in self._bursts if burst.begin > now]
+        if not later or draw.random() < 0.5:
+            return 1 + draw.expovariate(1 / 10)
+        burst = draw.choice(later)
+        return burst.begin - now + draw.uniform(0, min(60.0, burst.end - burst.begin))
+
+
+class History:
+    """One store and the machines that use it.
+
+    :param seed: determines everything.
+    :param directory: for the replicas.
+    :param hangs: of ``_HANGS``, those that occur; none: every now and then any.
+    """
+
+    def __init__(self, seed: int, directory: Path, hangs: Sequence[tuple[str, str, str]] = ()) -> None:
+        draw = self._draw = random.Random(seed)
+        self._hangs = hangs
+        self.world = World(seed, MIXES[seed % len(MIXES)])
+        self.time = Timeline(draw)
+        self.world.draw_pause = lambda source: self.time.suspension_s(self.world.now, source)
+        self.ttl_s = draw.choice((None, None, None, 20 * HOUR_S))
+        self.capacity = draw.choice((None, None, None, _CAPACITY))
+        self.model = Model(self.ttl_s)
+        self.deletes = draw.choice((0.0, 0.0, 0.1))
+        """Probability that an engine deletes a pack."""
+        self.pool = draw.choice((0, 0, 6))
+        """Number of different packs; 0: all are different."""
+        self.views: dict[str, dict[bytes, View]] = {}
+        """What engines show after the calm minutes, by process."""
+        self._directory = directory
+        self._operator = Operator(self, random.Random(f"operator {seed}"))
+        self._writers = draw.randrange(2, 6)
+        self._lives = 0
+        self._has_copies = draw.random() < 0.2
+        self._copies = 0
+        self._locks: list[TextIO] = []
+        self._handles: list[SimulatedStore] = []
+
+    def run(self) -> None:
+        """Run the history and check its promises."""
+        with pytest.MonkeyPatch.context() as patch, wrong_wall_clocks():
+            self._tune(patch)
+            self._run()
+
+    def _tune(self, patch: pytest.MonkeyPatch) -> None:
+        """Let some histories write bases after few segments, and sweep blobs after minutes instead of a day."""
+        if self._draw.random() < 0.6 or self._hangs:
+            patch.setattr(merge, "_MOST_SEGMENTS", 2)
+            patch.setattr(merge, "_LEAST_BASE_BYTES", 0)
+            patch.setattr(merge, "_OTHERS_BASE_S", 10.0)
+            patch.setattr(merge, "_INCLUDED_S", self._draw.choice((3.0, 600.0)))
+            patch.setattr(merge, "_PART_BYTES", self._draw.choice((1500, 16 << 20)))
+        if self._draw.random() < 0.3:
+            patch.setattr(merge, "MOST_COMMITS", 2)
+        if self._draw.random() < 0.4 or self._hangs:
+            # A commit is acknowledged only within half of the age at which a sweep deletes its blobs.
+            patch.setattr(inbox, "_MOST_COMMIT_S", 200.0)
+            patch.setattr(sweep, "_LEAST_AGE_S", 400.0)
+            patch.setattr(sweep, "INTERVAL_S", 20.0)
+            patch.setattr(namespace_module, "_SWEEP_CHECK_S", 8.0)
+
+    def _run(self) -> None:
+        draw, world = self._draw, self.world
+        for number in range(self._writers):
+            self._start(f"engine{number}")
+        for _ in range(draw.randrange(3)):
+            world.at(draw.uniform(1, self.time.until), self._cut_off)
+        for _ in range(draw.randrange(1, 4) if self._has_copies else 0):
+            world.at(draw.uniform(1, self.time.until), self._copy)
+        if draw.random() < 0.3:
+            for _ in range(draw.randrange(1, 4)):
+                world.at(draw.uniform(5, self.time.until), self._operator.act)
+        if draw.random() < 0.5 or self._hangs:
+            for _ in range(draw.randrange(1, 6)):
+                world.at(draw.uniform(0, self.time.until), self._hang)
+        world.wake_at = self.time.calm.begin + MINUTE_S
+        world.run(self.time.until)
+        world.faults = CALM
+        world.hangs.clear()
+        self._check("right after the last fault")
+        if draw.random() < 0.6:
+            return  # only some of the histories have calm minutes: they take most of the time
+        world.run(self.time.calm.begin)
+        world.note("CALM")
+        self._process("settler", self._settle)
+        world.run(self.time.calm.end + 15 * MINUTE_S)
+        left = set(world.medium.names("/inbox/")) - self._operator.junk
+        assert not left, f"commits are not merged: {sorted(left)}"
+        shown = self._check("after calm minutes")
+        self._check_calm(shown)
+        if draw.random() < 0.1:
+            self._check_days_later()
+
+    def end(self) -> None:
+        """End all processes, and delete their files."""
+        self.world.end()
+        for handle in self._handles:
+            handle.abandon()
+        for lock in self._locks:
+            lock.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def open(self, process: Process, *, reader: bool = False) -> SharedBackend:
+        """Open a handle of a process."""
+        options = SharedOptions(
+            capacity=self.capacity,
+            ttl_s=self.ttl_s,
+            cache=str(self._directory / process.machine),
+        )
+        blobs = SimulatedBlobs(process)
+        backend = SimulatedStore(blobs, options, read_only=reader, clock=process, background=False)
+        self._handles.append(backend)
+        return backend
+
+    def read(self, backend: SharedBackend, namespace: bytes, table: PackTable) -> bytes | None:
+        """Read a pack and check its bytes; None if it is a miss."""
+        data = read_pack(backend, namespace, table)
+        known = self.model.payloads[table.pack_id]
+        is_ours = data is None or data in known or table.pack_id in self.model.damaged
+        assert is_ours, f"wrong bytes of pack {table.pack_id.hex()[:8]}"
+        return data
+
+    def look(self, backend: SharedBackend, namespace: bytes) -> View:
+        """Return what a handle shows of a namespace."""
+        packs = frozenset(tables(backend, namespace))
+        return View(packs, frozenset(manifest.id for manifest in backend.manifests(namespace)))
+
+    # Processes
+
+    def _process(
+        self, name: str, program: Callable[[Process], None], machine: str = "", *, is_recorded: bool = False
+    ) -> Process:
+        ahead_s = self._draw.choice((0.0, 0.0, 3.0, -40.0, YEAR_S, -YEAR_S))
+        return Process(self.world, name, program, machine=machine, wall_ahead_s=ahead_s, is_recorded=is_recorded)
+
+    def _run_process(self, name: str, program: Callable[[Process], None]) -> None:
+        process = self._process(name, program)
+        while not process.ended:
+            self.world.run(self.world.now + 10.0)
+
+    def _start(self, machine: str) -> None:
+        """Start an engine on a machine, whose disk keeps the replica of previous engines."""
+        self._lives += 1
+        name = f"{machine}.{self._lives}"
+        if self._has_copies:
+            self._copy_disk(machine, f"{name}.start")
+        self._process(name, self._life(machine, self._lives), machine, is_recorded=self._has_copies)
+
+    def _life(self, machine: str, number: int) -> Callable[[Process], None]:
+        """Return the program of an engine. When it ends, another one starts on its machine."""
+
+        def live(process: Process) -> None:
+            try:
+                Engine(self, process, 10_000 + 1000 * number).live()
+            finally:
+                again = self.world.now + self._draw.uniform(1, 20)
+                if again < self.time.until:
+                    self.world.at(again, lambda: self._start(machine))
+
+        return live
+
+    def _copy(self) -> None:
+        """Take a snapshot of a machine, and start a copy of its engine from it: at once, or hours later."""
+        draw, now = self._draw, self.world.now
+        pasts = [(process, process.past()) for process in self.world.processes if process.is_alive]
+        found = [(process, past) for process, past in pasts if past is not None]
+        if not found:
+            return
+        original, past = draw.choice(found)
+        seconds = draw.choice((0.0, draw.uniform(1, 20), self.time.suspension_s(now, draw)))
+        self.world.note(f"{original.name} is COPIED, the copy starts in {seconds:.0f} s")
+        if draw.random() < 0.2:
+            original.kill()  # the snapshot replaces it
+        if now + seconds < self.time.until:
+            self.world.at(now + seconds, lambda: self._start_copy(original, past))
+
+    def _copy_disk(self, machine: str, name: str) -> None:
+        """Copy the replicas of a machine; those in use are in use in the copy, too."""
+        source, target = self._directory / machine, self._directory / name
+        if not source.exists():
+            return
+        shutil.copytree(source, target)
+        for path in source.rglob("*.lock"):
+            with path.open() as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    held = (target / path.relative_to(source)).open()
+                    fcntl.flock(held, fcntl.LOCK_EX)
+                    self._locks.append(held)
+
+    def _start_copy(self, original: Process, past: Past) -> None:
+        self._copies += 1
+        machine = f"copy{self._copies}"
+        self._copy_disk(f"{original.name}.start", machine)
+        number = int(original.name.rsplit(".", 1)[1])
+        name = f"{machine}.{number}"
+        live = self._life(machine, number)
+        ahead_s = original.wall_ahead_s
+        Process(self.world, name, live, machine=machine, wall_ahead_s=ahead_s, original=original, past=past)
+
+    def _cut_off(self) -> None:
+        alive = [process for process in self.world.processes if process.is_alive]
+        for process in self._draw.sample(alive, min(1, len(alive))):
+            seconds = self._draw.choice((5.0, 40.0, 5 * MINUTE_S, 4 * HOUR_S))
+            process.cut_off_until = min(self.world.now + seconds, self.time.calm.begin)
+            self.world.note(f"{process.name} is CUT OFF for {process.cut_off_until - self.world.now:.0f} s")
+
+    def _hang(self) -> None:
+        """Let the next request of some kind suspend its thread, also in the middle of a list."""
+        kind, part, follows = self._draw.choice(self._hangs or _HANGS)
+        seconds = self._draw.choice((self._draw.uniform(1, 30), self.time.suspension_s(self.world.now, self._draw)))
+        self.world.hangs.append(Hang(kind, part, seconds, before=self._draw.random() < 0.7, follows=follows))
+
+    def _settle(self, process: Process) -> None:
+        """Do what is due until the calm minutes end."""
+        backend = self.open(process)
+        for identity in IDENTITIES:
+            backend.open_namespace(identity)
+        while self.world.now < self.time.calm.end + 14 * MINUTE_S:  # merges what engines publish when they are closed
+            process.sleep(min(max(backend.step(), 15.0), MINUTE_S))
+        backend.close()
+
+    # Checks
+
+    def _check(self, when: str) -> dict[bytes, View]:
+        """Read everything with a new reader; return what it shows."""
+        model, world = self.model, self.world
+        expected = model.must_hold(world.now, ended_in(world))
+        requests = model.must_hold_requests(world.now, ended_in(world))
+        shown: dict[bytes, View] = {}
+        found: dict[bytes, bytes | None] = {}
+        keys: set[str] = set()
+
+        def look(process: Process) -> None:
+            backend = self.open(process)
+            for identity in IDENTITIES:
+                namespace = backend.open_namespace(identity).id
+                shown[namespace] = self.look(backend, namespace)
+                sent = sum(number for (name, _), number in world.requests.items() if name == process.name)
+                assert sent <= 40 + 4 * len(world.medium.blobs), f"{when}: {sent} requests to open"
+                for name, table in tables(backend, namespace).items():
+                    found[name] = self._read_again(backend, namespace, table)
+                names = sorted(shown[namespace].requests)
+                held = backend.manifest_keys(namespace, names)
+                keys.update(name for name, value in zip(names, held, strict=True) if value is not None)
+            self._check_capacity(backend, when)
+            backend.close()
+
+        self._run_process(f"reader {when}", look)
+        ended = ended_in(world)
+        expected &= model.must_hold(world.now, ended)  # an engine that was suspended may have ended one since
+        requests &= model.must_hold_requests(world.now, ended)
+        problems = [f"pack {name.hex()[:8]} is lost" for name in sorted(expected - found.keys())]
+        for name in sorted(expected & found.keys()):
+            if found[name] is None:
+                problems.append(f"pack {name.hex()[:8]} has no bytes")
+        problems += [f"request {name} is lost" for name in sorted(requests - keys)]
+        assert not problems, f"{when}: {'; '.join(problems)}"
+        return shown
+
+    def _read_again(self, backend: SharedBackend, namespace: bytes, table: PackTable) -> bytes | None:
+        """Read a pack that may have several blobs, some of which are gone: each miss removes one."""
+        for _ in range(3):
+            data = self.read(backend, namespace, table)
+            if data is not None:
+                return data
+        return None
+
+    def _check_capacity(self, backend: SharedBackend, when: str) -> None:
+        if self.capacity is None or when.startswith("right"):
+            return
+        stored = backend.stats().stored_bytes
+        assert stored <= 1.05 * self.capacity, f"{when}: {stored} bytes are stored, the capacity is {self.capacity}"
+
+    def _check_calm(self, shown: dict[bytes, View]) -> None:
+        """Compare engines with the newest reader."""
+        damaged = self.model.damaged
+        ended = ended_in(self.world, since=START + self.time.calm.end - 2 * MINUTE_S)
+        ignored = damaged | {name[:ID_BYTES] for name in ended.blobs} | self._without_blobs(shown)
+        for name, views in sorted(self.views.items()):
+            for namespace, view in views.items():
+                differ = (view.packs ^ shown[namespace].packs) - ignored
+                packs = ", ".join(pack.hex()[:8] for pack in sorted(differ))
+                assert not differ, f"{name} differs from a new reader in packs {packs}"
+                if not ignored:
+                    requests = view.requests ^ shown[namespace].requests
+                    assert not requests, f"{name} differs from a new reader in requests {sorted(requests)}"
+
+    def _without_blobs(self, shown: dict[bytes, View]) -> set[bytes]:
+        """Return the packs that an engine shows and whose bytes are gone. An engine that was suspended for days may
+        know a pack whose tombstone has been dropped meanwhile: its reads are misses.
+        """
+        blobs = {name.rsplit("/", 1)[1][: 2 * ID_BYTES] for name in self.world.medium.names("/packs/")}
+        views = [view for of_engine in self.views.values() for view in of_engine.values()]
+        packs = set().union(*(view.packs for view in [*views, *shown.values()]))
+        return {pack for pack in packs if pack.hex() not in blobs}
+
+    def _check_days_later(self) -> None:
+        """Let one engine run for three days, and look for blobs that nothing names."""
+        end = self.world.now + 3 * DAY_S
+
+        def idle(process: Process) -> None:
+            backend = self.open(process)
+            for identity in IDENTITIES:
+                backend.open_namespace(identity)
+            while self.world.now < end:
+                backend.step()
+                process.sleep(30 * MINUTE_S)
+            backend.close()
+
+        self._run_process("janitor", idle)
+        shown = self._check("days later")
+        if self._operator.junk:
+            return
+        held = set().union(*(view.packs for view in shown.values()))
+        blobs = self.world.medium.names("/packs/")
+        extra = [name for name in blobs if bytes.fromhex(name.rsplit("/", 1)[1][: 2 * ID_BYTES]) not in held]
+        assert not extra, f"{len(extra)} blobs of packs are not named and not deleted: {extra[:3]}"
+
+
+def fail_or_events(seed: int, directory: Path, hangs: Sequence[tuple[str, str, str]] = ()) -> tuple[str, set[str]]:
+    """Run a history; return the text of its failure, empty if it has none, and which ``EVENTS`` occurred."""
+    history = History(seed, directory / str(seed), hangs)
+    text = ""
+    try:
+        history.run()
+    except Exception as error:
+        lines = "\n".join(history.world.steps[-_SHOWN_STEPS:])
+        trace = "".join(format_exception(error)[-5:])
+        text = f"history {seed}: {type(error).__name__}: {error}\n{trace}\nlast steps:\n{lines}"
+    finally:
+        history.end()
+    steps = "\n".join(history.world.steps)
+    return text, {event for event in EVENTS if event in steps}

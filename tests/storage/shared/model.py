@@ -1,0 +1,161 @@
+"""What a history must keep: everything that was acknowledged, and what has ended it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from typing import NamedTuple
+from unittest import mock
+
+from persistkv.errors import CorruptPackError
+from persistkv.storage.format.authentication import Authenticator
+from persistkv.storage.format.pack import ID_BYTES
+from persistkv.storage.format.pack_writer import PackWriter
+from persistkv.storage.shared import format
+from persistkv.storage.shared.format import Delta, Names, decode_delta, unseal
+from persistkv.testing.conformance.suite import sample_identity
+from persistkv.testing.samples import payload_of, sample_pack
+from tests.storage.shared.simulation import HOUR_S, World
+
+IDENTITIES = (sample_identity(0), sample_identity(1))
+NAMESPACES = tuple(identity.digest for identity in IDENTITIES)
+
+
+@cache
+def pack_of(number: int, content: int = 0) -> PackWriter:
+    """Return a pack; no two namespaces have equal packs."""
+    return sample_pack(NAMESPACES[number % 2], number, blocks=1 + number % 3, block_bytes=64, content=number + content)
+
+
+@cache
+def payload(number: int, content: int = 0) -> bytes:
+    return payload_of(pack_of(number, content))
+
+
+class Span(NamedTuple):
+    """Time of a call, in simulated seconds."""
+
+    begin: float
+    end: float
+
+
+class Held(NamedTuple):
+    """An acknowledged request."""
+
+    digest: bytes
+    packs: list[bytes]
+    at: Span
+
+
+class Ended(NamedTuple):
+    """What index objects that were ever written have ended."""
+
+    blobs: set[bytes]
+    """Names (pack id and nonce) of blobs of packs, for which there is a tombstone."""
+    requests: set[bytes]
+    """Digests of deleted requests."""
+
+
+class Stored(NamedTuple):
+    """An acknowledged commit of a pack."""
+
+    at: Span
+    blobs: frozenset[bytes]
+    """Names (pack id and nonce) of blobs that the commit wrote; empty: it found the pack in its catalogue."""
+
+
+class Model:
+    """What was acknowledged, and what ended it.
+
+    :param ttl_s: see ``SharedOptions``.
+    """
+
+    def __init__(self, ttl_s: float | None) -> None:
+        self._ttl_s = ttl_s
+        self.payloads: defaultdict[bytes, set[bytes]] = defaultdict(set)
+        """For each pack, the payloads that any engine tried to store."""
+        self.stored: defaultdict[bytes, list[Stored]] = defaultdict(list)
+        self.requests: dict[str, Held] = {}
+        self.deleted: set[bytes] = set()
+        """Packs that an engine has tried to delete."""
+        self.damaged: set[bytes] = set()
+        """Packs that were damaged by an operator, or that an object named which was."""
+        self.damaged_requests: set[bytes] = set()
+        """Digests of requests, in the same sense."""
+
+    def must_hold(self, now: float, ended: Ended) -> set[bytes]:
+        """Return the packs that the store must hold."""
+        found: set[bytes] = set()
+        for pack_id, commits in self.stored.items():
+            if pack_id in self.damaged:
+                continue
+            newest = max(stored.at.begin for stored in commits)
+            if self._ttl_s is not None and newest + self._ttl_s <= now + HOUR_S:
+                continue
+            if self._is_alive(pack_id, commits, ended.blobs):
+                found.add(pack_id)
+        return found
+
+    def _is_alive(self, pack_id: bytes, commits: list[Stored], tombstones: set[bytes]) -> bool:
+        ended = any(name[:ID_BYTES] == pack_id for name in tombstones)
+        if not ended:
+            return True
+        # A commit that wrote no blob trusts one that may have ended meanwhile.
+        return any(stored.blobs - tombstones for stored in commits)
+
+    def must_hold_requests(self, now: float, ended: Ended) -> set[str]:
+        """Return the requests that the store must hold: nothing has ended them or any blob of their packs."""
+        packs = self.must_hold(now, ended)
+        without = {name[:ID_BYTES] for name in ended.blobs} | self.deleted
+        found: set[str] = set()
+        for name, held in self.requests.items():
+            is_young = self._ttl_s is None or held.at.begin + self._ttl_s > now + HOUR_S
+            is_whole = packs.issuperset(held.packs) and without.isdisjoint(held.packs)
+            if is_young and is_whole and held.digest not in ended.requests:
+                found.add(name)
+        return found
+
+
+class View(NamedTuple):
+    """What a handle shows."""
+
+    packs: frozenset[bytes]
+    requests: frozenset[str]
+
+
+def decoded(world: World) -> Iterator[tuple[str, Delta]]:
+    """Iterate over all index objects that were ever written, with their names."""
+    medium = world.medium
+    for name, data in [*medium.deleted.items(), *((name, held.data) for name, held in medium.blobs.items())]:
+        delta = decode(name, data)
+        if delta is not None:
+            yield name, delta
+
+
+def decode(name: str, data: bytes) -> Delta | None:
+    """Return the content of an index object; None: it is none."""
+    for namespace in NAMESPACES:
+        if Names(namespace).is_object(name):
+            with suppress(CorruptPackError):
+                return decode_delta(unseal(name, data, Authenticator(), namespace))
+    return None
+
+
+def ended_in(world: World, since: float = 0.0) -> Ended:
+    """Return what has ended.
+
+    :param since: only at this time or later, on the medium's clock.
+    """
+    ended = Ended(set(), set())
+    for _, delta in decoded(world):
+        ended.blobs.update(tombstone.name for tombstone in delta.removed if tombstone.time >= since)
+        ended.requests.update(dropped.digest for dropped in delta.dropped if dropped.time >= since)
+    return ended
+
+
+def newer(name: str, namespace: bytes) -> bytes:
+    """Return the bytes of an index object in a format that a later release writes."""
+    with mock.patch.object(format, "FORMAT_VERSION", format.FORMAT_VERSION + 1):
+        return format.seal(name, b"content of a later release", Authenticator(), namespace)

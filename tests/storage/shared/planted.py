@@ -1,0 +1,114 @@
+"""Bugs that are planted one at a time: each breaks one rule of the protocol, and some history must fail."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from persistkv.storage.blobs import BlobInfo
+from persistkv.storage.shared.calls import Medium
+from persistkv.storage.shared.format import Delta
+from persistkv.storage.shared.index import IndexReader
+from persistkv.storage.shared.merge import Merger
+from persistkv.storage.shared.replica import Replica
+from persistkv.storage.shared.sweep import Sweeper
+from tests.storage.shared.simulation import Process
+
+
+def plant_included(patch: pytest.MonkeyPatch) -> None:
+    """Delete what a segment includes before the segment is durable."""
+    publish = Merger._publish
+
+    def planted(self: Merger, segment: Delta, began: float, planned: float) -> None:
+        self._medium.blobs.delete(list(segment.includes))
+        publish(self, segment, began, planned)
+
+    patch.setattr(Merger, "_publish", planted)
+
+
+def plant_unread(patch: pytest.MonkeyPatch) -> None:
+    """Let a base include objects that its writer has listed and not read."""
+    write_base = Merger.write_base
+
+    def planted(self: Merger) -> None:
+        infos = self._medium.listed(self._names.index, settled=True)
+        self._reader._note_list(infos)
+        self._replica.mark_contained([info.name for info in infos if self._names.is_object(info.name)])
+        write_base(self)
+
+    patch.setattr(Merger, "write_base", planted)
+
+
+def plant_inbox(patch: pytest.MonkeyPatch) -> None:
+    """Open without reading the inbox."""
+    read = IndexReader._read
+    patch.setattr(
+        IndexReader, "_read", lambda self, *, with_inbox, settled: read(self, with_inbox=False, settled=settled)
+    )
+
+
+def plant_names(patch: pytest.MonkeyPatch) -> None:
+    """Draw names from a source of the process, which a copy of the machine repeats."""
+    patch.setattr(Process, "repeats_names", True)
+
+
+def plant_order(patch: pytest.MonkeyPatch) -> None:
+    """Let a sweep read once, the index before the inbox, and delete what the replica holds."""
+    patch.setattr(Replica, "live_names", lambda self, names: set())
+    patch.setattr(Sweeper, "_all_deltas", lambda self, now: _read_once(self, ("index", "inbox"), settled=True))
+
+
+def plant_once(patch: pytest.MonkeyPatch) -> None:
+    """Let a sweep read once, trust a single list, and delete what the replica holds."""
+    patch.setattr(Replica, "live_names", lambda self, names: set())
+    patch.setattr(Sweeper, "_all_deltas", lambda self, now: _read_once(self, ("inbox", "index"), settled=False))
+
+
+_is_second: defaultdict[Sweeper, bool] = defaultdict(bool)
+
+
+def _read_once(sweeper: Sweeper, order: Sequence[str], *, settled: bool) -> Iterator[Delta]:
+    _is_second[sweeper] = not _is_second[sweeper]
+    if not _is_second[sweeper]:
+        return
+    for part in order:
+        for info in sweeper._medium.listed(getattr(sweeper._names, part), settled=settled):
+            found = sweeper._fetch(info)
+            if isinstance(found, Delta):
+                yield found
+
+
+def plant_before(patch: pytest.MonkeyPatch) -> None:
+    """Check the age of a commit before its last request, not after it."""
+    put_sealed = Medium.put_sealed
+
+    def planted(self: Medium, name: str, body: bytes, namespace: bytes) -> BlobInfo:
+        before = self.time.now()
+        written = put_sealed(self, name, body, namespace)
+        return written._replace(time=before) if "/inbox/" in name else written
+
+    patch.setattr(Medium, "put_sealed", planted)
+
+
+PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "included": plant_included,
+    "unread": plant_unread,
+    "inbox": plant_inbox,
+    "names": plant_names,
+    "order": plant_order,
+    "once": plant_once,
+    "before": plant_before,
+}
+"""For each rule of the protocol, a function that breaks it."""
+
+
+NOT_FOUND = {"order", "once"}
+"""Rules whose planted bugs no history has found yet, in a few hundred of them."""
+HANGS_FOR = {
+    "order": [("LIST", "/inbox/", "/swept")],
+    "once": [("LIST", "/index/", "/swept")],
+    "before": [("PUT", "/inbox/", "")],
+}
+"""For some rules, the requests that must hang before a history without them loses content."""

@@ -18,10 +18,12 @@ from __future__ import annotations
 import fcntl
 import random
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from traceback import format_exception
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 import pytest
 
@@ -53,17 +55,6 @@ YEAR_S = 365 * DAY_S
 _GAPS_S = (5 * MINUTE_S, 20 * MINUTE_S, 2 * HOUR_S, 11 * HOUR_S, 13 * HOUR_S, 25 * HOUR_S, 8 * DAY_S)
 _CAPACITY = 40 << 10  # 40 KiB: about eight packs
 _SHOWN_STEPS = 300
-_HANGS = (
-    ("PUT", "/inbox/", ""),
-    ("PUT", "/index/", ""),
-    ("PUT", "/latest", ""),
-    ("DELETE", "/", ""),
-    ("LIST", "/index/", ""),
-    ("LIST", "/index/", "/swept"),
-    ("LIST", "/inbox/", "/swept"),
-    ("DELETE", "/packs/", "/swept"),
-)
-"""Requests that hang: kind, part of the name, part of the name that the process has written last."""
 CALM_S = 7 * MINUTE_S
 """Seconds in which engines merge what is left, and read what others have merged: idle ones list after 5 minutes."""
 
@@ -90,6 +81,30 @@ EVENTS = (
     "OPERATOR",
 )
 """Each of them occurs in 30 histories."""
+
+
+class HangKind(NamedTuple):
+    """Requests that hang."""
+
+    kind: str
+    part: str
+    """Part of the name, or of the prefix of a list."""
+    follows: str = ""
+    """Part of the name that the process has written last; empty: any."""
+    before: float = 0.7
+    """Probability that the request takes effect after the suspension. Otherwise a list hangs between its halves."""
+
+
+_HANGS = (
+    HangKind("PUT", "/inbox/"),
+    HangKind("PUT", "/index/"),
+    HangKind("PUT", "/latest"),
+    HangKind("DELETE", "/"),
+    HangKind("LIST", "/index/"),
+    HangKind("LIST", "/index/", "/swept", 0.3),
+    HangKind("LIST", "/inbox/", "/swept"),
+    HangKind("DELETE", "/packs/", "/swept"),
+)
 
 
 class SimulatedStore(SharedBackend):
@@ -124,6 +139,10 @@ class Timeline:
         """Minutes without faults and commits. Late requests have taken effect before."""
         self._bursts.append(self.calm)
 
+    def pauses(self) -> Iterator[tuple[Span, Span]]:
+        """Iterate over the bursts without the last one, each with the one that follows it."""
+        return pairwise(self._bursts[:-1])
+
     def pause_s(self, now: float, draw: random.Random) -> float:
         """Return how long a thread sleeps now, in seconds: between bursts it seldom runs."""
         for burst in self._bursts:
@@ -151,7 +170,7 @@ class History:
     :param hangs: of ``_HANGS``, those that occur; none: every now and then any.
     """
 
-    def __init__(self, seed: int, directory: Path, hangs: Sequence[tuple[str, str, str]] = ()) -> None:
+    def __init__(self, seed: int, directory: Path, hangs: Sequence[HangKind] = ()) -> None:
         draw = self._draw = random.Random(seed)
         self._hangs = hangs
         self.world = World(seed, MIXES[seed % len(MIXES)])
@@ -204,6 +223,12 @@ class History:
             self._start(f"engine{number}")
         for _ in range(draw.randrange(3)):
             world.at(draw.uniform(1, self.time.until), self._cut_off)
+        if draw.random() < 0.3 or self._hangs:
+            for burst, following in self.time.pauses():
+                sleep = partial(self._sleep_machines, following)
+                world.at(burst.end - draw.uniform(0, 2), sleep)
+                for _ in self._hangs:
+                    world.at(following.begin - 1, self._hang)
         for _ in range(draw.randrange(1, 4) if self._has_copies else 0):
             world.at(draw.uniform(1, self.time.until), self._copy)
         if draw.random() < 0.3:
@@ -347,9 +372,20 @@ class History:
 
     def _hang(self) -> None:
         """Let the next request of some kind suspend its thread, also in the middle of a list."""
-        kind, part, follows = self._draw.choice(self._hangs or _HANGS)
+        hang = self._draw.choice(self._hangs or _HANGS)
         seconds = self._draw.choice((self._draw.uniform(1, 30), self.time.suspension_s(self.world.now, self._draw)))
-        self.world.hangs.append(Hang(kind, part, seconds, before=self._draw.random() < 0.7, follows=follows))
+        before = self._draw.random() < hang.before
+        self.world.hangs.append(Hang(hang.kind, hang.part, seconds, before=before, follows=hang.follows))
+
+    def _sleep_machines(self, following: Span) -> None:
+        """Suspend some machines from the end of a burst until the next one: commits stay in the inbox, and other
+        engines merge them then.
+        """
+        alive = [process for process in self.world.processes if process.is_alive]
+        for process in alive:
+            if self._draw.random() < 0.6:
+                process.frozen_until = following.begin + self._draw.uniform(0, 20)
+                self.world.note(f"{process.name} is FROZEN for {process.frozen_until - self.world.now:.0f} s")
 
     def _settle(self, process: Process) -> None:
         """Do what is due until the calm minutes end."""
@@ -458,7 +494,7 @@ class History:
         assert not extra, f"{len(extra)} blobs of packs are not named and not deleted: {extra[:3]}"
 
 
-def fail_or_events(seed: int, directory: Path, hangs: Sequence[tuple[str, str, str]] = ()) -> tuple[str, set[str]]:
+def fail_or_events(seed: int, directory: Path, hangs: Sequence[HangKind] = ()) -> tuple[str, set[str]]:
     """Run a history; return the text of its failure, empty if it has none, and which ``EVENTS`` occurred."""
     history = History(seed, directory / str(seed), hangs)
     text = ""

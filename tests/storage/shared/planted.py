@@ -14,6 +14,7 @@ from persistkv.storage.shared.index import IndexReader
 from persistkv.storage.shared.merge import Merger
 from persistkv.storage.shared.replica import Replica
 from persistkv.storage.shared.sweep import Sweeper
+from tests.storage.shared.history import HangKind
 from tests.storage.shared.simulation import Process
 
 
@@ -104,11 +105,9 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 """For each rule of the protocol, a function that breaks it."""
 
 
-NOT_FOUND = {"order", "once"}
-"""Rules whose planted bugs no history has found yet, in a few hundred of them."""
 HANGS_FOR = {
-    "order": [("LIST", "/inbox/", "/swept")],
-    "once": [("LIST", "/index/", "/swept")],
-    "before": [("PUT", "/inbox/", "")],
+    "order": [HangKind("LIST", "/inbox/", "/swept")],
+    "once": [HangKind("LIST", "/index/", "/swept", before=0.0)],
+    "before": [HangKind("PUT", "/inbox/")],
 }
 """For some rules, the requests that must hang before a history without them loses content."""

@@ -488,6 +488,18 @@ class _Outcome(Generic[T]):
         return self._result  # type: ignore[return-value]
 
 
+class _Random(random.Random):
+    """Source of jitter and of names."""
+
+    def __init__(self, seed: str) -> None:
+        super().__init__(seed)
+        self.names = random.Random(f"names {seed}")
+        """Source of names."""
+
+    def randbytes(self, n: int) -> bytes:
+        return self.names.randbytes(n)
+
+
 class Process(Clock):
     """A process, and its clock. Each process has a monotonic clock that starts at a different number.
 
@@ -524,7 +536,9 @@ class Process(Clock):
         self._past = past
         self._first_name: str = name if original is None else original._first_name
         self._sources: list[random.Random] = []
-        self.random = self.new_random("process")
+        source = _Random(f"{world.seed} {self._first_name}")
+        self.random = source
+        self._names = source.names
         self.dead = False
         """Whether it was killed."""
         self.ended = False
@@ -623,9 +637,11 @@ class Process(Clock):
         """End the replay: wake all threads except the running one, and those that wait for each other."""
         self._past = None
         self._offset -= self.world.now - past.end  # the machine's clock stood still meanwhile
-        for number, source in enumerate(self._sources):
-            if source is not self.random or not self.repeats_names:
-                source.seed(f"{number} {self.world.seed} {self.name}")
+        sources = [*self._sources, self.random]
+        if not self.repeats_names:
+            sources.append(self._names)
+        for number, source in enumerate(sources):
+            source.seed(f"{number} {self.world.seed} {self.name}")
         for turn in self._turns:
             if turn is not running and (turn.lock is None or not turn.lock.is_waiting(turn)):
                 self.world._resume_at(self.world.now, turn)
@@ -650,11 +666,11 @@ class Process(Clock):
         if self.dead:
             raise Killed
         if self._past is not None:
-            past = self._past
-            until = past.now + max(seconds, 0.0)
+            until = self.now + max(seconds, 0.0)
             if self._replay(_own_turn(), "sleep") is not None:
                 return
-            seconds = until - past.end
+            # Long sleeps stand for hours without activity, which are over for the copy, too.
+            seconds = until - self.world.now
         self._sleep(seconds)
         self._record("sleep")
 

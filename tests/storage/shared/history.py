@@ -63,7 +63,7 @@ MIXES = (
     Faults(failed=0.02, lost=0.05, slow=0.05),
     Faults(late=0.05, repeated=0.08, slow=0.1),
     Faults(pause=0.02, freeze=0.01, death=0.004, slow=0.05),
-    Faults(0.01, 0.003, 0.03, 0.03, 0.04, 0.03, 0.01, 0.005, 0.004),
+    Faults(0.01, 0.01, 0.03, 0.03, 0.04, 0.03, 0.01, 0.005, 0.004),
 )
 EVENTS = (
     "FAILED",
@@ -401,7 +401,8 @@ class History:
     def _check(self, when: str) -> dict[bytes, View]:
         """Read everything with a new reader; return what it shows."""
         model, world = self.model, self.world
-        expected = model.must_hold(world.now, ended_in(world))
+        began = world.now
+        expected = model.must_hold(began, ended_in(world))
         requests = model.must_hold_requests(world.now, ended_in(world))
         shown: dict[bytes, View] = {}
         found: dict[bytes, bytes | None] = {}
@@ -424,7 +425,7 @@ class History:
 
         self._run_process(f"reader {when}", look)
         ended = ended_in(world)
-        expected &= model.must_hold(world.now, ended)  # an engine that was suspended may have ended one since
+        expected &= model.must_hold(world.now, ended, began)  # an engine that was suspended may have ended one since
         requests &= model.must_hold_requests(world.now, ended)
         problems = [f"pack {name.hex()[:8]} is lost" for name in sorted(expected - found.keys())]
         for name in sorted(expected & found.keys()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
@@ -85,11 +86,15 @@ class Model:
         self.damaged_requests: set[bytes] = set()
         """Digests of requests, in the same sense."""
 
-    def must_hold(self, now: float, ended: Ended) -> set[bytes]:
-        """Return the packs that the store must hold."""
+    def must_hold(self, now: float, ended: Ended, acknowledged: float = math.inf) -> set[bytes]:
+        """Return the packs that the store must hold.
+
+        :param acknowledged: only commits count that were acknowledged until then, in simulated seconds.
+        """
         found: set[bytes] = set()
-        for pack_id, commits in self.stored.items():
-            if pack_id in self.damaged:
+        for pack_id, all_commits in self.stored.items():
+            commits = [stored for stored in all_commits if stored.at.end <= acknowledged]
+            if not commits or pack_id in self.damaged:
                 continue
             newest = max(stored.at.begin for stored in commits)
             if self._ttl_s is not None and newest + self._ttl_s <= now + HOUR_S:

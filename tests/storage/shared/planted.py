@@ -105,6 +105,8 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 """For each rule of the protocol, a function that breaks it."""
 
 
+OF_SCHEDULES = {"order", "once"}
+"""Rules that only the schedules in ``test_sweep`` find: random histories need thousands to meet one."""
 HANGS_FOR = {
     "order": [HangKind("LIST", "/inbox/", "/swept")],
     "once": [HangKind("LIST", "/index/", "/swept", before=0.0)],

@@ -8,16 +8,28 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from tests.storage.shared.history import EVENTS, HangKind, History, fail_or_events
-from tests.storage.shared.planted import HANGS_FOR, PLANTED
+from tests.storage.shared.planted import HANGS_FOR, OF_SCHEDULES, PLANTED
 
 _AT_ONCE = 25  # histories of one job
+_MEMORY = Path("/dev/shm")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """Return a directory for replicas, in memory where that is possible: histories create hundreds of files each."""
+    if not os.access(_MEMORY, os.W_OK):
+        yield tmp_path
+        return
+    with TemporaryDirectory(prefix="persistkv-histories-", dir=_MEMORY) as path:
+        yield Path(path)
 
 
 def run_histories(directory: Path, first: int, number: int, hangs: Sequence[HangKind] = ()) -> set[str]:
@@ -31,14 +43,14 @@ def run_histories(directory: Path, first: int, number: int, hangs: Sequence[Hang
     return occurred
 
 
-def test_histories_random_lose_no_acknowledged_pack(tmp_path: Path) -> None:
-    assert run_histories(tmp_path, 0, 30) == set(EVENTS)
+def test_histories_random_lose_no_acknowledged_pack(disk: Path) -> None:
+    assert run_histories(disk, 0, 30) == set(EVENTS)
 
 
-def test_history_same_seed_gives_same_steps(tmp_path: Path) -> None:
+def test_history_same_seed_gives_same_steps(disk: Path) -> None:
     steps: list[list[str]] = []
     for number in range(2):
-        history = History(4, tmp_path / str(number))
+        history = History(4, disk / str(number))
         history.run()
         history.end()
         steps.append(history.world.steps)
@@ -59,12 +71,11 @@ def _failures(job: tuple[int, int, str]) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-def test_histories_many_random_lose_no_acknowledged_pack(tmp_path: Path) -> None:
+def test_histories_many_random_lose_no_acknowledged_pack(disk: Path) -> None:
     first = int(os.environ.get("PERSISTKV_FIRST_HISTORY", "1000"))
     number = int(os.environ.get("PERSISTKV_HISTORIES", "200"))
     jobs = [
-        (begin, min(_AT_ONCE, first + number - begin), str(tmp_path))
-        for begin in range(first, first + number, _AT_ONCE)
+        (begin, min(_AT_ONCE, first + number - begin), str(disk)) for begin in range(first, first + number, _AT_ONCE)
     ]
     texts: list[str] = []
     with get_context("spawn").Pool() as pool:
@@ -78,8 +89,8 @@ def test_histories_many_random_lose_no_acknowledged_pack(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("rule", sorted(PLANTED))
-def test_histories_find_a_planted_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+@pytest.mark.parametrize("rule", sorted(PLANTED.keys() - OF_SCHEDULES))
+def test_histories_find_a_planted_bug(disk: Path, monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
     PLANTED[rule](monkeypatch)
     with pytest.raises(pytest.fail.Exception):
-        run_histories(tmp_path, 0, 2000, HANGS_FOR.get(rule, ()))
+        run_histories(disk, 0, 2000, HANGS_FOR.get(rule, ()))

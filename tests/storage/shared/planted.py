@@ -106,7 +106,7 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 OF_SCHEDULES = {"order", "once"}
-"""Rules that only the schedules in ``test_sweep`` find: 330 random histories each, with the hangs below, have not met them."""
+"""Rules that only the schedules in ``test_sweep`` find: 330 random histories each, with the hangs below, did not."""
 HANGS_FOR = {
     "order": [HangKind("LIST", "/inbox/", "/swept")],
     "once": [HangKind("LIST", "/index/", "/swept", before=0.0)],

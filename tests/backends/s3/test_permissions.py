@@ -22,7 +22,7 @@ from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.errors import StoreError
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.extensions import Policy
+from persistkv.storage.policy import Policy
 from persistkv.storage.records import RequestEnd, StoreOptions
 from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import check_totals, read_pack, sample_identity, tables

@@ -11,8 +11,8 @@ import pytest
 
 from persistkv.storage.backend import CommitBatch, Namespace
 from persistkv.storage.catalog.rows import encode_namespace
-from persistkv.storage.extensions import Policy
 from persistkv.storage.format.authentication import Authenticator
+from persistkv.storage.policy import Policy
 from persistkv.storage.shared import totals as totals_module
 from persistkv.storage.shared.format import NO_NAMESPACE, StoreNames, seal
 from persistkv.storage.shared.totals import Totals

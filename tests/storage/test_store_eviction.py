@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,9 +117,10 @@ def test_touch_without_stores_is_committed_when_due(
 
 
 def test_tick_idle_store_expires_old_blocks(
-    open_store: OpenStore, keys: Keys, store_url: str, monkeypatch: pytest.MonkeyPatch
+    open_store: OpenStore, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = open_store(f"{store_url}{'&' if '?' in store_url else '?'}ttl=1h")
+    """In a local store: the background work of a shared one expires its content."""
+    store = open_store(f"lmdb://{tmp_path}/store?ttl=1h")
     names = keys(16)
     store_request(store, "r", names)
     now, since_boot = time.time, time.clock_gettime

@@ -1,4 +1,7 @@
-"""The S3 driver against the conformance suite and the rules of the catalogue."""
+"""The S3 driver against the conformance suite and the rules of the catalogue.
+
+Slow on a simulated server, and the store is the same on each medium: the short run is that of ``test_sqlite_example``.
+"""
 
 from __future__ import annotations
 
@@ -63,6 +66,7 @@ class RawS3(RawStore):
         return f"store/{names.keys_blob(place.nonce)}", place.offset, place.offset + place.length
 
 
+@pytest.mark.slow
 class TestS3Backend(BackendConformance, CatalogueRules, EvictionRules):
     driver = S3Backend
     ends_namespaces = False

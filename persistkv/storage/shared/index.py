@@ -211,15 +211,29 @@ class IndexReader:
             if with_inbox:
                 inbox = self._medium.listed(self._names.inbox, settled=settled)
                 self._forget_unreadable(inbox, is_inbox=True)
+                self.note_shown(inbox)
                 missing += self.read_objects(inbox, is_inbox=True)
             index = self._medium.listed(self._names.index, settled=settled)
             self._note_list(index)
             missing += self.read_objects(index)
             if not missing:
-                return inbox
+                break
             for name in set(missing) & set(before):
                 self._report(name, self._unreadable("it is listed and missing"))
+        self._check_includers()
         return inbox
+
+    def note_shown(self, commits: Iterable[BlobInfo]) -> None:
+        """Remember that a list of the inbox has shown commits: while it does, contained ones are not forgotten."""
+        shown = [info.name for info in commits if info.name in self._replica.contained]
+        self._shown_at.update(dict.fromkeys(shown, self._clock.monotonic()))
+
+    def _check_includers(self) -> None:
+        """Find objects whose includer has vanished, deleted by an operator or a rule of the bucket: they count as not
+        included, and the next merge includes them again.
+        """
+        included = [name for name in self.listed if self._replica.contained.get(name)]
+        self._replica.mark_not_included([name for name in included if self._replica.includers[name] not in self.listed])
 
     def _is_new(self, name: str) -> bool:
         """Return whether an object is to be read: it is part of the index, not contained, and not known to be bad."""

@@ -61,6 +61,7 @@ _TOMBSTONES_KEPT_S = 7 * 86_400.0  # seven days: until a base drops a tombstone
 _OTHERS_BASE_S = 300.0  # until another engine than the last merger writes a base
 _REFUSED_S, _LONGEST_REFUSED_S = 5.0, 600.0  # after a deletion that failed: until the next one
 _ANNOUNCED_S = 15.0  # after a segment was written: as long as it is checked that ``latest`` names it
+_MOST_CARRIED = 10_000  # names that are included already and that a segment or base includes again: about 1 MB
 _MOST_DUE = 10_000  # deletions that wait; the sweep does the rest
 
 AGAIN_S = 2.5  # after a merge: until the same engine merges again. Readers look for it then
@@ -182,8 +183,6 @@ class Merger:
         """Objects of the index that this handle has written recently: monotonic time, name."""
         self._kept: dict[str, Delta] = {}
         """Small segments that this handle has written, and that nothing includes, by name."""
-        self._included_at: dict[str, float] = {}
-        """Listed objects of the index that others include: name → monotonic time since when this is known."""
         self._base_wanted_at = math.inf
         self._delete_from = -math.inf  # monotonic time until which deletions are not tried: they have failed
         self._delete_pause_s = _REFUSED_S
@@ -266,6 +265,7 @@ class Merger:
         self.turns.began(began)
         listed = self._medium.listed(self._names.inbox)
         commits = [info for info in listed if self._names.is_commit(info.name)]
+        self._reader.note_shown(commits)
         self._forget_own({info.name for info in commits}, began)
         included = [info.name for info in commits if self._replica.contained.get(info.name)]
         todo = [info for info in commits if self._is_new(info.name)]
@@ -275,7 +275,8 @@ class Merger:
         others = any(name not in self.own for name in deltas)
         older: dict[str, Delta] = {}
         if deltas:
-            older = self._older_segments(sum(info.size for info in some))
+            # What the next segment takes: the contents, and the names that it includes.
+            older = self._older_segments(sum(info.size + len(info.name) for info in some))
         planned = self._clock.monotonic()
         removals = self._plan_eviction(limits)
         contents = [*deltas.values(), self.tombstones(removals), *older.values()]
@@ -283,7 +284,7 @@ class Merger:
         if not segment.is_empty or segment.includes:
             self._publish(segment, began, planned)
             self.delete_packs_later(removals.packs)
-            self.delete_later(list(older), _INCLUDED_S)
+            self._announce()
         self._delete([*included, *deltas])
         is_full = len(removals.packs) + len(removals.manifests) >= _MOST_EVICTED
         self.turns.ended(found=bool(deltas), others=others, left=is_full or len(todo) > len(some))
@@ -341,10 +342,10 @@ class Merger:
 
     def _included_in(self, deltas: Iterable[Delta]) -> list[str]:
         """Return the names of the objects of the index that these include and that are not deleted yet: whoever reads
-        the next segment need not read them.
+        the next segment need not read them. While deletions are refused, only so many that every reader can read it.
         """
-        names = [name for delta in deltas for name in delta.includes]
-        return [name for name in names if name in self._reader.listed]
+        names = dict.fromkeys(name for delta in deltas for name in delta.includes if name in self._reader.listed)
+        return sorted(names)[-_MOST_CARRIED:]
 
     def _segment(self, info: BlobInfo) -> Delta | None:
         kept = self._kept.get(info.name)
@@ -371,7 +372,7 @@ class Merger:
         return Delta(removed=[Tombstone(name, now) for name in removals.packs], dropped=dropped)
 
     def _publish(self, segment: Delta, began: float, planned: float) -> None:
-        """Write a segment, apply it, and announce it in ``latest``.
+        """Write a segment. The replica has its content already, except for the evictions.
 
         :raises StoreError: it was not written, or too late; nothing was applied.
         """
@@ -382,11 +383,11 @@ class Merger:
         if now - began > _STALE_S or now - planned > _EVICTION_STALE_S:
             raise StoreError(f"{self._names.base}: the process was paused; the merge is begun anew")
         written = self._medium.put_sealed(name, body, self._replica.namespace)
-        self._reader.apply([(name, segment)])
+        news = Delta(removed=segment.removed, dropped=segment.dropped, includes=segment.includes)
+        self._reader.apply([(name, news)])
         self._note_written(written)
         if written.size <= _KEPT_BYTES:
             self._kept[name] = segment
-        self._announce()
 
     def _note_written(self, info: BlobInfo) -> None:
         self._reader.listed[info.name] = info
@@ -440,7 +441,7 @@ class Merger:
         began = self._clock.monotonic()
         self._base_wanted_at = math.inf
         self._reader.refresh(settled=True)
-        listed = [name for name in self._reader.listed if name in self._replica.contained]
+        listed = self._to_include()
         if len(listed) < 2:
             return
         self._replica.purge(self._medium.time.now() - _TOMBSTONES_KEPT_S)
@@ -455,8 +456,14 @@ class Merger:
         # Its level is higher, so that readers meet it before the parts, which they may not need.
         last = msgspec.structs.replace(waiting, includes=listed, parts=parts)
         self._write_part(level + 1, last, began)
-        self.delete_later(listed, _INCLUDED_S)
         self._announce()
+
+    def _to_include(self) -> list[str]:
+        """Return the listed objects that were read: all that nothing includes, and others up to a bound."""
+        read = [name for name in self._reader.listed if name in self._replica.contained]
+        new = [name for name in read if not self._replica.contained[name]]
+        included = [name for name in read if self._replica.contained[name]]
+        return new + included[-_MOST_CARRIED:]
 
     def _write_part(self, level: int, part: Delta, began: float) -> str:
         name = self._names.new_index(level, self._medium.time.now(), self._clock.random)
@@ -484,15 +491,20 @@ class Merger:
         """Delete the blobs of packs an hour after their tombstones: engines may still read them."""
         self.delete_later([self._names.pack(name) for name in names], _TOMBSTONE_S)
 
-    def delete_leftovers(self) -> None:
-        """Delete listed objects that others have included for twenty minutes: the process that included them has ended.
-        The last merger does so.
+    def delete_included(self) -> None:
+        """Delete listed objects of the index ten minutes after an object that includes them, which is listed, too, was
+        written. The last merger does so, whoever has written them.
         """
-        now = self._clock.monotonic()
-        included = [name for name in self._reader.listed if self._replica.contained.get(name)]
-        self._included_at = {name: self._included_at.get(name, now) for name in included}
-        if self.last_writer == self.writer:
-            self._delete([name for name, since in self._included_at.items() if now - since > 2 * _INCLUDED_S])
+        if self.last_writer != self.writer:
+            return
+        old = self._medium.time.now() - _INCLUDED_S
+        listed = self._reader.listed
+        found: list[str] = []
+        for name in listed:
+            includer = listed.get(self._replica.includers.get(name, ""))
+            if includer is not None and 0 < includer.time < old:
+                found.append(name)
+        self._delete(found)
 
     def delete_due(self) -> None:
         """Delete the blobs whose time has come. What fails is left to the sweep."""

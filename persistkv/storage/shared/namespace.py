@@ -171,9 +171,12 @@ class SharedNamespace:
     def _update_limits(self, policy: Policy, now: float) -> None:
         is_idle = now - self._used_at > _IDLE_AFTER_S
         self._totals_at = now + (IDLE_TOTALS_S if is_idle else TOTALS_S)
-        if policy.capacity is not None or policy.ttl_s is not None:
-            self._board.exchange(self.replica)
         self._policy = policy
+        if policy.capacity is not None or policy.ttl_s is not None:
+            try:
+                self._board.exchange(self.replica)
+            except StoreError as error:  # merges go on with what is known
+                logger.warning("%s: the totals of the store were not exchanged (%s)", self.id.hex(), error)
         self._limits = self._board.limits(policy, self.id)
         self.merger.check_limits(self._limits)
 
@@ -185,7 +188,7 @@ class SharedNamespace:
             self._list_at = now + pause_s * self._clock.random.uniform(0.75, 1.25)
             inbox = self.reader.refresh(with_inbox=not self._is_merged_regularly)
             if self._is_writable:
-                self.merger.delete_leftovers()
+                self.merger.delete_included()
             latest = self._medium.time.now() - _OLD_COMMIT_S
             if any(info.time < latest for info in inbox):
                 self.merger.turns.look_soon(now)
@@ -210,8 +213,8 @@ class SharedNamespace:
             self._follow_at = max(self._follow_at, now + self._until_next_merge(latest.time))
 
     def _until_next_merge(self, merged: float) -> float:
-        """Return the seconds until a merge is expected after one that began at this time on the medium's clock; 0: it
-        is not known. Until then, nothing is new: a merge includes all commits before it.
+        """Return the seconds until a merge is expected after one that was announced at this time on the medium's clock;
+        0: it is not known. Until then, nothing new is announced.
         """
         pause_s = AGAIN_S + MERGE_S
         rest_s = merged + pause_s - self._medium.time.now()

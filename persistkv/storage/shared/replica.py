@@ -18,7 +18,7 @@ import shutil
 import struct
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -78,7 +78,7 @@ BLOBS = "blobs"  # name → ``_BLOB``, tags, table. The table is left out for th
 TOMBSTONES = "tombstones"  # name → time
 EARLY = "early"  # pack id → time of the last use of a pack that is not held
 VERSIONS = "versions"  # digest → ``_Version``
-CONTAINED = "contained"  # name of an index object → whether another object of the index includes it
+CONTAINED = "contained"  # name of an index object → 1 and the name of an object that includes it, or 0
 _TABLES = (*TABLES, BLOBS, TOMBSTONES, EARLY, VERSIONS, CONTAINED)
 
 _BLOB = struct.Struct("<QI")  # bytes that the blob counts for, bytes of the tags
@@ -185,6 +185,8 @@ class Replica:
         self.catalogue = Catalogue(self.rows, self.disk_bytes)
         """Queries of what the replica shows."""
         self._prepare()
+        self.includers: dict[str, str] = {}
+        """Included objects of the index → the object that includes them and was applied last."""
         self.contained = self._read_contained()
         """Names of the index objects whose content the replica contains → whether another one includes them."""
 
@@ -203,7 +205,10 @@ class Replica:
         contained: dict[str, bool] = {}
         with self.rows() as rows:
             for key, value in rows.range(CONTAINED, b""):
-                contained[bytes(key).decode()] = bytes(value) == b"\1"
+                name, includer = bytes(key).decode(), bytes(value[1:]).decode()
+                contained[name] = bool(includer)
+                if includer:
+                    self.includers[name] = includer
         return contained
 
     @contextmanager
@@ -370,19 +375,30 @@ class Replica:
         :returns: the cursors (``Changes.cursor``) before and after.
         :raises StoreError: the replica failed; nothing was applied.
         """
-        contained: dict[str, bool] = {}
+        includers: dict[str, str] = {}  # name → its includer; empty: there is none
         with self.rows(write=True) as rows:
             before = read_state(rows, self.namespace).cursor
             for name, delta in objects:
                 _Application(rows, self.namespace).apply(delta)
                 if name:
-                    contained[name] = contained.get(name, False) or self.contained.get(name, False)
-                contained.update(dict.fromkeys(delta.includes, True))
-            for name, included in contained.items():
-                rows.put(CONTAINED, name.encode(), b"\1" if included else b"\0")
+                    includers.setdefault(name, self.includers.get(name, ""))
+                includers.update(dict.fromkeys(delta.includes, name))
+            self._put_includers(rows, includers)
             after = read_state(rows, self.namespace).cursor
-        self.contained.update(contained)
+        self._note_includers(includers)
         return before, after
+
+    def _put_includers(self, rows: TableRows, includers: Mapping[str, str]) -> None:
+        for name, includer in includers.items():
+            rows.put(CONTAINED, name.encode(), b"\1" + includer.encode() if includer else b"\0")
+
+    def _note_includers(self, includers: Mapping[str, str]) -> None:
+        for name, includer in includers.items():
+            self.contained[name] = bool(includer)
+            if includer:
+                self.includers[name] = includer
+            else:
+                self.includers.pop(name, None)
 
     def mark_contained(self, names: Sequence[str]) -> None:
         """Record that the replica contains these objects, which were not read."""
@@ -390,12 +406,22 @@ class Replica:
         if new:
             self.apply([(name, Delta()) for name in new])
 
+    def mark_not_included(self, names: Sequence[str]) -> None:
+        """Record that no object of the index includes these ones any more, whose content the replica contains."""
+        if not names:
+            return
+        includers = dict.fromkeys(names, "")
+        with self.rows(write=True) as rows:
+            self._put_includers(rows, includers)
+        self._note_includers(includers)
+
     def forget(self, names: Iterable[str]) -> None:
         """Forget the names of index objects that no longer exist. Their content stays."""
         with self.rows(write=True) as rows:
             for name in names:
                 rows.delete(CONTAINED, name.encode())
                 self.contained.pop(name, None)
+                self.includers.pop(name, None)
 
     def purge(self, before: float) -> None:
         """Forget tombstones, deleted requests and uses of unknown packs that are older than ``before``."""

@@ -331,7 +331,7 @@ def test_base_keeps_requests_pins_and_young_tombstones(town: Town) -> None:
     first.backend.commit(NAMESPACE, CommitBatch(deletions=[two.pack_id]))
     town.run(6)
     first.backend._open(NAMESPACE).merger.write_base()
-    town.run(700)
+    town.run(1000)
     (base,) = town.names("/index/")
     delta = town.delta(base)
     assert len(delta.packs) == len(delta.manifests) == len(delta.pins) == len(delta.removed) == 1

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from persistkv.errors import CorruptPackError
-from persistkv.storage.blobs import BlobInfo, BlobMissingError
+from persistkv.storage.blobs import BlobInfo, BlobMissingError, RefusedError
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.format import (
     MAX_OBJECT_BYTES,
@@ -252,6 +252,8 @@ class IndexReader:
             return decode_delta(body)
         except BlobMissingError:
             return None
+        except RefusedError as error:  # one object: without the right to read any, the store does not open
+            return self._unreadable(str(error))
         except NewerFormatError as error:
             return self._unreadable(str(error))._replace(is_newer=True)
         except CorruptPackError as error:

@@ -89,3 +89,28 @@ def test_totals_that_are_refused_stop_no_merge(town: Town) -> None:
     store_each(town, first, range(10), pause_s=30)
     assert town.names("/inbox/") == []
     assert len(town.names("/index/")) > 0
+
+
+def test_index_object_that_alone_is_refused_costs_its_content_only(town: Town) -> None:
+    first = town.engine(capacity=1 << 30)
+    first.store(*(pack(seed) for seed in range(100, 140)))
+    town.run(5)
+    (large,) = town.names("/index/")
+    first.store(pack(1))
+    town.run(5)
+    assert len(town.names("/index/")) == 2
+
+    def refuse(name: str) -> None:
+        if name == large:
+            raise RefusedError("forbidden")
+
+    late = town.engine(opens=False)
+    late.blobs.before("read", lambda name, *rest: refuse(name))
+    late.open()
+    assert late.held() == {pack(1).pack_id}
+    late.store(pack(2))
+    town.run(60)
+    assert pack(2).pack_id in first.held()
+    late.blobs.clear_faults()
+    town.run(120)
+    assert len(late.held()) == 42

@@ -10,6 +10,7 @@ content has no totals.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 import msgspec
@@ -25,11 +26,12 @@ TOTALS_S, IDLE_TOTALS_S = 60.0, 300.0  # between two totals of an engine in use,
 _ABANDONED_S = 900.0  # 15 minutes: totals that are older have no engine
 _POINTS = 64
 _FREE_SHARE = 16  # 1/16 of the capacity is free for the next minute
+_DIGITS = re.compile("[0-9a-f]{32}")  # id of a namespace in the name of its totals
 _PER_MINUTE = 1000  # names in a list of S3: of more totals, a part of the minutes reads the list
 
 
 class Totals(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What one namespace contains."""
+    """Bytes of one namespace, by their last use."""
 
     num_bytes: int
     ages: Sequence[tuple[float, int]]
@@ -59,6 +61,8 @@ class TotalsBoard:
         self._prefix = medium.names.totals
         self._clock = medium.clock
         self._others: dict[bytes, tuple[float, Totals]] = {}
+        self._junk: dict[bytes, float] = {}
+        """Totals that cannot be read → the time of their blob: they are read again only if they are replaced."""
         self._own: dict[bytes, Totals] = {}  # as they were published last
         self._read_at = -math.inf  # monotonic time of the next list
 
@@ -92,23 +96,28 @@ class TotalsBoard:
     def _read(self, own: bytes, totals: Totals) -> None:
         """Read the totals of all namespaces except one, whose totals are known."""
         found: dict[bytes, tuple[float, Totals]] = {}
+        junk: dict[bytes, float] = {}
         changed: list[tuple[bytes, BlobInfo]] = []
         for info in self._medium.listed(self._prefix):
-            try:
-                namespace = bytes.fromhex(info.name[len(self._prefix) :])
-            except ValueError:
-                continue  # junk
+            digits = info.name[len(self._prefix) :]
+            if _DIGITS.fullmatch(digits) is None:
+                continue  # of another program
+            namespace = bytes.fromhex(digits)
             known = self._others.get(namespace)
             if namespace == own:
-                known = (info.time, totals)
-            if known is not None and known[0] == info.time:
+                found[namespace] = (info.time, totals)
+            elif known is not None and known[0] == info.time:
                 found[namespace] = known
+            elif self._junk.get(namespace) == info.time:
+                junk[namespace] = info.time
             else:
                 changed.append((namespace, info))
         for (namespace, info), read in self._medium.maintenance.each(self._fetch, changed):
-            if read is not None:
+            if read is None:
+                junk[namespace] = info.time
+            else:
                 found[namespace] = (info.time, read)
-        self._others = found
+        self._others, self._junk = found, junk
 
     def _fetch(self, place: tuple[bytes, BlobInfo]) -> Totals | None:
         """Return the totals of a namespace; None: they are junk, or were deleted."""

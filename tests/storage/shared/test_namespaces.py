@@ -99,3 +99,13 @@ def test_namespace_without_engine_that_has_expired_has_no_totals(town: Town) -> 
     assert other.backend.policy() == Policy(None, HOUR_S)
     town.run(3 * HOUR_S)
     assert town.names(NAMES.totals) == []
+
+
+def test_totals_that_are_junk_are_read_once_and_open_nothing(town: Town) -> None:
+    first = town.engine(capacity=1 << 20)
+    first.store(pack(1))
+    town.server.put(f"{NAMES.totals}ab", [b"junk"])
+    town.server.put(f"{NAMES.totals}{'ab' * 16}", [b"junk"])
+    town.run(3600)
+    assert first.calls("read", "ab" * 16) == 1
+    assert first.calls("read", "totals/ab") == 1

@@ -71,7 +71,7 @@ class _Setting:
     def outcomes(self, evaluate: Callable[[Mapping[str, Any]], Iterable[tuple[Level, str, str]]]) -> Iterator[Check]:
         """Yield the outcomes of ``evaluate``, which returns (level, what was found, remedy)."""
         if self._reason:
-            todo = f"look at it yourself ({_RULES}), or let an administrator run this check"
+            todo = f"compare the bucket with {_RULES}, or let an administrator run this check"
             yield Check(self._check, Level.NOTE, f"not checked: {self._reason}", todo)
             return
         for level, found, todo in evaluate(self.content):
@@ -146,7 +146,7 @@ def _tiering(found: Mapping[str, Any], prefix: str) -> Iterator[tuple[Level, str
     configurations = found.get("IntelligentTieringConfigurationList", ())
     archiving = [rule for rule in _rules(configurations, prefix) if rule.content.get("Tierings")]
     for rule in archiving:
-        text = f"{rule} archives objects that nobody reads: they cannot be read then, and content is lost"
+        text = f"{rule} archives objects without reads: they cannot be read then, and content is lost"
         yield Level.PROBLEM, text, "remove the archive access tiers for the store's prefix"
     if not archiving:
         yield Level.OK, "no archive access in Intelligent-Tiering", ""

@@ -113,7 +113,7 @@ class Blobs(ABC):
         """Yield what ``persistkv doctor`` shows: whether the calls work (``checks.CallsCheck``), and
         settings of the medium that prevent or slow a store. By default nothing.
 
-        Failures are outcomes; nothing is raised. What the check writes, it deletes again.
+        Failures are outcomes; nothing is raised. The check deletes its own blobs again.
 
         :param writes: False: the store will only be read.
         """

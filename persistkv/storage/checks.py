@@ -81,7 +81,7 @@ class CallsCheck:
     def _try(self, check: str, method: str, call: Callable[[], str]) -> Check:
         """Make a call.
 
-        :param call: returns what is wrong with the result; empty: nothing.
+        :param call: returns the defect of the result; empty: it has none.
         """
         begin = time.monotonic()
         remedy = self._remedies.get(method, f"let the medium allow {method}")

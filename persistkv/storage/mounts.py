@@ -9,12 +9,9 @@ from pathlib import Path
 
 MOUNTS = Path("/proc/self/mountinfo")
 
-_REMOTE = frozenset(
-    {
-        *("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "wekafs", "panfs"),
-        *("glusterfs", "ocfs2", "gfs2", "orangefs", "pvfs2"),
-    }
-)
+_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs")
+_CLUSTER = ("ceph", "lustre", "gpfs", "beegfs", "wekafs", "panfs", "glusterfs", "ocfs2", "gfs2", "orangefs", "pvfs2")
+_REMOTE = frozenset(_NETWORK + _CLUSTER)
 _REMOTE_FUSE = (
     "sshfs",
     "s3fs",

@@ -1,4 +1,4 @@
-"""What a store reports about its content: totals, the use of requests, free space; and the result of a rebuild."""
+"""Reports of a store about its content: totals, the use of requests, free space; and the result of a rebuild."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Merging of one namespace's index: segments, bases, evictions, and the deletion of what is no longer needed.
+"""Merging of one namespace's index: segments, bases, evictions, and the deletion of included objects.
 
 1. A *segment* includes commits: their contents and names, and the evictions that they require. Then the commits are
    deleted. An object may be deleted whenever a durable object includes it, now or after any pause.
@@ -9,7 +9,7 @@
    deleted ten minutes later: a slow reader must be able to finish.
 4. Any engine may merge at any time, and two may merge the same commits: that only costs requests. Who does is a matter
    of cost (``Turns``).
-5. The work of one merge is bounded in commits, bytes and evictions. What is left is merged at once, in the next one.
+5. The work of one merge is bounded in commits, bytes and evictions. The next merge follows at once if any are left.
 6. The blobs of removed packs are deleted an hour after their tombstone: engines may still read them.
 """
 
@@ -129,8 +129,8 @@ class Turns:
         self._is_last = is_own
 
     def look_soon(self, now: float) -> None:
-        """Record that there may be work that nobody does: old commits, or content that exceeds the limits. A thousand
-        engines may notice it at once: each looks again after a random pause.
+        """Record that old commits may wait, or that content may exceed the limits. A thousand engines may notice it at
+        once: each looks again after a random pause.
         """
         if self._old_at == math.inf:
             self._old_at = now + _OLD_S * self._random()
@@ -275,7 +275,7 @@ class Merger:
         others = any(name not in self.own for name in deltas)
         older: dict[str, Delta] = {}
         if deltas:
-            # What the next segment takes: the contents, and the names that it includes.
+            # The next segment contains the commits and their names.
             older = self._older_segments(sum(info.size + len(info.name) for info in some))
         planned = self._clock.monotonic()
         removals = self._plan_eviction(limits)
@@ -342,7 +342,8 @@ class Merger:
 
     def _included_in(self, deltas: Iterable[Delta]) -> list[str]:
         """Return the names of the objects of the index that these include and that are not deleted yet: whoever reads
-        the next segment need not read them. While deletions are refused, only so many that every reader can read it.
+        the next segment need not read them. While deletions are refused, there are many: then only the
+        newest ones.
         """
         names = dict.fromkeys(name for delta in deltas for name in delta.includes if name in self._reader.listed)
         return sorted(names)[-_MOST_CARRIED:]
@@ -492,8 +493,8 @@ class Merger:
         self.delete_later([self._names.pack(name) for name in names], _TOMBSTONE_S)
 
     def delete_included(self) -> None:
-        """Delete listed objects of the index ten minutes after an object that includes them, which is listed, too, was
-        written. The last merger does so, whoever has written them.
+        """Delete each listed object of the index whose includer is listed, too, and ten minutes old by the medium's
+        clock. Only the last merger does so.
         """
         if self.last_writer != self.writer:
             return
@@ -507,7 +508,7 @@ class Merger:
         self._delete(found)
 
     def delete_due(self) -> None:
-        """Delete the blobs whose time has come. What fails is left to the sweep."""
+        """Delete the blobs that are due. Failed deletions are left to the sweep."""
         now = self._clock.monotonic()
         blobs: list[str] = []
         while self._due and self._due[0][0] <= now:
@@ -515,7 +516,7 @@ class Merger:
         self._delete(blobs)
 
     def _delete(self, blobs: list[str]) -> None:
-        """Delete blobs that nobody needs. What fails is left to later merges and to the sweep."""
+        """Delete blobs that nothing needs. Failed deletions are left to later merges and to the sweep."""
         now = self._clock.monotonic()
         if not blobs or now < self._delete_from:
             return

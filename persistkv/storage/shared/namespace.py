@@ -195,8 +195,8 @@ class SharedNamespace:
         if now >= self._follow_at:
             self._look(now, is_idle=is_idle)
         elif self._is_writable and self.merger.is_merge_due():
-            # What others have merged meanwhile need not be merged again. If the medium fails, so does the merge, which
-            # is then repeated after a pause.
+            # Commits that others have merged meanwhile need not be merged again. If the medium fails, so does
+            # the merge, which is then repeated after a pause.
             with suppress(StoreError):
                 self._look(now, is_idle=is_idle)
 

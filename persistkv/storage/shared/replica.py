@@ -141,7 +141,7 @@ class KeysPlace(NamedTuple):
 
 @dataclass
 class Removals:
-    """What a commit or a merge removes."""
+    """Packs and requests that a commit or a merge removes."""
 
     packs: list[bytes] = field(default_factory=list)
     """Names of the blobs of removed packs."""
@@ -348,7 +348,7 @@ class Replica:
         return Plan(cursor, list(missing.values()), removals, pins)
 
     def plan_eviction(self, now: float, ttl_s: float | None, excess: int, horizon: float, at_most: int) -> Removals:
-        """Return what has expired, and what to evict; change nothing.
+        """Return expired content, and content to evict; change nothing.
 
         :param now: present time on the medium's clock; 0: nothing expires.
         :param ttl_s: content expires this many seconds after its last use; None: requests by their own ttl only.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
+from urllib.parse import urlsplit
 
 import boto3
 import pytest
@@ -19,19 +20,10 @@ from persistkv_s3 import S3Backend
 from persistkv_s3.blobs import S3Blobs
 from persistkv_s3.client.boto import BotoClient
 from persistkv_s3.options import Place, S3Options, parse_url
+from tests.backends.s3.faults import FaultProxy
 from tests.storage.host.conftest import hosted  # noqa: F401
 
 ACCESS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "testsecret", "AWS_EC2_METADATA_DISABLED": "true"}
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark conformance tests with a key as slow, except the read tests: the suite runs without a key and with one."""
-    kept = ("ReadTests.", "TestS3BackendWithKey.")
-    for item in items:
-        if not isinstance(item, pytest.Function) or "::TestS3BackendWithKey::" not in item.nodeid:
-            continue
-        if not item.function.__qualname__.startswith(kept):
-            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
@@ -49,6 +41,14 @@ def endpoint() -> Iterator[str]:
     host, port = server.get_host_and_port()
     yield f"http://{host}:{port}"
     server.stop()
+
+
+@pytest.fixture
+def proxy(endpoint: str) -> Iterator[FaultProxy]:
+    """A proxy before the server that injects faults."""
+    running = FaultProxy(urlsplit(endpoint).port or 80)
+    yield running
+    running.close()
 
 
 @pytest.fixture(autouse=True)

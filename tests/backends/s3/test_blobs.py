@@ -9,7 +9,6 @@ from contextlib import closing
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -37,13 +36,6 @@ class Handle(S3Blobs):
 
 
 Opener = Callable[..., Handle]
-
-
-@pytest.fixture
-def proxy(endpoint: str) -> Iterator[FaultProxy]:
-    running = FaultProxy(urlsplit(endpoint).port or 80)
-    yield running
-    running.close()
 
 
 @pytest.fixture

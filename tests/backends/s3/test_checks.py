@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -19,13 +18,6 @@ from persistkv_s3.options import parse_url
 from tests.backends.s3.faults import FaultProxy
 
 Examine = Callable[..., dict[str, Check]]
-
-
-@pytest.fixture
-def proxy(endpoint: str) -> Iterator[FaultProxy]:
-    running = FaultProxy(urlsplit(endpoint).port or 80)
-    yield running
-    running.close()
 
 
 @pytest.fixture

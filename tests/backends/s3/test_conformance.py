@@ -80,7 +80,6 @@ class TestS3Backend(BackendConformance, CatalogueRules, EvictionRules):
         return RawS3(raw_client, bucket, backend)
 
 
-@pytest.mark.slow
 class TestS3BackendWithKey(TestS3Backend):
     """The conformance suite for a store with a key."""
 

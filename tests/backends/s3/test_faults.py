@@ -6,10 +6,8 @@ Each fault hits a commit and a read, through a proxy that really breaks the conn
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -31,13 +29,6 @@ OPTIONS = "refresh=0s&deadline=5s&slow=1h"
 HARD = ["hang", "hang_reply", "lose_reply", "rst", "rst_after 100", "delay 60", "s503 100000"]
 SOFT = ["lose_reply1", "s503 2", "rate 4000000"]
 """Faults that an operation survives within its deadline."""
-
-
-@pytest.fixture
-def proxy(endpoint: str) -> Iterator[FaultProxy]:
-    running = FaultProxy(urlsplit(endpoint).port or 80)
-    yield running
-    running.close()
 
 
 @pytest.fixture(autouse=True)

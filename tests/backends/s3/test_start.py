@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -12,13 +10,6 @@ from persistkv.errors import ConfigurationError, StoreUnavailableError
 from persistkv.storage.host.supervisor import State
 from tests.backends.s3.faults import FaultProxy
 from tests.storage.host.jobs import BLOCK, make_keys, wait_for
-
-
-@pytest.fixture
-def proxy(endpoint: str) -> Iterator[FaultProxy]:
-    running = FaultProxy(urlsplit(endpoint).port or 80)
-    yield running
-    running.close()
 
 
 def works(hosted: Any, client: Any) -> bool:
